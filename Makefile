@@ -1,10 +1,11 @@
-# make demo: the whole pipeline at a small size, into out/demo.   make test: all tests.   make quick: those of a minute and a half.
+# make demo: the whole pipeline at a small size, into out/demo.   make quick: the tests of three minutes.   make test: what CI runs.
+# make nightly: the long campaigns (attacks, kills, installs, clusters, other runtimes).   make check: ruff, mypy, imports.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 export PYTHONDONTWRITEBYTECODE :=  # Python keeps what it compiled: the tests start hundreds of processes
 
-.PHONY: demo test quick check setup clean
+.PHONY: demo test quick nightly check setup clean
 
 setup: $(VENV)/.installed
 
@@ -21,14 +22,21 @@ demo: setup
 	@PATH="$(abspath $(VENV))/bin:$$PATH" bash recipes/demo/run.sh out/demo
 
 test: setup
-	$(RUN) -m pytest -n 2
+	$(RUN) -m pytest -n 2 -m "not nightly"
 
 quick: setup
-	$(RUN) -m pytest -n 2 -m "not slow"
+	$(RUN) -m pytest -n 2 -m "not slow and not nightly"
+
+nightly: setup
+	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements-stages.txt -r requirements-tvm.txt \
+	    -r requirements-pool.txt -r requirements-operating.txt -r requirements-search.txt -r requirements-ray.txt
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-llm.txt
+	$(RUN) -m pytest -n 2 -m nightly
 
 check: setup
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy hase tests
+	PYTHONPATH=. $(VENV)/bin/lint-imports
 
 clean:
 	rm -rf out

@@ -5,6 +5,10 @@ that inference/config.yaml describes, or under the backgrounds of a collector's 
 With --recorded it takes the measurements in the target's dataset instead. Prints one row per model, the errors, and the
 warnings of predictions; writes evaluation/<target>/evaluation.csv, .json and .png (.svg without matplotlib), and with --html a
 page to look at. Only evaluates; fits nothing.
+
+With --manifest it evaluates the models of a list, each at its own sizes: models of every kind, as recipes/kinds/make_models.py
+makes them. They are measured here, or were measured on a machine with a GPU (--measured), and then predicted at the pace of its
+host. It also says how many predictions are marked as rough estimates, and how far off the others are.
 """
 
 from __future__ import annotations
@@ -16,37 +20,48 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hase.benchmark.collecting.config import CollectorConfig
-from hase.inference.core.run_modes import RunMode
-from hase.inference.evaluation.comparison import Comparison, Evaluation, summary_table, table, warned_of
-from hase.inference.evaluation.evaluate import PATIENCE_S, TIMEOUT_S, EvaluationLoads, MeasuringPlan, evaluate
-from hase.inference.evaluation.plot import Point
-from hase.inference.evaluation.plot import draw as draw_points
+from hase.inference.evaluation.comparison import Comparison, Evaluation, marks_in_words, models_by_warning, summary_table, table
+from hase.inference.evaluation.evaluate import (
+    PATIENCE_S,
+    TIMEOUT_S,
+    EvaluationLoads,
+    MeasuringPlan,
+    evaluate,
+    evaluate_list,
+)
+from hase.inference.evaluation.models import read_latencies, read_manifest
+from hase.inference.evaluation.report import Point, evaluation_page, row_interval, row_name, scatter
+from hase.inference.evaluation.report import draw as draw_points
 from hase.inference.live.load import CONFIG_FILE, InferenceConfig
-from hase.inference.reporting.evaluations import called, evaluation_page, interval_of, scatter
+from hase.inference.prediction.conditions import AS_USUAL, RunMode
 from hase.utils import cli, files
 from hase.utils.config import read_config
+from hase.utils.errors import UserError
 from hase.utils.locks import sole_writer
 from hase.utils.logger import get_logger
-from hase.utils.pages.plot_files import write_plot
+from hase.utils.pages.charts import write_plot
 from hase.utils.pages.rendering import write_page
-from hase.utils.paths import ROOT
+from hase.utils.paths import ROOT, Workspace
+from hase.utils.text import first_and_count
 from hase.utils.timing import error_statistics
 
 log = get_logger("evaluator")
 
-TOLD_WARNINGS = 5  # on the console; the most frequent ones first
+TOLD_WARNINGS = 5  # number on the console, most frequent first
 EXAMPLES = """
 python evaluator.py model_zoo/models/
 python evaluator.py resnet18.onnx --dim batch=1,4,16
 python evaluator.py trees.onnx --inputs rows.npz  # needs your own
 python evaluator.py --recorded --html page.html  # needs measured models in the target's dataset
-python evaluator.py resnet18.onnx --dim batch=16 --under-load recipes/h200/live.yaml --probe  # needs a GPU
+python evaluator.py resnet18.onnx --dim batch=16 --under-load recipes/h200/beside.yaml --probe  # needs a GPU
+python evaluator.py --manifest out/kinds/kinds.json --workspace out/kinds_cpu --measure-missing  # needs make_models.py
+python evaluator.py --manifest out/kinds/kinds.json --target h200 --measured out/kinds_on_gpu/on_gpu.json  # needs a GPU
 """
 
 
 def draw(evaluation: Evaluation, folder: Path) -> Path:
-    """Draws the plot of an evaluation, as a PNG; as an SVG where matplotlib is not installed. Returns its path."""
-    points = [Point(called(c), c.measured_ms, c.predicted_ms, c.held_out, interval_of(c)) for c in evaluation.comparisons]
+    """Draws the plot of an evaluation as a PNG, or as an SVG if matplotlib is not installed. Returns its path."""
+    points = [Point(row_name(c), c.measured_ms, c.predicted_ms, c.held_out, row_interval(c)) for c in evaluation.comparisons]
     predicted, strict, measured = zip(*((c.predicted_ms, c.strict_ms, c.measured_ms) for c in evaluation.comparisons),
                                       strict=True)
     title = (f"{evaluation.target}\n{len(points)} {'latency' if len(points) == 1 else 'latencies'}: mean error "
@@ -62,9 +77,9 @@ def draw(evaluation: Evaluation, folder: Path) -> Path:
 
 
 def write(evaluation: Evaluation, folder: Path) -> list[str]:
-    """Writes the CSV, the JSON and the plot of an evaluation; returns their names. Warnings, which are sentences, are only in
-    the JSON."""
-    columns = [name for name in Comparison.model_fields if name != "warnings"]
+    """Writes the CSV, the JSON and the plot of an evaluation; returns their names. Warnings are only in the JSON."""
+    left_out = {"warnings"} if any(comparison.kind for comparison in evaluation.comparisons) else {"warnings", "kind"}
+    columns = [name for name in Comparison.model_fields if name not in left_out]
     rows = [comparison.model_dump(include=set(columns)) for comparison in evaluation.comparisons]
     files.write_csv(folder / "evaluation.csv", columns, rows)
     files.write_json(folder / "evaluation.json", evaluation.model_dump(mode="json"))  # for people: without a digest
@@ -81,6 +96,13 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--target", help="whose predictors (default: this machine, or the only target with predictors)")
     parser.add_argument("--recorded", action="store_true",
                         help="compare with the measurements in the target's dataset (without MODEL: with all of them)")
+    parser.add_argument("--manifest", type=Path, metavar="FILE", help="evaluate the models of this list, each at its own sizes")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="with --manifest: these models alone")
+    parser.add_argument("--measured", type=Path, metavar="FILE",
+                        help="with --manifest: compare with these latencies, of recipes/kinds/compare_on_gpu.py, and measure "
+                             "nothing")
+    parser.add_argument("--measure-missing", action="store_true",
+                        help="with --manifest: first measure the models' kernels that were never measured, into the dataset")
     cli.add_html(parser)
     cli.add_run_mode(parser)
     cli.add_load(parser, CONFIG_FILE)
@@ -106,9 +128,19 @@ def command_line() -> argparse.ArgumentParser:
 
 def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Refuses options that contradict each other."""
+    if args.manifest:
+        others = (args.models, args.dim, args.static, args.inputs, args.recorded, args.metrics, args.changes, args.under_load,
+                  args.probe, args.config != CONFIG_FILE, args.io != AS_USUAL.io, args.cuda_graph)
+        if any(others):
+            parser.error("--manifest says which models, at which sizes; they are run as usual, on an idle device: only --only, "
+                         "--measured or --measure-missing, --target and how long to measure go with it")
+        if args.measured and args.measure_missing:
+            parser.error("--measured: nothing is measured here; leave --measure-missing out")
+    elif args.only or args.measured or args.measure_missing:
+        parser.error("--only, --measured and --measure-missing go with --manifest FILE")
     if not 0 <= args.patience_s < math.inf:
         parser.error("--patience-s can't be negative")
-    if not args.models and not args.recorded:
+    if not args.models and not args.recorded and not args.manifest:
         parser.error("name models (files or folders), or --recorded for all that the dataset holds")
     if args.recorded and (args.metrics or args.changes or args.config != CONFIG_FILE):
         parser.error("--recorded takes the load from the dataset: leave --metrics, --config and --set out")
@@ -120,11 +152,22 @@ def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -
         parser.error("--under-load: one file of metrics can't describe several loads; leave --metrics out")
 
 
+def evaluate_manifest(args: argparse.Namespace, workspace: Workspace, plan: MeasuringPlan) -> Evaluation:
+    """Evaluates the models of a list."""
+    models = read_manifest(args.manifest).chosen(args.only)
+    if not models:
+        raise UserError(f"{args.manifest}: no model with the name {' or '.join(args.only)}")
+    folder = args.manifest if args.manifest.is_dir() else args.manifest.parent
+    return evaluate_list(workspace, folder.resolve(), models, target=args.target,
+                         latencies=read_latencies(args.measured) if args.measured else None,
+                         measure_missing=args.measure_missing, plan=plan, force=args.force)
+
+
 def report(evaluation: Evaluation, folder: Path, written: Sequence[str]) -> None:
-    """Logs what predictions warn of, the files that were written to `folder`, and the models that failed."""
-    warned = warned_of(evaluation.comparisons)
+    """Logs the predictions' warnings, the files written to `folder`, and the models that failed."""
+    warned = models_by_warning(evaluation.comparisons)
     for warning in list(warned)[:TOLD_WARNINGS]:
-        log.warning("%s: %s", cli.first_of(warned[warning]), warning)
+        log.warning("%s: %s", first_and_count(warned[warning]), warning)
     if len(warned) > TOLD_WARNINGS:
         log.warning("%d more warnings are in evaluation.json", len(warned) - TOLD_WARNINGS)
     log.info("load %s; written to %s: %s", evaluation.load, folder, ", ".join(written))
@@ -137,13 +180,17 @@ def main() -> int:
     args = parser.parse_args()
     check_arguments(parser, args)
     workspace = cli.start(args)
-    loads = EvaluationLoads(config=read_config(args.config, InferenceConfig, args.changes), metrics_file=args.metrics,
-                      under_load=read_config(args.under_load, CollectorConfig) if args.under_load else None, probe=args.probe)
-    evaluation = evaluate(
-        workspace, args.models, dims=cli.parse_dims(args.dim), target=args.target, recorded=args.recorded,
-        run_mode=RunMode(io=args.io, cuda_graph=args.cuda_graph), loads=loads,
-        plan=MeasuringPlan(args.rounds, args.budget_s, args.patience_s, args.timeout_s, args.inputs), force=args.force,
-        static=args.static)
+    plan = MeasuringPlan(args.rounds, args.budget_s, args.patience_s, args.timeout_s, args.inputs)
+    if args.manifest:
+        evaluation = evaluate_manifest(args, workspace, plan)
+    else:
+        loads = EvaluationLoads(
+            config=read_config(args.config, InferenceConfig, args.changes), metrics_file=args.metrics,
+            under_load=read_config(args.under_load, CollectorConfig) if args.under_load else None, probe=args.probe)
+        evaluation = evaluate(
+            workspace, args.models, dims=cli.parse_dims(args.dim), target=args.target, recorded=args.recorded,
+            run_mode=RunMode(io=args.io, cuda_graph=args.cuda_graph), loads=loads, plan=plan, force=args.force,
+            static=args.static)
     folder = workspace.evaluation / evaluation.target
     with sole_writer(folder):
         written = write(evaluation, folder)
@@ -155,6 +202,8 @@ def main() -> int:
         cli.print_table(table(evaluation.comparisons), f"{evaluation.target}, {evaluation.way}, {evaluation.source}")
         print()
         cli.print_table(summary_table(evaluation.summaries), "errors")
+        if args.manifest:
+            print(marks_in_words(evaluation.comparisons))
     report(evaluation, folder, written)
     return 1 if evaluation.failures else 0
 

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hase.benchmark.measuring.run_times import Effort
 from hase.benchmark.ort.profile import NodeEvent, ProfiledRun, kernel_times_ms, profile_model, read_profile
 from hase.graph_model.simulation.dag import (
     MAKE_DAG,
@@ -36,11 +35,12 @@ from hase.ort_analysis.graph.analysis import record_of
 from hase.ort_analysis.isolated.analysis import check_opens
 from hase.records.kernel_record import REMAKE
 from hase.records.kernel_record_files import read_model_record
+from hase.records.measurement import Effort
 from hase.records.operators import CONTROL_FLOW
 from hase.utils import cli
+from hase.utils.config import Frozen
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import resolve_device
-from hase.utils.frozen import Frozen
 from hase.utils.logger import get_logger
 from hase.utils.paths import Workspace
 
@@ -59,12 +59,10 @@ class Overlap(Frozen):
     """Whether the kernels of a profile overlapped; times are means over its runs.
 
     Attributes:
-        serial: no kernel began before the one ahead of it had ended.
-        busy_ms: time of a run in which at least one kernel ran.
+        serial: no kernel began before the previous one had ended.
+        busy_ms, gap_ms: time in which at least one kernel ran, and time between kernels in which none ran.
         overlap_ms: time in which two kernels ran at once, beyond rounding.
-        gap_ms: time between kernels in which none ran.
-        run_ms: the whole run.
-        overlap_share, gap_share: of run_ms, ratios.
+        overlap_share, gap_share: of `run_ms`, ratios.
         overlapping: the nodes that began while another ran.
     """
 
@@ -91,11 +89,9 @@ class PathNode(Frozen):
 
 
 class CriticalPath(Frozen):
-    """What the graph allows: kernels one after another take sum_ms; if all independent ones ran at once, path_ms.
+    """The limits by the graph: sum_ms if kernels run one after another; path_ms if all independent ones run at once.
 
-    Attributes:
-        possible_speedup: sum_ms / path_ms; 1 where every kernel waits for the one before.
-        path: the kernels on it, in order.
+    `possible_speedup` is sum_ms / path_ms; 1 if every kernel waits for the previous one. `path` has the kernels in order.
     """
 
     sum_ms: float
@@ -106,7 +102,7 @@ class CriticalPath(Frozen):
 
 
 def innermost(nodes: Iterable[NodeEvent]) -> list[NodeEvent]:
-    """The events in order of start, without those inside a control-flow node, which its own event spans."""
+    """The events by start time, without those inside a control-flow node, whose own event spans them."""
     kept: list[NodeEvent] = []
     inside_until = float("-inf")
     for node in sorted(nodes, key=lambda node: (node.start_us, -node.duration_us)):
@@ -119,7 +115,7 @@ def innermost(nodes: Iterable[NodeEvent]) -> list[NodeEvent]:
 
 
 def overlap_of(runs: Sequence[ProfiledRun]) -> Overlap:
-    """Whether and how long kernels ran at the same time, and how long none ran; of at least one run."""
+    """Overlap and pauses of the kernels in at least one run."""
     busy = overlapped = gaps = whole = 0.0
     overlapping: dict[str, None] = {}
     for run in runs:
@@ -135,7 +131,7 @@ def overlap_of(runs: Sequence[ProfiledRun]) -> Overlap:
             overlapped += min(end, node.end_us) - node.start_us
             busy += max(node.end_us - end, 0.0)
             end = max(end, node.end_us)
-    count = 1000.0 * len(runs)  # µs of all runs to ms of one
+    count = 1000.0 * len(runs)  # converts µs of all runs to ms of one
     return Overlap(
         runs=len(runs), kernels=len({node.node for run in runs for node in run.nodes}), serial=not overlapping,
         providers=tuple(sorted({node.provider for run in runs for node in run.nodes})), busy_ms=busy / count,
@@ -145,11 +141,7 @@ def overlap_of(runs: Sequence[ProfiledRun]) -> Overlap:
 
 
 def critical_path(graph: DagFile, latency_ms: Mapping[str, float]) -> CriticalPath:
-    """The critical path of a model's graph, given the time of each node.
-
-    Raises:
-        UserError: a node without a time.
-    """
+    """The critical path of a model's graph, given the time of each node. Raises UserError: a node without a time."""
     dag = dag_of(graph)
     total = calculate_latency(dag, latency_ms, "sum")
     length, path = longest_path(dag, latency_ms)
@@ -165,25 +157,26 @@ def node_times_ms(runs: Sequence[ProfiledRun]) -> dict[str, float]:
 
 
 def whole_times_ms(graph: DagFile, times_ms: Mapping[str, float]) -> dict[str, float]:
-    """Each node's time in all its runs, ms. A node with a body counts as 0, since its body's nodes count."""
+    """Each node's total time in a run, ms. A node with a body counts as 0, since its body's nodes count."""
     return {node.name: 0.0 if node.type in CONTROL_FLOW else node.runs * times_ms[node.name]
             for node in graph.nodes if node.name in times_ms}
 
 
 def with_names_of(graph: DagFile, runs: Sequence[ProfiledRun]) -> list[ProfiledRun] | None:
-    """The runs with the names that the nodes have in the graph; None where the runs are those of another graph.
+    """The runs with the graph's node names; None if the runs are of another graph.
 
-    Hase itself names nodes without a name, and those that ONNX Runtime names in another order each time. So events with names
-    that the graph does not have are taken for the nodes that have no event, in this order. Where no run of the graph could go
-    like that, since both number their nodes, all events are taken for the nodes of the graph, in this order.
+    Hase itself names unnamed nodes, and those whose names ONNX Runtime numbers differently each time. So events with unknown
+    names are matched, in order, with the graph's nodes that have no event. If that is no valid order of the graph, since both
+    number their nodes, all events are matched with the graph's nodes in order.
     """
     known, seen = {node.name for node in graph.nodes}, {event.node for run in runs for event in run.nodes}
     return _named_in_order(graph, runs, known & seen) or _named_in_order(graph, runs, set())
 
 
 def _named_in_order(graph: DagFile, runs: Sequence[ProfiledRun], kept: Set[str]) -> list[ProfiledRun] | None:
-    """The runs with the events that are not in `kept` named like the other nodes of the graph, in this order; None where their
-    number or operators differ, or a node would run before one that it needs."""
+    """Names the events that are not in `kept` after the other nodes of the graph, in order. None if their number or operators
+    differ, or a node would run before one that it needs.
+    """
     others = [node.name for node in graph.nodes if node.name not in kept]
     named = []
     for run in runs:
@@ -203,13 +196,9 @@ def _named_in_order(graph: DagFile, runs: Sequence[ProfiledRun], kept: Set[str])
 
 def graph_of_profile(runs: Sequence[ProfiledRun], dag: Path | None, record: Path | None,
                      workspace: Workspace) -> tuple[DagFile, list[ProfiledRun]] | None:
-    """The graph of the model that a profile is of, and the runs with the names of its nodes; None, with a warning, where no
-    file is given and no record fits.
+    """The graph of a profile's model, and the runs with the names of its nodes. None, with a warning, if no graph is found.
 
-    Args:
-        runs: in the profile.
-        dag, record: the file with the graph, or the kernel record, if the user gave one.
-        workspace: whose records are looked through otherwise.
+    The graph comes from the user's file (`dag` or `record`), else from the record in the workspace that fits.
 
     Raises:
         UserError: the file can't be read, or its nodes are others.
@@ -230,7 +219,7 @@ def graph_of_profile(runs: Sequence[ProfiledRun], dag: Path | None, record: Path
 
 
 def print_report(overlap: Overlap, path: CriticalPath | None, rows: int) -> None:
-    """The findings as tables, with a sentence that says what they mean."""
+    """Prints the findings as tables, with a sentence that explains them."""
     cli.print_table([{
         "kernels": overlap.kernels, "runs": overlap.runs, "run_ms": overlap.run_ms, "busy_ms": overlap.busy_ms,
         "overlap_ms": overlap.overlap_ms, "overlap_%": 100 * overlap.overlap_share, "gap_ms": overlap.gap_ms,

@@ -1,1 +1,1 @@
-"""Measured latencies of kernels and models, idle and under load."""
+"""Measures latencies of kernels and models, on an idle device and under load."""

@@ -11,8 +11,8 @@ attempt counts. Where none was steady, it is marked in both tables; --remeasure 
 one line, so a run that is killed loses no row and doubles none: start the same command again, and it resumes.
 
 Several machines of one target may share the work (`each_machine: false`). Then a machine omits what others measured, except
-for a few kernels, the `ties`, which it measures too. benchmark/machine_ties.py compares them. With --ray, all devices of a Ray
-cluster share the work at the same time (docs/cluster.md).
+for a few kernels, the `ties`, which it measures too; benchmark/dataset.py --machines compares them. With --ray, all devices of
+a Ray cluster share the work at the same time (docs/cluster.md).
 
 With --minutes, the collector stops in time, and the most useful measurements come first: the models and their kernels, then
 those of the sampled kernels that are least like any that was measured (kernel_model/sampling/usefulness.py).

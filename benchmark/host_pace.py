@@ -27,6 +27,7 @@ from hase.utils.paths import COMPOSITION, SHIPPED, Workspace
 if TYPE_CHECKING:
     from hase.records.host_pace import MachinePace
 
+
 EXAMPLES = """
   python benchmark/host_pace.py
   python benchmark/host_pace.py --out machine.json
@@ -35,14 +36,14 @@ EXAMPLES = """
 
 
 class LearnedPace(NamedTuple):
-    """The time of the probe (µs) at the pace for which the predictors of a target hold."""
+    """The probe's time (µs) at the pace for which a target's predictors hold."""
 
     target: str
     probe_us: float
 
 
 def learned_pace(workspace: Workspace, target: str) -> LearnedPace | None:
-    """The pace of a target's predictors, in the workspace or shipped; None if there are none, or none was recorded."""
+    """The pace of a target's predictors, from the workspace or shipped; None without predictors or a recorded pace."""
     for folder in (workspace.predictors(target), SHIPPED / target):
         if (path := folder / COMPOSITION).is_file():
             document = files.read_json(path)  # not by its class, which belongs to training, a later folder

@@ -31,11 +31,7 @@ python benchmark/merge_datasets.py --from out/pool --workspace out/all
 
 
 def read_origins(path: Path) -> dict[str, ModelOrigin]:
-    """Groups and collections of models by the stem of their file, from JSON: `{"resnet18": {"group": …, "collection": …}, …}`.
-
-    Raises:
-        UserError: it is no such file.
-    """
+    """Groups and collections of models by file stem, from JSON: `{"resnet18": {"group": …, "collection": …}, …}`."""
     try:
         return {str(stem): ModelOrigin(**{key: str(value) for key, value in origin.items()})
                 for stem, origin in files.read_json(path).items()}

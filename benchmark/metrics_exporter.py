@@ -35,22 +35,33 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from prometheus_client.core import GaugeMetricFamily
 
-from hase.benchmark.metrics.names import DEVICE_LABEL, FIELDS, HOST_LABEL, INDEX_LABEL, MODEL_LABEL, NAMES, UUID_LABEL, new_name
-from hase.benchmark.metrics.probe_metrics import MEANINGS, OWN_LABELS, Probed, samples_of
-from hase.benchmark.metrics.source import Mean, MetricSource, Window
+from hase.benchmark.metrics.names import (
+    DEVICE_LABEL,
+    FIELDS,
+    HOST_LABEL,
+    INDEX_LABEL,
+    MEANINGS,
+    MODEL_LABEL,
+    NAMES,
+    OWN_LABELS,
+    UUID_LABEL,
+    Probed,
+    new_name,
+    samples_of,
+)
+from hase.benchmark.metrics.source import MetricMean, MetricSource, OpenWindow
 from hase.benchmark.metrics.sources import SOURCES, open_source
-from hase.benchmark.ort.probes import check_gpu, measure_pace
-from hase.benchmark.ort.sharing_probe import SharingProbe
+from hase.benchmark.ort.probes import SharingProbe, check_gpu, measure_pace
 from hase.records import host_pace
-from hase.records.host_pace import HostProbed
-from hase.records.probe_reading import summarised
+from hase.records.host_pace import HostProbeReading
+from hase.records.probe_reading import summarise_probe
 from hase.utils import cli
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import machine, resolve_device
 from hase.utils.logger import get_logger
 from hase.utils.processes import set_by_signal
-from hase.utils.scrape_server import LOCALHOST, ScrapeServer, gauge, scrape_server, stale
 from hase.utils.sharing_mode import other_processes
+from hase.utils.web_server import LOCALHOST, ScrapeServer, gauge, scrape_server, stale
 
 EXAMPLES = """
   python benchmark/metrics_exporter.py
@@ -64,7 +75,7 @@ INTERVAL_S = 5.0
 LEAST_PROBE_EVERY_S = 1.0  # a probe keeps the device busy for up to a third of this
 PACE_S = 0.3  # length of one measurement of the host pace
 POLL_S = 3600.0  # how often the server checks for its end; rarely, since it ends with the process and a check costs CPU time
-PASSING = (UserError, OSError, MemoryError)  # of the device or of this machine, which may have again what it lacks now
+PASSING = (UserError, OSError, MemoryError)  # temporary failures of the device or machine
 PROCESSES = "hase_gpu_processes"
 LAST_SAMPLE = "hase_exporter_last_sample_timestamp_seconds"
 
@@ -73,11 +84,7 @@ _reading = threading.Lock()  # probes that run at the same time would disturb ea
 
 
 def told_once(error: Exception, before: str, whose: str = "") -> str:
-    """The message of an error; logs it if it differs from the message `before`, with a traceback if the error is a bug.
-
-    Args:
-        whose: what failed; begins the log line.
-    """
+    """Returns an error's message, and logs it after `whose` if it differs from `before`; a bug is logged with its traceback."""
     message = str(error) or type(error).__name__
     if message != before:
         log.warning("%s%s", whose, message, exc_info=None if isinstance(error, PASSING) else error)
@@ -86,23 +93,17 @@ def told_once(error: Exception, before: str, whose: str = "") -> str:
 
 @dataclass
 class Sampler:
-    """Takes one sample per interval.
-
-    Attributes:
-        means: the latest good sample; empty before the first.
-        sampled_s: its time, seconds since 1970.
-        error: why there is no newer one; "" while all is well.
-    """
+    """Takes one sample per interval."""
 
     source: MetricSource
     interval_s: float
-    means: dict[str, Mean] = field(default_factory=dict)
-    sampled_s: float = 0.0
-    error: str = ""
+    means: dict[str, MetricMean] = field(default_factory=dict)  # the latest good sample; empty before the first
+    sampled_s: float = 0.0  # its time, seconds since 1970
+    error: str = ""  # why there is no newer one; "" while all is well
 
     def run(self, over: threading.Event) -> None:
-        """Samples until `over`."""
-        window: Window | None = None
+        """Samples until `over` is set."""
+        window: OpenWindow | None = None
         while True:
             following = None
             try:
@@ -120,49 +121,38 @@ class Sampler:
         return stale("sound sample", self.sampled_s, self.interval_s, self.error)
 
 
-class Taken(Protocol):
+class TimedResult(Protocol):
     """A result of a probe, with its time (seconds since 1970)."""
 
     @property
     def taken_s(self) -> float: ...
 
 
-R = TypeVar("R", bound=Taken)
+R = TypeVar("R", bound=TimedResult)
 
 
 @dataclass
-class NowAndThen(ABC, Generic[R]):
-    """Runs a probe regularly; a failure affects nothing else.
-
-    Attributes:
-        device: `cuda` or `cpu`.
-        every_s: period of the probe.
-        latest: the latest result; None before the first.
-        error: why there is no newer one; "" while all is well.
-    """
+class RegularProbe(ABC, Generic[R]):
+    """Runs a probe at intervals; its failure affects nothing else."""
 
     device: str
-    every_s: float
-    latest: R | None = None
-    error: str = ""
+    every_s: float  # period of the probe
+    latest: R | None = None  # the latest result; None before the first
+    error: str = ""  # why there is no newer one; "" while all is well
     whose: ClassVar[str] = ""
 
     @abstractmethod
     def take(self) -> R:
-        """Runs the probe once.
-
-        Raises:
-            UserError: it fails.
-        """
+        """Runs the probe once. UserError if it fails."""
 
     def run(self, over: threading.Event) -> None:
-        """Runs the probe regularly until `over`."""
+        """Runs the probe at intervals until `over` is set."""
         self.read()
         while not over.wait(self.every_s):
             self.read()
 
     def read(self) -> None:
-        """Runs the probe once; logs a failure if it is not the same as before."""
+        """Runs the probe once; a failure is logged if it differs from the last one."""
         try:
             with _reading:
                 self.latest, self.error = self.take(), ""
@@ -170,13 +160,13 @@ class NowAndThen(ABC, Generic[R]):
             self.error = told_once(error, self.error, self.whose)
 
     def fresh(self) -> R | None:
-        """The latest result, if it is recent enough to be served."""
+        """The latest result, if recent enough to be served."""
         latest = self.latest
         return None if latest is None or stale("reading", latest.taken_s, self.every_s, self.error) else latest
 
 
 @dataclass
-class ProbeSampler(NowAndThen[Probed]):
+class ProbeSampler(RegularProbe[Probed]):
     """Runs the sharing probe, with sessions that stay open."""
 
     _probe: SharingProbe | None = None
@@ -184,44 +174,40 @@ class ProbeSampler(NowAndThen[Probed]):
 
     def take(self) -> Probed:
         self._probe = self._probe or SharingProbe(self.device)  # if memory was full before, try again
-        return Probed(summarised(self._probe.read()), time.time())
+        return Probed(summarise_probe(self._probe.read()), time.time())
 
 
 @dataclass
-class PaceSampler(NowAndThen[HostProbed]):
+class PaceSampler(RegularProbe[HostProbeReading]):
     """Measures the host pace, with a session that stays open."""
 
     whose: ClassVar[str] = "the host's pace: "
 
-    def take(self) -> HostProbed:
-        return HostProbed(measure_pace(self.device, PACE_S).probe_us, time.time())
+    def take(self) -> HostProbeReading:
+        return HostProbeReading(measure_pace(self.device, PACE_S).probe_us, time.time())
 
 
-class Counted(NamedTuple):
-    """The number of other processes on the GPU, and when they were counted (seconds since 1970)."""
+class ProcessCount(NamedTuple):
+    """Number of other processes on the GPU, and when they were counted (seconds since 1970)."""
 
     processes: int
     taken_s: float
 
 
 @dataclass
-class ProcessSampler(NowAndThen[Counted]):
-    """Counts the processes on the GPU.
+class ProcessSampler(RegularProbe[ProcessCount]):
+    """Counts the processes on the GPU."""
 
-    Attributes:
-        probing: the probes that this process runs on it.
-    """
-
-    probing: Sequence[NowAndThen[Any]] = ()
+    probing: Sequence[RegularProbe[Any]] = ()  # probes that this process runs on the device
     whose: ClassVar[str] = "the count of processes: "
 
-    def take(self) -> Counted:
-        return Counted(other_processes(own=any(probe.latest for probe in self.probing)), time.time())
+    def take(self) -> ProcessCount:
+        return ProcessCount(other_processes(own=any(probe.latest for probe in self.probing)), time.time())
 
 
 @dataclass(frozen=True, eq=False)  # a registry keeps it by identity
 class DeviceMetrics:
-    """A collector of `prometheus_client`: the metrics that Prometheus gets."""
+    """A collector for `prometheus_client`."""
 
     sampler: Sampler
     labels: dict[str, str]
@@ -231,7 +217,7 @@ class DeviceMetrics:
     counts: ProcessSampler | None = None
 
     def collect(self) -> Iterator[Any]:
-        """The metric families of the latest sample, and of recent results of the probes."""
+        """Metric families of the latest sample and of recent probe results."""
         for name, mean in self.sampler.means.items():
             shown = new_name(name) if self.new_names else name
             yield gauge(shown, f"{FIELDS[name].meaning} ({NAMES[shown].unit})", mean.value / NAMES[shown].scale, self.labels)
@@ -253,7 +239,7 @@ class DeviceMetrics:
 
 
 def device_labels(device: str, replay: Path | None) -> dict[str, str]:
-    """dcgm-exporter's labels of the device of `cuda` or `cpu`, or of a file that is replayed."""
+    """dcgm-exporter's labels for the device `cuda` or `cpu`, or for a replayed file."""
     if replay is not None:  # each file counts as a device
         index, uuid, name, model = "0", f"replay-{replay.stem}", "replay", replay.stem
     elif device == "cpu":  # a machine's identifier must not be published
@@ -267,7 +253,7 @@ def device_labels(device: str, replay: Path | None) -> dict[str, str]:
 def make_exporter(sampler: Sampler, labels: dict[str, str], host: str, port: int, new_names: bool = False,
                   probes: ProbeSampler | None = None, paces: PaceSampler | None = None,
                   counts: ProcessSampler | None = None, web_config: Path | None = None) -> ScrapeServer:
-    """A server that answers scrapes once `serve_forever` runs; `port` 0 is any free one."""
+    """A server that answers scrapes once `serve_forever` runs; `port` 0 takes any free one."""
     metrics = DeviceMetrics(sampler, labels, new_names, probes, paces, counts)
     return scrape_server(metrics, sampler.trouble, host, port, web_config)
 

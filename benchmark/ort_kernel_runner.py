@@ -18,21 +18,21 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 from collections.abc import Mapping
 from typing import Any
 
-from hase.benchmark.measuring.run_times import Effort
 from hase.benchmark.ort.runner import DEFAULT_LOOPS, DEFAULT_WARMUP, Timing, open_runner
 from hase.ort_analysis.isolated.analysis import check_opens
+from hase.records.measurement import Effort
 from hase.runtimes import MODULES, local_target, runtime_named
-from hase.runtimes.protocol import Request, Setting, Worker
+from hase.runtimes.protocol import Request, RuntimeSetting, Worker
 from hase.utils import cli, files
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import DEFAULT_RUNTIME, resolve_device
 from hase.utils.locks import measuring
 from hase.utils.logger import get_logger
 from hase.utils.paths import Workspace
-from hase.utils.worker_process import WorkerFailed
+from hase.utils.processes import WorkerFailed
 
 log = get_logger("runner")
-TIMEOUT_S = 600.0  # of another runtime, which may have to compile the file
+TIMEOUT_S = 600.0  # for another runtime, which may have to compile the file
 LEAST_RUNS, MOST_RUNS = 3, 1_000_000  # with a budget of seconds
 EXAMPLES = """
 python benchmark/ort_kernel_runner.py --model resnet18.onnx --dim batch=1
@@ -47,28 +47,18 @@ python benchmark/ort_kernel_runner.py --model resnet18.onnx --dim batch=1 --runt
 def measure(model: Path, device: str = "auto", *, dims: Mapping[str, int] | None = None,
             warmup: int = DEFAULT_WARMUP, loops: int | None = None, budget_s: float | None = None,
             io: str = "device", cuda_graph: bool = False, static: bool = False, inputs: Path | None = None) -> Timing:
-    """Times one ONNX file in a session of its own: opens it with `open_runner` and times it with `Runner.time`.
-
-    Raises:
-        UserError: the model can't be loaded or run.
-    """
+    """Times one ONNX file in its own session."""
     return open_runner(model, device, dims=dims, io=io, cuda_graph=cuda_graph, static=static, inputs=inputs).time(
         warmup=warmup, loops=loops, budget_s=budget_s)
 
 
 def runtime_of(model: Path) -> str:
-    """The name of the runtime whose kernels have such files; ONNX Runtime for all other files."""
+    """The runtime whose kernels have files of this kind; ONNX Runtime for all others."""
     return next((name for name in MODULES if runtime_named(name).kernel_suffix == model.suffix), DEFAULT_RUNTIME)
 
 
 def measure_by(runtime: str, model: Path, device: str, workspace: Workspace, dims: Mapping[str, int], effort: Effort) -> Timing:
-    """Times a kernel's function or a whole model under another runtime than ONNX Runtime, in a process of its own, on as many
-    threads as the collector takes by default.
-
-    Raises:
-        UserError: the runtime is not installed or has no such device, the file can't be read or run, or sizes are given for a
-            function, which has its own.
-    """
+    """Times a kernel or model under another runtime, in its own process. Raises UserError if a function is given sizes."""
     described = runtime_named(runtime)
     described.check()
     described.on(device)
@@ -76,7 +66,7 @@ def measure_by(runtime: str, model: Path, device: str, workspace: Workspace, dim
     if is_kernel and dims:
         raise UserError(f"{model}: a function of {described.title} has fixed sizes: leave --dim out, or make one with other "
                         "sizes (docs/tvm.md)")
-    setting = Setting.of(local_target(device, runtime), workspace.kernel_onnx)
+    setting = RuntimeSetting.of(local_target(device, runtime), workspace.kernel_onnx)
     request = Request(do="alone" if is_kernel else "session", device=device, paths=(str(model),), dims=dict(dims),
                       effort=effort)
     try:
@@ -92,7 +82,7 @@ def measure_by(runtime: str, model: Path, device: str, workspace: Workspace, dim
 
 
 def row(timing: Timing) -> dict[str, Any]:
-    """A timing as one row of a table."""
+    """A timing as a table row."""
     statistics = timing.statistics
     runtime = {} if timing.runtime == DEFAULT_RUNTIME else {"runtime": timing.runtime}
     return {"model": timing.model, "device": timing.device, **runtime, "io": timing.io,
@@ -124,8 +114,8 @@ def main() -> int:
         log.info("no NVIDIA GPU here: running on the CPU")
     model, dims = workspace.find_model(args.model), cli.one_size_dims(args.dim)
     runtime = args.runtime or runtime_of(model)
-    if (of_file := runtime_of(model)) not in (DEFAULT_RUNTIME, runtime):
-        parser.error(f"{model.name} is a function of {runtime_named(of_file).title}, which no other runtime runs; leave "
+    if (file_runtime := runtime_of(model)) not in (DEFAULT_RUNTIME, runtime):
+        parser.error(f"{model.name} is a function of {runtime_named(file_runtime).title}, which no other runtime runs; leave "
                      "--runtime out")
     if runtime != DEFAULT_RUNTIME and (args.io != "device" or args.cuda_graph or args.static or args.inputs):
         parser.error(f"--io host, --cuda-graph, --static and --inputs are of ONNX Runtime; {model.name} is timed by {runtime}")

@@ -19,24 +19,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hase.benchmark.measuring.gpu_trace import PARTS, Anatomy, GpuRun, anatomy_of, measured_trace, typical_run
 from hase.benchmark.measuring.quiet_host import PATIENCE
-from hase.benchmark.measuring.run_times import Effort
 from hase.ort_analysis.isolated.analysis import own_sizes, record_of, weight_files
 from hase.records.kernel_record import record_name
+from hase.records.measurement import Effort
+from hase.records.traces import PARTS, Anatomy, GpuRun, anatomy_of, measured_trace, typical_run
 from hase.runtimes import flavour_of
 from hase.runtimes.protocol import Reply, Request, Worker
 from hase.utils import cli, files
+from hase.utils.config import Frozen
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import has_cuda
-from hase.utils.frozen import Frozen
 from hase.utils.locks import measuring
-from hase.utils.logger import get_logger
+from hase.utils.logger import get_logger, progress
+from hase.utils.processes import WorkerFailed
 from hase.utils.timing import summarize
-from hase.utils.worker_process import WorkerFailed
 
 log = get_logger("anatomy")
-TIMEOUT_S = 120.0  # for opening a model and for its runs, without the time that waiting for the host may take
+TIMEOUT_S = 120.0  # for opening a model and its runs, without waiting for the host
 TITLES = {"kernels_us": "kernels (µs)", "copies_us": "copies (µs)", "waiting_us": "waiting for the host (µs)",
           "gaps_us": "gaps between launches (µs)", "before_us": "before the first (µs)", "after_us": "after the last (µs)"}
 EXAMPLES = """
@@ -48,8 +48,7 @@ python benchmark/run_anatomy.py --model resnet18.onnx --dim batch=1 --trace real
 
 @dataclass(frozen=True)
 class TracedModel:
-    """A model at one size: its file, the sizes of its dynamic dimensions, whether they are fixed before ONNX Runtime optimises
-    it, and its name."""
+    """A model at one size; `static`: dimensions are fixed before ONNX Runtime optimises it."""
 
     path: Path
     dims: dict[str, int]
@@ -61,34 +60,23 @@ class TracedModel:
         return record_name(self.path.stem, self.dims, self.static or not self.dims)
 
 
-class Measured(Frozen):
-    """Where a model's time goes. Printed by `--json`, with the shares of the latency.
-
-    Attributes:
-        latency_ms: median latency without the tracer.
-        host_ms: median time of the dispatch alone, without the tracer and without waiting for the GPU.
-        disturbance: how much other work slowed the host down meanwhile, a ratio (quiet_host).
-        traced: the traced run of median length.
-    """
+class ModelAnatomy(Frozen):
+    """Where a model's time goes. Printed by `--json`, with the shares of the latency."""
 
     model: str
     batch: int | None
-    latency_ms: float
-    host_ms: float
-    disturbance: float
-    traced: Anatomy
+    latency_ms: float  # median latency without the tracer
+    host_ms: float  # median time of the dispatch alone, without the tracer and without waiting for the GPU
+    disturbance: float  # how much other work slowed the host down, a ratio (quiet_host)
+    traced: Anatomy  # the traced run of median length
 
     def share(self, part_us: float) -> float:
-        """The share of a time in the latency, a ratio."""
+        """Ratio of a time to the latency."""
         return part_us / (1000 * self.latency_ms)
 
 
 def runs_of(paths: Sequence[Path], dims: Mapping[str, Sequence[int]], static: bool = False) -> list[TracedModel]:
-    """Every model of `paths` at every size: a case a combination of those of `dims` that are dynamic in it.
-
-    Raises:
-        UserError: a model can't be read, or a dimension is dynamic in none of them.
-    """
+    """Every model of `paths` with every combination of its sizes. Raises UserError if none has a given dimension."""
     models, unused = [], set(dims)
     for path in dict.fromkeys(paths):
         sizes = own_sizes(path, dims)
@@ -101,11 +89,7 @@ def runs_of(paths: Sequence[Path], dims: Mapping[str, Sequence[int]], static: bo
 
 
 def ask(worker: Worker, request: Request) -> Reply:
-    """A worker's reply.
-
-    Raises:
-        UserError: the reply is an error, or the worker failed; the message names the model.
-    """
+    """A worker's reply. Raises UserError, with the model's name, if it is an error or the worker failed."""
     try:
         reply = worker.ask(request)
     except WorkerFailed as error:
@@ -115,31 +99,27 @@ def ask(worker: Worker, request: Request) -> Reply:
     return reply
 
 
-def measure(model: TracedModel, timer: Worker, tracer: Worker, effort: Effort) -> tuple[Measured, GpuRun]:
-    """Times a model in one process and traces it in another; returns also the traced run of median length.
-
-    Raises:
-        UserError: the model can't be run.
-    """
+def measure(model: TracedModel, timer: Worker, tracer: Worker, effort: Effort) -> tuple[ModelAnatomy, GpuRun]:
+    """Times a model in one process and traces it in another; also returns the traced run of median length."""
     request = Request(do="model", device="cuda", paths=(str(model.path),), dims=model.dims,
                       static=model.static, host=True, watch_host="quiet", effort=effort)
     timed = {m.label: m for m in ask(timer, request).measurements}
     run = typical_run(ask(tracer, request.model_copy(update={"do": "model_trace"})).runs)
     latency, host = timed["latency"], timed["host"]
-    return Measured(model=model.name, batch=model.batch, latency_ms=summarize(latency.samples_ms).median_ms,
+    return ModelAnatomy(model=model.name, batch=model.batch, latency_ms=summarize(latency.samples_ms).median_ms,
                     host_ms=summarize(host.samples_ms).median_ms,
                     disturbance=max(latency.disturbance or 0.0, host.disturbance or 0.0), traced=anatomy_of(run)), run
 
 
-def as_json(measured: Measured) -> dict[str, Any]:
-    """The measurement with its shares of the latency in per cent, by the name of the part."""
+def as_json(measured: ModelAnatomy) -> dict[str, Any]:
+    """The measurement with each part's share of the latency in percent."""
     shares = {"host": 1000 * measured.host_ms, "launching": measured.traced.launching_us, "traced_run": measured.traced.run_us,
               **{part.removesuffix("_us"): getattr(measured.traced, part) for part in PARTS}}
     return measured.model_dump(mode="json") | {"share_%": {name: 100 * measured.share(time) for name, time in shares.items()}}
 
 
-def row(measured: Measured) -> dict[str, Any]:
-    """The measurement as one row of a table: times, each with its share of the latency."""
+def row(measured: ModelAnatomy) -> dict[str, Any]:
+    """The measurement as a table row: times, each with its share of the latency."""
     def with_share(time_us: float) -> str:
         return f"{time_us:.0f} ({measured.share(time_us):.0%})"
 
@@ -174,7 +154,7 @@ def main() -> int:
     timeout_s = TIMEOUT_S + 2 * PATIENCE * args.budget_s
     results, failed = [], []
     with measuring("cuda"), Worker(timeout_s) as timer, Worker(timeout_s) as tracer:
-        for model in cli.progress(models, "measuring"):
+        for model in progress(models, "measuring"):
             try:
                 measured, run = measure(model, timer, tracer, effort)
             except UserError as error:

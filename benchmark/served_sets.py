@@ -19,19 +19,140 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from hase.benchmark.serving.config import ServedSetsConfig
-from hase.benchmark.serving.measure import measure_sets
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext
+from itertools import groupby
+from typing import NamedTuple
+
+from hase.benchmark.load.mps import gpu_shared
+from hase.benchmark.serving.server import ModelServer
+from hase.benchmark.serving.sets import (
+    ModelRequests,
+    ServedModel,
+    ServedRuns,
+    ServedSetsConfig,
+    SetResult,
+    add_result,
+    arrivals_s,
+    key_of,
+    read_results,
+)
+from hase.records.devices import current_environment
+from hase.records.measurement import now
+from hase.runtimes import local_target
 from hase.utils import cli
 from hase.utils.config import read_config
-from hase.utils.logger import get_logger
-from hase.utils.paths import ROOT
+from hase.utils.errors import UserError
+from hase.utils.fingerprint import machine, resolve_device
+from hase.utils.locks import measuring, sole_writer
+from hase.utils.logger import get_logger, progress
+from hase.utils.paths import ROOT, Workspace
+from hase.utils.processes import WorkerFailed
+from hase.utils.sharing_mode import GpuSharing, SetSharing
 
+OPEN_S = 180.0  # limit for opening a model
+LEAD_S = 0.1  # from telling the processes to begin, to the first request
 EXAMPLES = """
 python benchmark/served_sets.py --config recipes/h200/served_sets.yaml --first 20  # needs a GPU
 python benchmark/served_sets.py --config recipes/h200/served_sets.yaml --set 'ways=[slices]' --set device=cpu --first 1 --json
 """
 
 log = get_logger("served_sets")
+
+
+class SetFailed(UserError):
+    """A model of a set could not be served."""
+
+
+class SetToMeasure(NamedTuple):
+    """A set to measure under one way of sharing."""
+
+    number: int  # in the config, from 1
+    models: Sequence[ServedModel]
+    way: str  # how the device is shared, in text form
+    key: str  # see `key_of`
+
+
+def asked_for(config: ServedSetsConfig, first: int | None = None) -> list[SetToMeasure]:
+    """What a config asks for, in its `first` sets or all, ordered so that MPS starts rarely."""
+    found = []
+    for number, models in enumerate(config.sets[:first], 1):
+        fitting = [way for way in config.ways if SetSharing.parse(way).fits(len(models))]
+        found += [SetToMeasure(number, models, way, key_of(models, way, config))
+                  for way in sorted(fitting, key=lambda way: SetSharing.parse(way).mps, reverse=number % 2 == 0)]
+    return found
+
+
+def measure_sets(workspace: Workspace, config: ServedSetsConfig, first: int | None = None) -> list[tuple[int, SetResult]]:
+    """Measures and writes what is missing; returns every requested result with its set's number."""
+    device = resolve_device(config.device)
+    config.check_on(device)
+    path = workspace.served_sets(local_target(device).name)
+    asked = asked_for(config, first)
+    for way in config.ways:
+        fitting = sum(each.way == way for each in asked)
+        if fitting < len(config.sets[:first]):
+            log.info("%s: measured for the %d sets with so many models, of %d", way, fitting, len(config.sets[:first]))
+    with sole_writer(path.parent), measuring(device):
+        results = read_results(path)
+        missing = [each for each in asked if each.key not in results or results[each.key].status != "ok"]
+        if len(missing) < len(asked):
+            log.info("%d of %d are there already", len(asked) - len(missing), len(asked))
+        for mps, alike in groupby(progress(missing, "measuring"), lambda each: SetSharing.parse(each.way).mps):
+            with gpu_shared(GpuSharing(mps)) if device == "cuda" else nullcontext():
+                for each in alike:
+                    results[each.key] = _measured(each, workspace, config, device, path)
+    return [(each.number, results[each.key]) for each in asked]
+
+
+def _measured(asked: SetToMeasure, workspace: Workspace, config: ServedSetsConfig, device: str, path: Path) -> SetResult:
+    """Measures one set under one way of sharing, and writes the result."""
+    result = SetResult(
+        key=asked.key, models=tuple(asked.models), way=asked.way, seconds=config.seconds, warmup_s=config.warmup_s,
+        seed=config.seed, provider_options=config.provider_options, machine=machine(device),
+        environment=current_environment(local_target(device)), started=now())
+    requests = list[ModelRequests]()
+    try:
+        requests = served(asked.models, workspace, config, device, SetSharing.parse(asked.way))
+        result = result.model_copy(update={"results": tuple(
+            came.result(model.slo_ms, config.seconds) for came, model in zip(requests, asked.models, strict=True))})
+    except UserError as error:
+        log.error("set %d under %s: %s", asked.number, asked.way, error)
+        result = result.model_copy(update={"status": "failed", "error": str(error)})
+    add_result(path, result, requests)
+    return result
+
+
+def served(models: Sequence[ServedModel], workspace: Workspace, config: ServedSetsConfig, device: str,
+           sharing: SetSharing) -> list[ModelRequests]:
+    """Serves the models of a set in parallel, each in its own process; UserError if one cannot run."""
+    paths = [workspace.find_model(model.model) for model in models]
+    arrivals = [arrivals_s(models, number, config) for number in range(len(models))]
+    timeout_s = OPEN_S + config.warmup_s + config.seconds
+    with ThreadPoolExecutor(len(models)) as threads, ExitStack() as processes:  # the processes end first, and free the threads
+        servers = [processes.enter_context(ModelServer(path.resolve(), model, timeout_s, environment))
+                   for path, model, environment in zip(paths, models, sharing.environments(len(models)), strict=True)]
+        _replies(servers, [threads.submit(server.open, device, config.provider_options) for server in servers])
+        warm = [reply for server in servers for reply in _replies([server], [threads.submit(server.warm_up)])]  # one by one
+        begin_s = time.monotonic() + LEAD_S + config.warmup_s
+        replies = _replies(servers, [threads.submit(server.serve, times.tolist(), begin_s, config.seconds)
+                                     for server, times in zip(servers, arrivals, strict=True)])
+    return [ModelRequests.of(*parts) for parts in zip(arrivals, replies, warm, strict=True)]
+
+
+def _replies(servers: Sequence[ModelServer], pending: Sequence[Future[ServedRuns]]) -> list[ServedRuns]:
+    """Replies of all servers. Raises SetFailed with the first one that failed, and why."""
+    replies = []
+    for server, future in zip(servers, pending, strict=True):
+        try:
+            replies.append(future.result())
+        except WorkerFailed as error:
+            raise SetFailed(f"{server.model.name}: {error}") from None
+        if replies[-1].error:
+            raise SetFailed(replies[-1].error)
+    return replies
 
 
 def main() -> int:

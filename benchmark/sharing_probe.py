@@ -19,7 +19,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from typing import Any
 
-from hase.benchmark.ort.sharing_probe import PROBE_SECONDS, probe
+from hase.benchmark.ort.probes import PROBE_SECONDS, probe
 from hase.records.probe_reading import ProbeReading
 from hase.utils import cli, files
 from hase.utils.errors import UserError

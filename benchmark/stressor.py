@@ -35,7 +35,7 @@ import psutil
 from hase.benchmark.load.burners import burn_core, bursts, cuda_work
 from hase.benchmark.metrics.source import MetricSource, values
 from hase.benchmark.metrics.sources import open_source
-from hase.records.backgrounds import COMPUTE, KINDS, LONGEST_PERIOD_MS, QUEUES, Background
+from hase.records.measurement import BACKGROUND_KINDS, BACKGROUND_QUEUES, COMPUTE, LONGEST_PERIOD_MS, Background
 from hase.utils import cli
 from hase.utils.config import validate
 from hase.utils.errors import UserError
@@ -43,6 +43,7 @@ from hase.utils.fingerprint import resolve_device
 from hase.utils.logger import get_logger
 from hase.utils.paths import Workspace
 from hase.utils.processes import die_with_parent, set_by_signal
+from hase.utils.text import cell
 from hase.utils.timing import pause
 
 EXAMPLES = """
@@ -60,11 +61,7 @@ class Burner(ABC):
 
     @abstractmethod
     def turn(self, seconds: float) -> None:
-        """Keeps the load up for about `seconds`.
-
-        Raises:
-            UserError: it failed.
-        """
+        """Keeps the load up for about `seconds`. Raises UserError if it failed."""
 
     @abstractmethod
     def busy_s(self) -> float:
@@ -75,7 +72,7 @@ class Burner(ABC):
 
 
 class GpuBurner(Burner):
-    """Bursts from this process."""
+    """Runs bursts from this process."""
 
     def __init__(self, background: Background, intensity: float) -> None:
         self._bursts = bursts(cuda_work(background), intensity, background.period_ms / 1e3)
@@ -91,7 +88,7 @@ class GpuBurner(Burner):
 
 
 class CpuBurner(Burner):
-    """One process per logical processor that this one may use; a single one for a model, which has its own threads."""
+    """One process per usable logical processor; a single one for a model, which has its own threads."""
 
     def __init__(self, background: Background, intensity: float) -> None:
         os.environ.update(ONE_THREAD)  # before a worker loads numpy
@@ -138,7 +135,7 @@ class CpuBurner(Burner):
 
 
 class Meter:
-    """Measures the load since it was made: the stressor's own share of the time (`duty`), and the device's metrics."""
+    """Measures the load since its creation: the stressor's share of time (`duty`) and the device's metrics."""
 
     def __init__(self, burner: Burner, source: MetricSource) -> None:
         self._burner, self._source = burner, source
@@ -154,22 +151,14 @@ class Meter:
 
 
 def background_of(args: argparse.Namespace, workspace: Workspace) -> Background:
-    """The background that the arguments describe.
-
-    Raises:
-        UserError: they contradict each other, or there is no such model.
-    """
+    """The background that the arguments describe. Raises UserError if they contradict each other."""
     asked = {"name": args.kind, "kind": args.kind, "queue": args.queue, "burst_ms": args.burst_ms, "period_ms": args.period_ms,
              "model": args.model and workspace.find_model(args.model), "dims": cli.one_size_dims(args.dim)}
     return validate(asked, Background, "the load asked for")
 
 
 def run(args: argparse.Namespace, background: Background) -> dict[str, float]:
-    """Keeps the device busy as the arguments say, and returns the load over the whole time.
-
-    Raises:
-        UserError: no such device, or the load failed.
-    """
+    """Keeps the device busy as the arguments say, and returns the load over the whole time."""
     parent = os.getppid()
     die_with_parent(signal.SIGTERM)
     device = resolve_device(args.device)
@@ -200,7 +189,7 @@ def run(args: argparse.Namespace, background: Background) -> dict[str, float]:
 
 @contextlib.contextmanager
 def reporting(args: argparse.Namespace, burner: Burner, source: MetricSource) -> Iterator[None]:
-    """Reports the load every `--report-every` seconds while the block runs, in a thread, since reading metrics takes time."""
+    """Reports the load every `--report-every` seconds in a thread, since reading metrics takes time."""
     over = threading.Event()
 
     def report() -> None:
@@ -226,11 +215,11 @@ def reporting(args: argparse.Namespace, burner: Burner, source: MetricSource) ->
 
 
 def say(args: argparse.Namespace, event: str, facts: dict[str, Any]) -> None:
-    """One event: a JSON line on stdout, or a line of the log."""
+    """Reports an event, as a JSON line on stdout or a line of the log."""
     if args.json:
         print(json.dumps({"event": event} | facts), flush=True)
     else:
-        log.info("%s: %s", event, ", ".join(f"{name} {cli.cell(value)}" for name, value in facts.items()))
+        log.info("%s: %s", event, ", ".join(f"{name} {cell(value)}" for name, value in facts.items()))
 
 
 def _share(text: str) -> float:
@@ -243,8 +232,9 @@ def _share(text: str) -> float:
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--intensity", type=_share, required=True, metavar="0-1", help="share of the time to be busy")
-    parser.add_argument("--kind", choices=KINDS, default=COMPUTE.kind, help=f"kind of work (default: {COMPUTE.kind})")
-    parser.add_argument("--queue", choices=QUEUES, default=COMPUTE.queue,
+    parser.add_argument("--kind", choices=BACKGROUND_KINDS, default=COMPUTE.kind,
+                        help=f"kind of work (default: {COMPUTE.kind})")
+    parser.add_argument("--queue", choices=BACKGROUND_QUEUES, default=COMPUTE.queue,
                         help="synchronised: each burst is waited for; deep: a GPU's queue is kept filled 8 ms ahead "
                              f"(default: {COMPUTE.queue})")
     parser.add_argument("--model", type=Path, metavar="FILE", help="for kind model: the ONNX file; a bare name is also looked "

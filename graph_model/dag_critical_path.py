@@ -20,7 +20,7 @@ from hase.records.kernel_record_files import read_model_record
 from hase.utils import cli, files
 from hase.utils.errors import UserError
 from hase.utils.lazy import networkx as nx
-from hase.utils.logger import get_logger
+from hase.utils.logger import get_logger, progress
 
 log = get_logger("dag")
 EXAMPLES = """
@@ -30,7 +30,7 @@ python graph_model/dag_critical_path.py --record ort_analysis/ort_kernel_record/
 
 
 def summary(dag: nx.DiGraph) -> dict[str, Any]:
-    """A DAG as one row of a table: number of nodes and edges, and number of nodes in its longest chain."""
+    """A DAG as a table row: number of nodes and edges, and number of nodes in its longest chain."""
     depth = int(longest_path(dag, dict.fromkeys(dag, 1.0))[0])
     return {"model": dag.graph["model"], "flavour": dag.graph["flavour"], "nodes": dag.number_of_nodes(),
             "edges": dag.number_of_edges(), "longest_chain": depth}
@@ -46,7 +46,7 @@ def main() -> int:
     if not paths:
         raise UserError(f"{workspace.kernel_records}: no kernel records; make them with: {REMAKE}")
     rows = []
-    for path in cli.progress(paths, "building DAGs"):
+    for path in progress(paths, "building DAGs"):
         dag = dag_file(read_model_record(path))
         written = workspace.model_dag(dag.flavour) / f"{dag.model}.json"
         files.write_json(written, dag)

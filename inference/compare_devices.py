@@ -23,23 +23,22 @@ from typing import Annotated, Any
 
 from pydantic import Field, RootModel
 
-from hase.inference.core.answers import Prediction
-from hase.inference.core.chances import chance_within
-from hase.inference.core.energy import EnergyPrediction
-from hase.inference.core.from_data_sheet import CardPredictors
-from hase.inference.core.predictor import Predictor
-from hase.inference.core.targets import predictor_folders
-from hase.inference.reporting.devices import device_chart, devices_page
+from hase.inference.library.predictor import Predictor
+from hase.inference.prediction.answers import Prediction, chance_within
+from hase.inference.prediction.energy import EnergyPrediction
+from hase.inference.prediction.targets import CardPredictors, predictor_folders
+from hase.inference.reporting.comparisons import device_chart, devices_page
 from hase.ort_analysis.isolated.analysis import own_sizes
-from hase.records.gpu_catalogue import gpu_named
+from hase.records.devices import gpu_named
 from hase.utils import cli
 from hase.utils.config import read_config
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import FROM_SHEET, slug
-from hase.utils.logger import get_logger
-from hase.utils.pages.plot_files import write_plot
+from hase.utils.logger import get_logger, progress
+from hase.utils.pages.charts import write_plot
 from hase.utils.pages.rendering import write_page
 from hase.utils.paths import Workspace
+from hase.utils.text import first_and_count, names_by_warning
 
 log = get_logger("compare")
 THIS = "this"
@@ -55,8 +54,7 @@ class Prices(RootModel[dict[str, Annotated[float, Field(gt=0)]]]):
 
 
 def target_of(name: str, workspace: Workspace) -> str | None:
-    """The target that a device's name stands for: a measured one where there are predictors of it, else its data sheet; None
-    for this machine."""
+    """The target of a device's name, measured if it has predictors, else from its data sheet. None for this machine."""
     if name == THIS:
         return None
     gpu = gpu_named(name)
@@ -67,7 +65,7 @@ def target_of(name: str, workspace: Workspace) -> str | None:
 
 
 def source_of(predictor: Predictor) -> str:
-    """What predictions for a device rest on."""
+    """The origin of the predictions for a device."""
     predictors = predictor.fitted.predictors
     if not isinstance(predictors, CardPredictors):
         return "measured card"
@@ -76,7 +74,7 @@ def source_of(predictor: Predictor) -> str:
 
 def row(name: str, prediction: Prediction, energy: EnergyPrediction | None, source: str, price: float | None,
         limit_ms: float | None) -> dict[str, Any]:
-    """A line of the table."""
+    """A device at a size, as a table row."""
     low_ms, high_ms = prediction.interval_ms
     rate, fits = prediction.items_per_second, prediction.fits_memory
     cost = None if price is None or not rate else price / 3600 * 1e6 / rate
@@ -92,10 +90,12 @@ def row(name: str, prediction: Prediction, energy: EnergyPrediction | None, sour
 
 def compare(predictors: Mapping[str, Predictor], model: Path, sizes: Sequence[Mapping[str, int]], prices: Mapping[str, float],
             limit_ms: float | None, host_pace: float | None) -> tuple[list[dict[str, Any]], dict[str, list[str]]]:
-    """A line for each device and each of the sizes, the cheapest (or else fastest) first, those that do not fit last; and the
-    devices that each warning concerns."""
+    """The rows of all devices and sizes, and the devices that each warning concerns.
+
+    Sorted by cost, or else by latency; devices whose memory is too small come last.
+    """
     rows, warnings = [], list[tuple[str, tuple[str, ...]]]()
-    for name, predictor in cli.progress(list(predictors.items()), "devices"):
+    for name, predictor in progress(list(predictors.items()), "devices"):
         try:
             _ = predictor.learned_energy
             energy_known = True
@@ -108,15 +108,15 @@ def compare(predictors: Mapping[str, Predictor], model: Path, sizes: Sequence[Ma
             energy = predictor.energy(run) if energy_known else None
             warnings.append((name, (*run.prediction.warnings, *(energy.warnings if energy else ()))))
             rows.append(row(name, run.prediction, energy, source_of(predictor), prices.get(name), limit_ms))
-    warned = cli.warned_of(warnings)
+    warned = names_by_warning(warnings)
     for warning, concerned in warned.items():
-        log.warning("%s: %s", cli.first_of(concerned), warning)
+        log.warning("%s: %s", first_and_count(concerned), warning)
     return sorted(rows, key=lambda line: (
         line["fits"] == "no", line.get("a million items") or math.inf, line["latency (ms)"])), warned
 
 
 def names(text: str) -> list[str]:
-    """The devices, by their names."""
+    """Parses an option that lists devices by name."""
     listed = [name.strip() for name in text.split(",") if name.strip()]
     if not listed or len(set(listed)) < len(listed):
         raise argparse.ArgumentTypeError("the names of different devices are expected: --gpus h100,l4,this")

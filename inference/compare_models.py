@@ -15,15 +15,15 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from hase.inference.core.host_pace import PaceAsked
-from hase.inference.core.model_differences import compare_runs, said_of_difference
-from hase.inference.core.predictor import Predictor
-from hase.inference.core.questions import questions_of
-from hase.inference.core.run_modes import RunMode
-from hase.inference.reporting.model_differences import difference_page, difference_rows
+from hase.inference.compare.model_differences import compare_runs, said_of_difference
+from hase.inference.library.predictor import Predictor
+from hase.inference.prediction.conditions import PaceAsked, RunMode
+from hase.inference.prediction.sources import questions_of
+from hase.inference.reporting.comparisons import difference_page, difference_rows
 from hase.utils import cli
 from hase.utils.logger import get_logger
 from hase.utils.pages.rendering import write_page
+from hase.utils.text import names_by_warning
 
 log = get_logger("compare_models")
 EXAMPLES = """
@@ -59,7 +59,7 @@ def main() -> int:
     pace = PaceAsked(args.host_pace, args.machine).now(predictor.fitted, run_mode)
     runs = [predictor.run(model, dims=dims, static=args.static, run_mode=run_mode, host_pace=pace) for model, dims in (
         (a.model, a.sizes[0]), (b.model, b.sizes[0] | cli.one_size_dims(args.b_dim)))]
-    warned = cli.warned_of((name, run.prediction.warnings) for name, run in zip("AB", runs, strict=True))
+    warned = names_by_warning((name, run.prediction.warnings) for name, run in zip("AB", runs, strict=True))
     for warning in warned:
         log.warning("%s", warning)
     difference = compare_runs(runs[0], runs[1], (str(a.model), str(b.model)), args.by)

@@ -14,12 +14,12 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from hase.inference.core.predictor import POINTS, Predictor
-from hase.inference.reporting.load_curves import curve_chart, load_page
+from hase.inference.library.predictor import POINTS, Predictor
+from hase.inference.reporting.comparisons import curve_chart, load_page
 from hase.inference.sharing.shared_models import LoadPoint
 from hase.utils import cli, files
 from hase.utils.logger import get_logger
-from hase.utils.pages.plot_files import write_plot
+from hase.utils.pages.charts import write_plot
 from hase.utils.pages.rendering import write_page
 
 EXAMPLES = """

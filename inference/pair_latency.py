@@ -16,11 +16,11 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from hase.inference.core.predictor import Predictor
-from hase.inference.reporting.pairs import share_chart
+from hase.inference.library.predictor import Predictor
+from hase.inference.reporting.comparisons import share_chart
 from hase.utils import cli
-from hase.utils.logger import get_logger
-from hase.utils.pages.plot_files import write_plot
+from hase.utils.logger import get_logger, progress
+from hase.utils.pages.charts import write_plot
 from hase.utils.sharing_mode import ALL_THREADS, SetSharing
 
 EXAMPLES = """
@@ -38,7 +38,7 @@ log = get_logger("pair_latency")
 
 
 def ways_of_sharing(text: str) -> tuple[SetSharing, ...]:
-    """An option that is a way of sharing a GPU, or several."""
+    """Parses an option with one or several ways of sharing a GPU."""
     try:
         return ALL_WAYS if text == ALL else tuple(SetSharing.parse(way) for way in text.split(","))
     except ValueError as error:
@@ -50,7 +50,7 @@ def main() -> int:
     cli.add_model(parser)
     cli.add_dim(parser)
     cli.add_static(parser)
-    parser.add_argument("--beside-model", type=Path, required=True, metavar="MODEL", help="the other model, likewise")
+    parser.add_argument("--beside-model", type=Path, required=True, metavar="MODEL", help="the other model")
     parser.add_argument("--beside-dim", action="append", default=[], metavar="NAME=SIZE", help="size of its dynamic dimension")
     cli.add_target(parser)
     parser.add_argument("--sharing", type=ways_of_sharing, default=(None,), metavar="WAY[,WAY…]",
@@ -68,7 +68,7 @@ def main() -> int:
     predictor = Predictor(workspace, args.target, strict=args.strict, force=args.force, any_device=True)
     both = predictor.run(args.model, dims=cli.one_size_dims(args.dim), static=args.static), predictor.run(
         args.beside_model, dims=cli.one_size_dims(args.beside_dim), static=args.static)
-    pairs = [predictor.pair(*both, sharing=sharing) for sharing in cli.progress(args.sharing, "ways of sharing")]
+    pairs = [predictor.pair(*both, sharing=sharing) for sharing in progress(args.sharing, "ways of sharing")]
     for warning in dict.fromkeys(warning for pair in pairs for warning in pair.warnings):
         log.warning("%s", warning)
     if args.plot:

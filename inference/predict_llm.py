@@ -31,17 +31,15 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hase.inference.core.host_pace import PaceAsked
-from hase.inference.core.predictor import Predictor
-from hase.inference.core.run_modes import AS_USUAL
+from hase.inference.library.predictor import Predictor
 from hase.inference.llm.language_model import LanguageModel, language_model
 from hase.inference.llm.predicting import measure_missing, requests_with_runs
-from hase.inference.llm.report import print_answers, write_table
-from hase.inference.llm.requests import Request, request_for
-from hase.inference.reporting.language_models import requests_page, sweep_charts, warned_requests
+from hase.inference.llm.requests import LlmRequest, request_for
+from hase.inference.prediction.conditions import AS_USUAL, PaceAsked
+from hase.inference.reporting.language_models import print_answers, requests_page, sweep_charts, warned_requests, write_table
 from hase.utils import cli
 from hase.utils.logger import get_logger
-from hase.utils.pages.plot_files import write_plot
+from hase.utils.pages.charts import write_plot
 from hase.utils.pages.rendering import write_page
 
 if TYPE_CHECKING:
@@ -100,12 +98,8 @@ def options() -> argparse.ArgumentParser:
     return parser
 
 
-def requests_of(args: argparse.Namespace, model: LanguageModel) -> list[Request]:
-    """The requests that the options name. A sweep's own prompts leave out those that the model does not allow.
-
-    Raises:
-        UserError: the model does not allow a request.
-    """
+def requests_of(args: argparse.Namespace, model: LanguageModel) -> list[LlmRequest]:
+    """The requests that the options describe. A sweep's default prompts leave out those that the model does not allow."""
     batches = args.batch or (BATCHES if args.sweep else (1,))
     prompts = args.prompt or (PROMPTS if args.sweep else (1024,))
     if args.sweep and not args.prompt:
@@ -117,7 +111,7 @@ def requests_of(args: argparse.Namespace, model: LanguageModel) -> list[Request]
 
 
 def report(args: argparse.Namespace, answers: Sequence[LlmPrediction]) -> int:
-    """Prints the answers, writes and draws them; returns the exit status."""
+    """Prints, writes and draws the answers; returns the exit status."""
     for warning in warned_requests(answers):
         log.warning("%s", warning)
     if args.csv:

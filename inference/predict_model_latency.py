@@ -30,9 +30,9 @@ measured with standardised random inputs, or with those in a file (--inputs).
 On a GPU the latency of small models depends on how fast the host dispatches (--host-pace, --machine; benchmark/host_pace.py).
 Where that is unknown, the interval covers slow and fast hosts.
 
-An answer that rests on operators that were never measured is marked as a rough estimate (inference/core/uncertainty.py). Exit
-status: 0 done, 1 an error that the message explains, 2 wrong usage, 3 a rough estimate (with --fail-on-rough), 4 a missed
---slo-ms.
+An answer that rests on operators that were never measured is marked as a rough estimate
+(inference/prediction/uncertainty.py). Exit status: 0 done, 1 an error that the message explains, 2 wrong usage, 3 a rough
+estimate (with --fail-on-rough), 4 a missed --slo-ms.
 
 With --energy it also prints what a run takes of the device's energy, per run and per item, and the mean power (docs/energy.md).
 
@@ -56,35 +56,32 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hase.inference.core.answers import Prediction, make_monotonic
-from hase.inference.core.best_batch import best_batches, said_of_batches
-from hase.inference.core.host_pace import PaceAsked
-from hase.inference.core.model_run import trace_of
-from hase.inference.core.predictor import Predictor
-from hase.inference.core.questions import Question, questions_of
-from hase.inference.core.ranking import order_of, said_of_order
-from hase.inference.core.report import Answer, log_measured, print_predictions, verdict
-from hase.inference.core.run_modes import RunMode
-from hase.inference.core.targets import local_targets
-from hase.inference.live.load import CONFIG_FILE, InferenceConfig, LoadReading
-from hase.inference.live.load_sources import LiveSources
+from hase.inference.compare.choices import best_batches, order_of
+from hase.inference.library.predictor import Predictor
+from hase.inference.live.load import CONFIG_FILE, InferenceConfig, LiveSources, LoadReading
+from hase.inference.prediction.answers import PERCENTILE, Prediction, make_monotonic
+from hase.inference.prediction.conditions import PaceAsked, RunMode
+from hase.inference.prediction.run import trace_of
+from hase.inference.prediction.sources import Question, questions_of
+from hase.inference.prediction.targets import local_targets
 from hase.inference.reporting.predictions import prediction_page
-from hase.inference.sharing.shared_models import PERCENTILE
+from hase.inference.reporting.printed import Answer, answers_json, print_answers, print_watch
 from hase.ort_analysis.isolated.analysis import optimized_once
 from hase.records.host_pace import read_pace
+from hase.records.traces import MEASURED, document, read_processes
 from hase.utils import cli
 from hase.utils.config import read_config
 from hase.utils.errors import UserError
 from hase.utils.files import write_json
-from hase.utils.logger import get_logger
+from hase.utils.logger import get_logger, progress
 from hase.utils.pages.rendering import write_page
 from hase.utils.paths import ROOT
-from hase.utils.trace_events import MEASURED, document, read_processes
+from hase.utils.text import first_and_count, names_by_warning
 
 if TYPE_CHECKING:
-    from hase.inference.core.model_run import PredictedRun
-    from hase.inference.core.predictor import LoadOptions
-    from hase.inference.core.sources import Precision
+    from hase.inference.prediction.conditions import LoadOptions
+    from hase.inference.prediction.run import PredictedRun
+    from hase.inference.prediction.sources import Precision
 
 log = get_logger("predict")
 
@@ -173,38 +170,34 @@ def options() -> argparse.ArgumentParser:
 
 def check_together(parser: argparse.ArgumentParser, args: argparse.Namespace, sizes: Sequence[Any]) -> None:
     """Ends the command with a usage error if options exclude each other; `sizes`: those to predict."""
-    if args.trace and len(sizes) > 1:
-        parser.error("--trace draws one run: give each --dim one size, and --sizes one set")
-    if args.measure_missing and (args.strict or args.metrics):
-        parser.error("--measure-missing: idle times are looked up neither with --strict nor under a load")
-    if args.measure_missing and args.no_weights:
-        parser.error("--measure-missing may run the model itself, which needs its weights: leave --no-weights out")
-    if args.inputs and not args.measure_missing:
-        parser.error("--inputs are what --measure-missing measures with; nothing else runs the model")
-    if args.dtype and (args.trace or args.watch or args.measure_missing or args.dag):
-        parser.error("--dtype adds a row that is predicted: leave --trace, --watch, --measure-missing and --dag out")
-    if args.beside and not args.trace:
-        parser.error("--beside goes with --trace FILE, which then holds both runs")
-    if args.slo_percentile and not args.slo_ms:
-        parser.error("--slo-percentile goes with --slo-ms MS")
-    if args.watch and (len(sizes) > 1 or args.trace or args.measure_missing):
-        parser.error("--watch follows one size of one model, without --trace and --measure-missing")
-    if args.probe is not None and args.measure_missing:
-        parser.error("--measure-missing: idle times are not looked up while other work runs; leave --probe out")
-    if args.probe and args.watch:
-        parser.error("--probe FILE is one reading of what else runs; with --watch, leave FILE out")
-    if args.energy and (args.watch or args.metrics or args.probe is not None):
-        parser.error("--energy is of a device that does nothing else: leave --watch, --metrics and --probe out")
-    if args.html and args.watch:
-        parser.error("--html writes one answer, and --watch goes on: leave one of them out")
-    if args.export and not args.watch:
-        parser.error("--export goes with --watch")
-    if args.web_config and not args.export:
-        parser.error("--web-config goes with --export")
+    probe, measuring = args.probe is not None, args.measure_missing
+    excluded = (
+        (args.trace and len(sizes) > 1, "--trace draws one run: give each --dim one size, and --sizes one set"),
+        (measuring and (args.strict or args.metrics),
+         "--measure-missing: idle times are looked up neither with --strict nor under a load"),
+        (measuring and args.no_weights,
+         "--measure-missing may run the model itself, which needs its weights: leave --no-weights out"),
+        (args.inputs and not measuring, "--inputs are what --measure-missing measures with; nothing else runs the model"),
+        (args.dtype and (args.trace or args.watch or measuring or args.dag),
+         "--dtype adds a row that is predicted: leave --trace, --watch, --measure-missing and --dag out"),
+        (args.beside and not args.trace, "--beside goes with --trace FILE, which then holds both runs"),
+        (args.slo_percentile and not args.slo_ms, "--slo-percentile goes with --slo-ms MS"),
+        (args.watch and (len(sizes) > 1 or args.trace or measuring),
+         "--watch follows one size of one model, without --trace and --measure-missing"),
+        (probe and measuring, "--measure-missing: idle times are not looked up while other work runs; leave --probe out"),
+        (args.probe and args.watch, "--probe FILE is one reading of what else runs; with --watch, leave FILE out"),
+        (args.energy and (args.watch or args.metrics or probe),
+         "--energy is of a device that does nothing else: leave --watch, --metrics and --probe out"),
+        (args.html and args.watch, "--html writes one answer, and --watch goes on: leave one of them out"),
+        (args.export and not args.watch, "--export goes with --watch"),
+        (args.web_config and not args.export, "--web-config goes with --export"))
+    for wrong, message in excluded:
+        if wrong:
+            parser.error(message)
 
 
 def check_several(parser: argparse.ArgumentParser, args: argparse.Namespace, models: Sequence[Path]) -> None:
-    """Ends the command with a usage error if an option is of one model only, and there are several."""
+    """Ends the command with a usage error if several models are given with an option for one."""
     for option, given, why in (("--trace", args.trace, "draws one run"), ("--watch", args.watch, "follows one model"),
                                ("--inputs", args.inputs, "are those of one model")):
         if given and len(models) > 1:
@@ -230,125 +223,81 @@ def advise_measuring(args: argparse.Namespace, predictions: Sequence[Prediction]
     log.warning("this machine is the target; have uncertain kernels measured with: %s", shlex.join(command))
 
 
-def watch(args: argparse.Namespace, sources: LiveSources, model: Path, dims: dict[str, int]) -> int:
-    """Follows the load until Ctrl-C.
-
-    Raises:
-        UserError: no source says what else runs, or the first prediction, for an idle device, fails.
-    """
-    from hase.inference.live.watch import follow
-
+def watch(args: argparse.Namespace, predictor: Predictor, sources: LiveSources, model: Path, dims: dict[str, int]) -> int:
+    """Follows the load until Ctrl-C."""
     if not sources.change:
         raise UserError(f"--watch: nothing says what else runs; set prometheus.url in {args.config}, or "
                         "give --metrics FILE, which is read each time, or --probe on the GPU itself")
     if sources.asks_prometheus and not sources.fields():
         raise UserError("--watch: the predictors were trained without metrics, so they predict the same under any load")
-    predictor, run_mode = sources.predictor, sources.run_mode
+    run_mode = sources.run_mode
     first = predictor.predict(model, dims=dims, static=args.static, run_mode=run_mode, **sources.with_load(LoadReading()))
     for warning in first.warnings:  # whatever can't be used has ended the command by now
         log.warning("%s", warning)
-    follow(predictor.watch(model, sources.now, args.watch, args.slo_ms, args.slo_percentile or PERCENTILE, dims=dims,
-                           static=args.static, run_mode=run_mode), args.export, args.json, args.web_config)
+    print_watch(predictor.watch(model, sources.now, args.watch, args.slo_ms, args.slo_percentile or PERCENTILE, dims=dims,
+                                static=args.static, run_mode=run_mode), args.export, args.json, args.web_config)
     return 0
 
 
-def predict_all(args: argparse.Namespace, sources: LiveSources,
+def predict_all(args: argparse.Namespace, predictor: Predictor, sources: LiveSources,
                 questions: Sequence[Question]) -> tuple[list[Answer], dict[Path, str]]:
-    """The answers to all questions, those about several models in their order of rank; and why models have none.
-
-    Raises:
-        UserError: the load, the host's pace or the predictors can't be used, or the only model can't; or the kernels of one of
-            them can't be measured.
-    """
-    predictor, load = sources.predictor, sources.load()
+    """The answers to all questions, for several models by rank; and the errors of models without an answer."""
+    load = sources.load()
     with optimized_once():
         if args.measure_missing:  # before the rest is read: perhaps nothing was learned yet
             for question in questions:
-                log_measured(predictor.measure_missing(question.model, question.sizes, static=args.static, inputs=args.inputs))
+                predictor.measure_missing(question.model, question.sizes, static=args.static, inputs=args.inputs).log()
         now = sources.with_load(load)
         if len(questions) == 1:
-            return answers_to(questions[0], args, sources, now), {}
+            return answers_to(questions[0], args, predictor, sources.run_mode, now), {}
         answers: list[Answer] = []
         failed: dict[Path, str] = {}
-        for question in cli.progress(questions, "models"):
+        for question in progress(questions, "models"):
             try:
-                answers += answers_to(question, args, sources, now)
+                answers += answers_to(question, args, predictor, sources.run_mode, now)
             except UserError as error:
                 log.error("%s", error)
                 failed[question.model] = str(error)
-    return [answers[place] for place in order_of([answer.prediction for answer in answers])], failed
+    return [answers[index] for index in order_of([answer.prediction for answer in answers])], failed
 
 
-def answers_to(question: Question, args: argparse.Namespace, sources: LiveSources, now: LoadOptions) -> list[Answer]:
-    """The answers about one model at each of its sizes.
-
-    Args:
-        question: the model and the sizes.
-        args, sources: the command's.
-        now: what else runs, and the host's pace.
-
-    Raises:
-        UserError: it can't be predicted.
-    """
-    predictor, (model, sizes) = sources.predictor, question
+def answers_to(question: Question, args: argparse.Namespace, predictor: Predictor, run_mode: RunMode,
+               now: LoadOptions) -> list[Answer]:
+    """The answers about one model at each of its sizes; `now`: the load, and the host's pace."""
+    model, sizes = question
     by_type: list[list[tuple[Precision | None, PredictedRun]]] = []
     precisions: tuple[Precision | None, ...] = (None, "fp16") if args.dtype else (None,)
     for dtype in precisions:
-        runs = [predictor.run(model, dims=dims, static=args.static, run_mode=sources.run_mode, dtype=dtype, **now)
-                for dims in cli.progress(sizes, "predicting")]
+        runs = [predictor.run(model, dims=dims, static=args.static, run_mode=run_mode, dtype=dtype, **now)
+                for dims in progress(sizes, "predicting")]
         in_order = make_monotonic([run.prediction for run in runs])
         by_type.append([(dtype, run._replace(prediction=prediction)) for run, prediction in zip(runs, in_order, strict=True)])
     return [Answer(model, dtype, run,
                    predictor.objective(run, args.slo_ms, args.slo_percentile or PERCENTILE, like=now["co_runner"])
                    if args.slo_ms else None,
                    predictor.energy(run) if args.energy else None)
-            for of_size in zip(*by_type, strict=True) for dtype, run in of_size]
+            for at_size in zip(*by_type, strict=True) for dtype, run in at_size]
 
 
 def report(args: argparse.Namespace, answers: Sequence[Answer], several: bool, failed: Mapping[Path, str]) -> int:
-    """Prints the answers, of one model or of several; returns the exit status. `failed`: why models have none."""
+    """Prints the answers; returns the exit status. `failed`: the errors of models without an answer."""
     predictions, energies = [answer.prediction for answer in answers], [answer.energy for answer in answers if answer.energy]
-    warned = cli.warned_of([*((one.model, one.warnings) for one in predictions),
-                            *((one.model, one.warnings) for one in energies)])
+    warned = names_by_warning([*((one.model, one.warnings) for one in predictions),
+                               *((one.model, one.warnings) for one in energies)])
     for warning, models in warned.items():
-        log.warning("%s%s", f"{cli.first_of(models)}: " if several and len(models) < len(predictions) else "", warning)
+        log.warning("%s%s", f"{first_and_count(models)}: " if several and len(models) < len(predictions) else "", warning)
     advise_measuring(args, predictions)
-    slos, keys = [answer.slo for answer in answers], [(answer.model, answer.dtype) for answer in answers]
-    best = best_batches(predictions, slos, keys)
+    best = best_batches(predictions, [answer.slo for answer in answers], [(answer.model, answer.dtype) for answer in answers])
     if args.html:
         write_page(prediction_page(answers, best, warned, several, failed), args.html)
     if args.json:
-        best_for = {place: {"best_for": choice.best_for(place)} for choice in best for place in choice.places}
-        cli.print_json([as_json(answer, several) | best_for.get(place, {}) for place, answer in enumerate(answers)])
+        cli.print_json(answers_json(answers, best, several))
     else:
-        print_predictions(predictions, args.top, energies, args.show_sum, [answer.model for answer in answers])
-        if several:
-            print(said_of_order(predictions))
-        for choice in best:
-            first = answers[choice.places[0]]
-            print(*said_of_batches(choice, predictions, slos, called(first, choice.others)), sep="\n")
-        if args.slo_ms and any(not prediction.under_load for prediction in predictions):
-            print(f"the device is idle: the median of the runs is compared with {args.slo_ms:g} ms, not "
-                  f"p{args.slo_percentile or PERCENTILE:g}, since how runs spread there is not predicted")
-        for answer in answers:
-            if answer.slo:
-                print(verdict(answer.prediction, answer.slo))
-    if args.fail_on_rough and any(one.rough_estimate for of_all in (predictions, energies) for one in of_all):
+        print_answers(answers, best, several, args.top, args.show_sum, args.slo_percentile or PERCENTILE)
+    if args.fail_on_rough and any(answer.prediction.rough_estimate or (answer.energy and answer.energy.rough_estimate)
+                                  for answer in answers):
         return cli.EXIT_ROUGH
     return cli.EXIT_SLO_MISSED if any(answer.slo and not answer.slo.met for answer in answers) else 0
-
-
-def called(answer: Answer, others: Mapping[str, int]) -> str:
-    """A model's name, with the sizes besides its batch."""
-    sizes = ",".join(f"{name}={size}" for name, size in others.items())
-    return f"{answer.model.stem}{f'@{sizes}' if sizes else ''}{f', {answer.dtype}' if answer.dtype else ''}"
-
-
-def as_json(answer: Answer, several: bool) -> dict[str, Any]:
-    """An answer as --json prints it; of several models, with the file."""
-    more = {"slo": answer.slo, "energy": answer.energy}
-    return answer.prediction.model_dump(mode="json") | ({"file": str(answer.model)} if several else {}) | {
-        name: record.model_dump(mode="json") for name, record in more.items() if record}
 
 
 def main() -> int:
@@ -358,7 +307,7 @@ def main() -> int:
     check_together(parser, args, sizes)
     workspace = cli.start(args)
     if args.dag:
-        from hase.graph_model.simulation.dag import record_of_dag
+        from hase.graph_model.simulation.dag import record_of_dag  # noqa: PLC0415 - most predictions do not need it
 
         args.model = [record_of_dag(args.dag, workspace)]
     models = list(dict.fromkeys(workspace.find_models(args.model)))  # before anything is measured: one may be missing
@@ -373,17 +322,17 @@ def main() -> int:
     if args.measure_missing and config.prometheus.url is not None:
         raise UserError("--measure-missing: idle times are not looked up under a load; leave prometheus.url out, or give "
                         "--set prometheus.url=null")
+    predictor = Predictor(workspace, args.target, strict=args.strict, force=args.force, estimators=args.estimators,
+                          any_device=True, no_weights=args.no_weights)
     sources = LiveSources(
-        Predictor(workspace, args.target, strict=args.strict, force=args.force, estimators=args.estimators,
-                  any_device=True, no_weights=args.no_weights),
-        RunMode(io=args.io, cuda_graph=args.cuda_graph), config, args.metrics, args.probe,
+        lambda: predictor.fitted, RunMode(io=args.io, cuda_graph=args.cuda_graph), config, args.metrics, args.probe,
         PaceAsked(args.host_pace, args.machine, watched=bool(args.watch)))
     if args.watch:
-        return watch(args, sources, models[0], sizes[0])
+        return watch(args, predictor, sources, models[0], sizes[0])
     if args.energy:
-        _ = sources.predictor.learned_energy  # before the predictions: nothing may have been learned
+        _ = predictor.learned_energy  # before the predictions: nothing may have been learned
     questions = questions_of(models, sizes)
-    answers, failed = predict_all(args, sources, questions)
+    answers, failed = predict_all(args, predictor, sources, questions)
     if args.trace:
         write_json(args.trace, document([*trace_of(answers[0].run)["traceEvents"], *real]))
     status = report(args, answers, len(questions) > 1, failed) if answers else 0

@@ -1,10 +1,13 @@
 """How long a prediction takes: from the shell, for a new file, for the same file again, and from a kernel record.
 
 Reads a model and what training learned for the target, as the predictor does. If --config names a Prometheus, or with --metrics
-FILE, predictions under load are timed too, with the load read anew each time. Prints one row per case; writes nothing.
+FILE, predictions under load are timed too, with the load read each time. Prints one row per case; writes nothing.
 
 With --shell it takes several models, and times only the command: without a cache, with an empty one, and again. Each model has
 a row, with the seconds on the clock, and those of processors, which tell less of what else runs.
+
+With --against FOLDER, the checkout of another version, it prints how many times as long this version takes as that one, by
+the time of processors, for one answer in a fresh process, a repeated answer, and many records; both versions take turns.
 """
 
 from __future__ import annotations
@@ -27,22 +30,54 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from hase.inference import Predictor, predict
-from hase.inference.core.sources import record_of
-from hase.inference.core.targets import choose_target, fitted_for
 from hase.inference.live.load import CONFIG_FILE, InferenceConfig, LoadReading, current_load, fields_asked
-from hase.inference.sharing.co_runner import probe_of
+from hase.inference.prediction.sources import record_of
+from hase.inference.prediction.targets import choose_target, fitted_for
+from hase.inference.prediction.under_load import co_runner_from_summary
 from hase.utils import cli
 from hase.utils.cache_folder import OFF, VARIABLE
 from hase.utils.config import read_config
 from hase.utils.errors import UserError
+from hase.utils.files import temporary_folder
+from hase.utils.logger import progress
 from hase.utils.paths import ROOT, Workspace
-from hase.utils.temporary import temporary_folder
-from hase.utils.timing import summarize
+from hase.utils.timing import summarize, time_runs_ms
 
 if TYPE_CHECKING:
     from hase.records.kernel_record import ModelRecord
 
 MANY = 1000
+ROUNDS = 3  # with --against: each runs both versions
+# Prints the seconds of a case with the version in a folder: those of the process for its first answer, of an answer that was
+# given before, and of whole answers for many records. A version without the folder hase/ is imported without that prefix.
+TIMED = """
+import gc, statistics, sys, time
+from importlib import import_module
+from pathlib import Path
+folder, case, record, target, many = sys.argv[1:]
+sys.path.insert(0, folder)
+prefix = "hase." if Path(folder, "hase").is_dir() else ""
+Record = import_module(prefix + ("records" if prefix else "ort_analysis.records") + ".kernel_record").ModelRecord
+predictor = import_module(prefix + "inference").Predictor(target=target)
+text = Path(record).read_text(encoding="utf-8")
+records = [Record.model_validate_json(text).model_copy(update={"model": str(number)})
+           for number in range(int(many) if case == "many" else 1)]
+if case == "first":
+    predictor.predict(records[0])
+    print(time.process_time())
+elif case == "again":
+    taken = []
+    for _ in range(60):
+        began = time.process_time()
+        predictor.predict(records[0])
+        taken.append(time.process_time() - began)
+    print(statistics.median(taken[10:]))
+else:
+    gc.collect()  # garbage from reading the records is no part of predicting
+    began = time.process_time()
+    predictor.predict_many(records)
+    print(time.process_time() - began)
+"""
 SHELLS = 3  # predictions from the shell, at most
 SHOWN_FIELDS = ("without_cache", "first", "again")
 EXAMPLES = """
@@ -51,25 +86,17 @@ python inference/prediction_speed.py --workspace out/demo --model resnet18_fp32_
 python inference/prediction_speed.py --model resnet18.onnx --target nvidia-h200
 python inference/prediction_speed.py --model resnet18.onnx --target nvidia-h200 --config my.yaml  # needs a Prometheus
 python inference/prediction_speed.py --model model_zoo/models --target nvidia-h200 --shell
+python inference/prediction_speed.py --model resnet50.onnx --target nvidia-h200 --against ../before  # needs a checkout
 """
 
 
 def milliseconds(work: Callable[[], Any], repeats: int) -> float:
     """The median time of `work` over `repeats` calls, in milliseconds."""
-    samples = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        work()
-        samples.append((time.perf_counter() - start) * 1000)
-    return summarize(samples).median_ms
+    return summarize(time_runs_ms(work, repeats)).median_ms
 
 
 def from_the_shell(model: Path, workspace: Workspace, target: str, strict: bool = False, cache: str = OFF) -> None:
-    """Makes one prediction by the command; `cache`: the folder of its cache, or OFF.
-
-    Raises:
-        UserError: it failed; with its own message.
-    """
+    """Makes one prediction by the command; `cache`: the folder of its cache, or OFF."""
     command = [sys.executable, "inference/predict_model_latency.py", "--workspace", str(workspace.root), "--model", str(model),
                "--target", target]
     done = subprocess.run([*command, "--strict"] if strict else command, cwd=ROOT, env=os.environ | {VARIABLE: cache},
@@ -79,7 +106,7 @@ def from_the_shell(model: Path, workspace: Workspace, target: str, strict: bool 
 
 
 def shell_row(model: Path, workspace: Workspace, target: str, repeats: int) -> dict[str, Any]:
-    """The median seconds of one model's predictions from the shell: on the clock, and of processors."""
+    """The median wall-clock and CPU seconds of one model's predictions from the shell."""
     def taken(cache: str) -> tuple[float, float]:
         began, used = time.perf_counter(), _processor_s()
         from_the_shell(model, workspace, target, cache=cache)
@@ -89,20 +116,44 @@ def shell_row(model: Path, workspace: Workspace, target: str, repeats: int) -> d
     for _ in range(repeats):
         with temporary_folder() as cache:
             rounds.append((taken(OFF), taken(str(cache)), taken(str(cache))))
-    medians = {field: [statistics.median(one[place][kind] for one in rounds) for kind in range(2)]
-               for place, field in enumerate(SHOWN_FIELDS)}
+    medians = {field: [statistics.median(one[index][kind] for one in rounds) for kind in range(2)]
+               for index, field in enumerate(SHOWN_FIELDS)}
     return {"model": model.stem} | {f"{field}_s": clock_s for field, (clock_s, _) in medians.items()} | {
         f"{field}_processor_s": processor_s for field, (_, processor_s) in medians.items()}
 
 
 def _processor_s() -> float:
-    """The time of processors that ended children took."""
+    """The CPU time of ended child processes."""
     used = psutil.Process().cpu_times()
     return float(used.children_user + used.children_system)
 
 
+def ratios(record: ModelRecord, target: str, other: Path) -> list[dict[str, Any]]:
+    """A row for each case: the CPU seconds with this version and with the one in the folder `other`, and their ratio. Raises
+    UserError: one of them failed; with its own message.
+    """
+    rows = []
+    with temporary_folder() as folder:
+        path = folder / "record.json"
+        path.write_text(record.model_dump_json(), encoding="utf-8")
+
+        def taken_s(root: Path, case: str) -> float:
+            done = subprocess.run([sys.executable, "-c", TIMED, str(root), case, str(path), target, str(MANY)], cwd=root,
+                                  env=os.environ | {VARIABLE: OFF}, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise UserError(f"{root}: {done.stderr.strip()}")
+            return float(done.stdout)
+
+        for case, what in (("first", "one answer, in a fresh process"), ("again", "the same answer again"),
+                           ("many", f"{MANY} records in one call, each read by itself")):
+            rounds = [(taken_s(ROOT, case), taken_s(other, case)) for _ in range(ROUNDS)]
+            here_s, there_s = (statistics.median(both) for both in zip(*rounds, strict=True))
+            rows.append({"case": what, "processor_s": here_s, "other_processor_s": there_s, "ratio": here_s / there_s})
+    return rows
+
+
 def copies(record: ModelRecord, count: int) -> list[ModelRecord]:
-    """`count` copies of a record that share no objects, each under a name of its own, as if read from as many files."""
+    """`count` copies of a record under different names that share no objects, as if read from as many files."""
     text = record.model_dump_json()
     return [type(record).model_validate_json(text).model_copy(update={"model": f"{record.model}_{number}"})
             for number in range(count)]
@@ -110,8 +161,7 @@ def copies(record: ModelRecord, count: int) -> list[ModelRecord]:
 
 def cases(model: Path, workspace: Workspace, target: str | None, repeats: int,
           read_load: Callable[[], LoadReading] | None = None) -> list[dict[str, Any]]:
-    """One row per case: what is predicted from what, and the median time in ms; with `read_load`, also under the load that it
-    reads."""
+    """One row per case: what is predicted from what, and the median time in ms; with `read_load`, also under that load."""
     os.environ[VARIABLE] = OFF  # for this process; the commands name theirs
     target, _ = choose_target(workspace, target)
     cold, cold_strict = (milliseconds(partial(from_the_shell, model, workspace, target, strict), min(repeats, SHELLS))
@@ -131,12 +181,13 @@ def cases(model: Path, workspace: Workspace, target: str | None, repeats: int,
     if read_load:
         def under_load() -> None:
             load = read_load()
-            predict_one(model, workspace=workspace, load=load.metrics, co_runner=probe_of(fitted_for(workspace, target), load))
+            predict_one(model, workspace=workspace, load=load.metrics,
+                        co_runner=co_runner_from_summary(fitted_for(workspace, target), load.probe))
 
         loaded = [("reading the load", milliseconds(read_load, repeats)),
                   ("the same file under load, which is read each time", milliseconds(under_load, repeats))]
     records = copies(record, MANY)
-    gc.collect()  # garbage from reading the records is no part of predicting
+    gc.collect()  # garbage from reading the records must not count
     many = milliseconds(lambda: Predictor(workspace, target).predict_many(records), 1)
     return [{"case": case, "median_ms": median_ms} for case, median_ms in (
         ("from the shell", cold), ("from the shell, --strict", cold_strict), ("from the shell, again", kept),
@@ -150,6 +201,8 @@ def main() -> int:
     cli.add_models(parser)
     parser.add_argument("--shell", action="store_true",
                         help="of each model, only the command: without a cache, first and again")
+    parser.add_argument("--against", type=Path, metavar="FOLDER",
+                        help="a checkout of another version: how many times as long this one takes")
     parser.add_argument("--repeats", type=cli.count, default=20, help="calls of the cases that can be repeated (default: 20)")
     parser.add_argument("--target", help="whose predictors, as the predictor takes it (default: this machine's)")
     cli.add_load(parser, CONFIG_FILE)
@@ -159,10 +212,15 @@ def main() -> int:
     if args.shell:
         target, _ = choose_target(workspace, args.target)
         cli.print_rows([shell_row(model.resolve(), workspace, target, min(args.repeats, SHELLS))
-                        for model in cli.progress(models, "models")], args.json, "seconds of a prediction from the shell")
+                        for model in progress(models, "models")], args.json, "seconds of a prediction from the shell")
         return 0
     if len(models) > 1:
         parser.error(f"--model names {len(models)} models: give --shell, or one model")
+    if args.against:
+        target, _ = choose_target(workspace, args.target)
+        record = record_of(models[0].resolve(), fitted_for(workspace, target).target.flavour)
+        cli.print_rows(ratios(record, target, args.against.resolve()), args.json, "this version against another")
+        return 0
     config = read_config(args.config, InferenceConfig, args.changes).never_idle()
 
     def read_load() -> LoadReading:

@@ -26,15 +26,24 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 import argparse
 from typing import Any
 
-from hase.inference.core.host_pace import PaceAsked
-from hase.inference.core.predictor import Predictor
-from hase.inference.core.run_modes import AS_USUAL
-from hase.inference.search.evaluating import Candidate, Limits, Question
-from hase.inference.search.scores import FLOPS, NAME, OWN, SCORE, TABLE, WEIGHTS
-from hase.inference.search.searching import Found, search
+from hase.inference.library.predictor import Predictor
+from hase.inference.prediction.conditions import AS_USUAL, PaceAsked
+from hase.inference.search.evaluating import (
+    FLOPS,
+    NAME,
+    OWN,
+    SCORE,
+    TABLE,
+    WEIGHTS,
+    SearchCandidate,
+    SearchLimits,
+    SearchQuestion,
+)
+from hase.inference.search.searching import SearchResult, search
 from hase.inference.search.spaces import COUNT
 from hase.utils import cli
 from hase.utils.logger import get_logger
+from hase.utils.text import cell
 
 log = get_logger("search")
 EXAMPLES = """
@@ -81,7 +90,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def share(text: str) -> float:
-    """An option that is a number between 0 and 1."""
+    """Parses an option that is a number between 0 and 1."""
     value = cli.positive(text)
     if value > 1.0:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
@@ -89,16 +98,16 @@ def share(text: str) -> float:
 
 
 def score(text: str) -> str:
-    """An option that says what makes a candidate good."""
+    """Parses the option that chooses a candidate's score."""
     if text in (OWN, FLOPS, WEIGHTS) or (text.endswith(TABLE) and Path(text).is_file()):
         return text
     raise argparse.ArgumentTypeError(f"{text}: give {OWN}, {FLOPS}, {WEIGHTS} or a table ({TABLE}) that exists")
 
 
-def row_of(rank: int, candidate: Candidate) -> dict[str, Any]:
-    """A candidate as a row for people; what was not asked for is left out."""
+def row_of(rank: int, candidate: SearchCandidate) -> dict[str, Any]:
+    """A candidate as a table row, without columns that were not asked for."""
     def between(low: float | None, high: float | None) -> str:
-        return f"{cli.cell(low)} and {cli.cell(high)}"
+        return f"{cell(low)} and {cell(high)}"
 
     row: dict[str, Any] = {
         "rank": rank, "model": candidate.model, "latency (ms)": candidate.latency_ms,
@@ -112,8 +121,8 @@ def row_of(rank: int, candidate: Candidate) -> dict[str, Any]:
                   "chance": f"{100 * (candidate.chance or 0.0):.0f} %"}
 
 
-def show(found: Found, args: argparse.Namespace) -> None:
-    """Prints what was found, and says on stderr how much that is."""
+def show(found: SearchResult, args: argparse.Namespace) -> None:
+    """Prints the result, and logs its size."""
     if args.json:
         cli.print_json({**found._asdict(), "best": [one._asdict() for one in found.best],
                         "front": [one._asdict() for one in found.front]})
@@ -132,8 +141,8 @@ def main() -> int:
     workspace = cli.start(args)
     fitted = Predictor(workspace, args.target, any_device=True).fitted
     pace = PaceAsked(args.host_pace, args.machine).now(fitted, AS_USUAL)
-    question = Question(workspace.root, args.target, args.space, args.count, args.seed,
-                        Limits(args.latency_ms, args.memory_mib, args.energy_j, args.chance), args.energy, args.score,
+    question = SearchQuestion(workspace.root, args.target, args.space, args.count, args.seed,
+                        SearchLimits(args.latency_ms, args.memory_mib, args.energy_j, args.chance), args.energy, args.score,
                         pace, args.force)
     found = search(question, args.top, args.out, args.processes, args.ray)
     show(found, args)

@@ -18,12 +18,11 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 import argparse
 
-from hase.benchmark.serving.config import ServedModel
-from hase.inference.core.host_pace import PaceAsked
-from hase.inference.core.predictor import Predictor
-from hase.inference.core.run_modes import AS_USUAL
+from hase.benchmark.serving.sets import ServedModel
+from hase.inference.library.predictor import Predictor
+from hase.inference.prediction.answers import PERCENTILE
+from hase.inference.prediction.conditions import AS_USUAL, PaceAsked
 from hase.inference.sharing.advice import MOST_MODELS, ServedSet, advise, rows, verdict
-from hase.inference.sharing.shared_models import PERCENTILE
 from hase.utils import cli
 from hase.utils.config import read_config, validate
 from hase.utils.logger import get_logger
@@ -39,7 +38,7 @@ log = get_logger("sharing_advice")
 
 
 def _asked(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[list[ServedModel], list[list[int]]]:
-    """The models, and the batches to choose from for each."""
+    """The models that the options name, and the possible batches of each."""
     if args.set:
         if args.model or args.rate or args.slo_ms:
             parser.error("--set names the models, so --model, --rate and --slo-ms are left out")

@@ -1,12 +1,12 @@
 """The sum of a model's kernel times, and the longest path through them, against the time of the whole network.
 
-Reads the datasets of some targets, under any runtime, and their kernel records. For each model that was measured
-whole and by kernels it adds the kernels up, and finds the longest path in linear time. Which of the two a target uses is
-chosen, for each model, by the models of other families; with --choose-by by those of the families named, which then count in
-no mean error. Where a composition was fitted, its prediction for the model (from predicted kernels, with the model's family
-held out of all training) comes next to it. Under a target with searched schedules, `unsearched` kernels count with the times
-that they have without. Mean errors are given for all networks and by `scale`: small, medium and large ones. Of several targets,
-one table has each model under all of them. Prints tables; writes nothing.
+Reads the datasets of some targets, under any runtime, and their kernel records. For each model that was measured whole and by
+kernels it adds the kernels up, and finds the longest path in linear time. Which of the two a target uses is chosen, for each
+model, by the models of other families; with --choose-by by those of the families named, which then count in no mean error.
+Where a composition was fitted, its prediction for the model (from predicted kernels, with the model's family held out of all
+training) comes next to it. Under a target with searched schedules, `unsearched` kernels count with the times that they have
+without. Mean errors are given for all networks and by `scale`: small, medium and large ones. Of several targets, one table has
+each model under all of them. Prints tables; writes nothing.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from statistics import fmean
 from typing import Any
 
 from hase.graph_model.simulation.dag import build_dag, longest_path
-from hase.learned.composition.fitted import Kind, composition_path, read_composition
+from hase.learned import target_files
+from hase.learned.composition.fitted import Kind, compose, read_composition
+from hase.learned.kernels.measured import measured_times
 from hase.records.dataset_files import collected_targets, read_header, read_journal
 from hase.records.dataset_tables import read_model_table
 from hase.records.host_pace import idle_models
 from hase.records.kernel_record import ModelRecord
 from hase.records.kernel_record_files import read_model_record, record_path
+from hase.records.operators import SCALES, network_kind, network_scale
 from hase.runtimes import runtime_named
-from hase.runtimes.tvm.operators import SCALES, network_kind, network_scale
-from hase.training.composition.fitting import compose
-from hase.training.kernels.training_set import measured_times
 from hase.utils import cli
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import Target
@@ -40,7 +40,7 @@ from hase.utils.logger import get_logger
 from hase.utils.paths import Workspace
 
 log = get_logger("sum_and_path")
-IN_MODEL = "kernel_time"  # the label of kernels that adds up on a CPU, where it is taken
+IN_MODEL = "kernel_time"  # on a CPU, times with this label add up to the model's, if they were taken
 KINDS: tuple[Kind, ...] = ("sum", "critical_path")
 EXAMPLES = """
 python inference/sum_and_path.py
@@ -50,11 +50,7 @@ python inference/sum_and_path.py --target amd-epyc-2t-cpu-avx512-tvm0.27-fused -
 
 
 def kernel_times(record: ModelRecord, measured: Mapping[str, Mapping[str, float]], label: str) -> dict[str, float]:
-    """The measured times (ms) of a record's kernels by id; 0 for those that only rename a tensor.
-
-    Raises:
-        UserError: some were not measured.
-    """
+    """The measured times (ms) of a record's kernels by id; 0 for those that only rename a tensor."""
     times = {name: measured.get(name, {}).get(label, 0.0 if not kernel.moves_data else None)
              for name, kernel in record.kernels.items()}
     if missing := [name for name, time_ms in times.items() if time_ms is None]:
@@ -63,8 +59,10 @@ def kernel_times(record: ModelRecord, measured: Mapping[str, Mapping[str, float]
 
 
 def times_without_search(workspace: Workspace, target: Target) -> dict[str, dict[str, float]]:
-    """The measured times (ms) by kernel id and label of the kernels that no schedule was searched for yet, if the target is one
-    of searched schedules: its networks run them as they are without, and those were measured under a target of their own."""
+    """The measured times (ms), by kernel id and label, of kernels that no schedule was searched for yet.
+
+    A target of searched schedules runs these kernels unchanged; they were measured under the target without search.
+    """
     flavour, runtime = target.flavour, runtime_named(target.flavour.runtime)
     if (level := runtime.runs_as.get(flavour.optimization)) is None:
         return {}
@@ -76,11 +74,13 @@ def times_without_search(workspace: Workspace, target: Target) -> dict[str, dict
             if not (built / f"{name}{runtime.kernel_suffix}").is_file()}
 
 
-def chosen_by_others(rows: Sequence[Mapping[str, Any]], place: int, families: Sequence[str] = ()) -> str:
-    """The composition with the smaller mean error on the models of other families than that of one row; the sum where there are
-    none, or where both are as good. `families` are those that choose; none: all."""
+def chosen_by_others(rows: Sequence[Mapping[str, Any]], index: int, families: Sequence[str] = ()) -> str:
+    """The composition with the smaller mean error on the models of other families than that of one row.
+
+    It is the sum if there are none, or if both are equally good. `families` are those that count; none: all.
+    """
     other_families = [row for row in rows
-                      if row["family"] != rows[place]["family"] and (not families or row["family"] in families)]
+                      if row["family"] != rows[index]["family"] and (not families or row["family"] in families)]
     errors = {kind: fmean(abs(row[f"{kind}_error_%"]) for row in other_families) if other_families else 0.0 for kind in KINDS}
     return min(KINDS, key=errors.__getitem__)
 
@@ -90,7 +90,7 @@ def error_percent(found_ms: float, whole_ms: float) -> float:
 
 
 def model_row(record: ModelRecord, whole_ms: float, times_ms: Mapping[str, float]) -> dict[str, Any]:
-    """What is known of one model; `chain` is the number of kernels in the longest path."""
+    """The sum, longest path and errors of one model; `chain` is the number of kernels in the longest path."""
     dag, composed = build_dag(record), compose(record, times_ms)
     path = longest_path(dag, {node.name: times_ms[node.kernel_id] for node in record.nodes})[1]
     return {"model": record.model, "family": record.group,
@@ -101,16 +101,7 @@ def model_row(record: ModelRecord, whole_ms: float, times_ms: Mapping[str, float
 
 
 def target_rows(workspace: Workspace, target: str, families: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """One row for each model of a target.
-
-    Args:
-        workspace: with its dataset.
-        target: its name.
-        families: those whose models choose the composition; empty: all.
-
-    Raises:
-        UserError: there is no dataset.
-    """
+    """A row for each model of a target; `families` are those whose models choose the composition, by default all."""
     folder = workspace.dataset(target)
     header, searched = read_header(folder), measured_times(workspace, target)
     unsearched = {name: times for name, times in times_without_search(workspace, header.target).items() if name not in searched}
@@ -119,7 +110,7 @@ def target_rows(workspace: Workspace, target: str, families: Sequence[str] = ())
     memory = {m.id: m.facts.get("peak_memory_mib") for block in read_journal(folder) for m in block.measurements
               if m.subject == "model" and m.status == "ok"}
     predicted = {model.model: model.predicted_ms for model in read_composition(workspace.predictors(target)).models} if (
-        composition_path(workspace.predictors(target)).is_file()) else {}
+        target_files.COMPOSITION.path(workspace.predictors(target)).is_file()) else {}
     rows = []
     for name, times in idle_models(read_model_table(workspace, target)).iterrows():
         path = record_path(workspace, header.target.flavour, str(name))
@@ -134,8 +125,8 @@ def target_rows(workspace: Workspace, target: str, families: Sequence[str] = ())
         rows.append({"target": target, "label": label, **row, "peak_MiB": memory.get(record.model)})
     if rows and (missing := set(families) - {row["family"] for row in rows}):
         log.warning("%s: no model of %s was measured, so it does not help to choose", target, ", ".join(sorted(missing)))
-    for place, row in enumerate(rows):
-        used = chosen_by_others(rows, place, families)
+    for index, row in enumerate(rows):
+        used = chosen_by_others(rows, index, families)
         row |= {"used": used, "used_error_%": row[f"{used}_error_%"]}
         if row["model"] in predicted:
             row |= {"predicted_ms": predicted[row["model"]],
@@ -144,11 +135,7 @@ def target_rows(workspace: Workspace, target: str, families: Sequence[str] = ())
 
 
 def check_families(tables: Sequence[Sequence[Mapping[str, Any]]], families: Sequence[str]) -> None:
-    """Checks that each of `families` was measured under some target, of whose rows there is one table each.
-
-    Raises:
-        UserError: no target has models of a family.
-    """
+    """Raises UserError unless each of `families` has models under some target; `tables` has the rows of each target."""
     measured = {row["family"] for rows in tables for row in rows}
     if missing := set(families) - measured:
         raise UserError(f"--choose-by: no target has measured models of {', '.join(sorted(missing))}; there are: "
@@ -156,8 +143,8 @@ def check_families(tables: Sequence[Sequence[Mapping[str, Any]]], families: Sequ
 
 
 def summary(rows: Sequence[Mapping[str, Any]], families: Sequence[str] = ()) -> dict[str, Any]:
-    """The mean errors of a target, without signs, over the models of other families than those named (over all if there are
-    none)."""
+    """The mean absolute errors of a target over the models of families that are not named, or over all if there are no others.
+    """
     rows = [row for row in rows if row["family"] not in families] or rows
     errors_by_column: dict[str, Any] = {"target": rows[0]["target"], "models": len(rows)}
     for column in ("sum", "critical_path", "used", "predicted"):
@@ -168,31 +155,29 @@ def summary(rows: Sequence[Mapping[str, Any]], families: Sequence[str] = ()) -> 
 
 
 def by_scale(rows: Sequence[Mapping[str, Any]], families: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """As `summary`, for small, medium and large networks."""
+    """The mean errors of a target for small, medium and large networks."""
     return [{"target": rows[0]["target"], "scale": scale, **{name: value for name, value in summary(part, families).items()
                                                             if name != "target"}}
             for scale in SCALES if (part := [row for row in rows if row["scale"] == scale])]
 
 
 def comparison(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """One row for each model that several targets have: its latency under each, measured and predicted with its family held
-    out, and the error of that prediction.
+    """A row for each model that several targets have: its measured and its predicted latency under each.
 
-    Args:
-        tables: by what each target is called, its rows.
+    The prediction has the model's family held out. `tables` are the targets' rows, by a short name.
     """
     by_model: dict[str, dict[str, Any]] = {}
     targets = Counter(row["model"] for rows in tables.values() for row in rows)
-    for called, rows in tables.items():
+    for name, rows in tables.items():
         for row in rows:
             by_model.setdefault(row["model"], {"model": row["model"]}).update({
-                f"{called}_ms": row["whole_ms"], f"{called}_predicted_ms": row.get("predicted_ms"),
-                f"{called}_error_%": row.get("predicted_error_%")})
+                f"{name}_ms": row["whole_ms"], f"{name}_predicted_ms": row.get("predicted_ms"),
+                f"{name}_error_%": row.get("predicted_error_%")})
     return [row for name, row in sorted(by_model.items()) if targets[name] > 1]
 
 
-def called(targets: Sequence[Target]) -> list[str]:
-    """What each target is called beside the others: by its runtime, or by its whole name if others have the same runtime."""
+def short_names(targets: Sequence[Target]) -> list[str]:
+    """A distinct short name for each target: its runtime, or its full name if others have the same runtime."""
     runtimes = Counter(target.flavour.runtime for target in targets)
     return [target.flavour.runtime if runtimes[target.flavour.runtime] == 1 else target.name for target in targets]
 
@@ -212,7 +197,7 @@ def main() -> None:
     summaries = [summary(rows, args.choose_by) for rows in tables]
     scales = [row for rows in tables for row in by_scale(rows, args.choose_by)]
     targets = [read_header(workspace.dataset(rows[0]["target"])).target for rows in tables]
-    compared = comparison(dict(zip(called(targets), tables, strict=True)))
+    compared = comparison(dict(zip(short_names(targets), tables, strict=True)))
     if args.json:
         cli.print_json({"targets": summaries, "scales": scales, "models": [row for rows in tables for row in rows],
                         "compared": compared})

@@ -1,1 +1,1 @@
-"""Every kernel as an ONNX model of its own."""
+"""Builds and samples kernels, each as its own ONNX model."""

@@ -1,4 +1,4 @@
-"""Every kernel as an ONNX model of its own, which ONNX Runtime loads as it stands.
+"""Writes every kernel as an ONNX model of its own, which ONNX Runtime loads as it stands.
 
 Reads a model's record, the index, or one kernel's JSON (by default the index of every flavour in
 ort_analysis/ort_kernel_record). Writes kernel_model/kernel_onnx/<flavour>/<kernel id>.onnx, each with its description in
@@ -22,7 +22,7 @@ from hase.utils import cli
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import resolve_device
 from hase.utils.locks import sole_writer
-from hase.utils.logger import get_logger
+from hase.utils.logger import get_logger, progress
 from hase.utils.paths import Workspace
 
 log = get_logger("builder")
@@ -33,17 +33,9 @@ python kernel_model/kernel_builder.py --record ort_analysis/ort_kernel_record/*/
 
 
 def build_all(source: Path, workspace: Workspace, check: bool, force: bool) -> tuple[list[dict[str, Any]], list[str]]:
-    """Builds the kernels in one of the files that `kernels_in_file` reads. Returns a row for each that is there then, and the
-    ids of those that can't be built.
+    """Builds the kernels in a file that `kernels_in_file` reads; with `check`, runs each once on dummy inputs.
 
-    Args:
-        source: the file.
-        workspace: where to.
-        check: also run each once on dummy inputs.
-        force: build again what is there already.
-
-    Raises:
-        UserError: the file can't be read.
+    Returns a row for each kernel that now exists, and the ids of those that can't be built.
     """
     built: list[dict[str, Any]] = []
     failed: list[str] = []
@@ -53,7 +45,7 @@ def build_all(source: Path, workspace: Workspace, check: bool, force: bool) -> t
     if runtime.build_kernel is None or runtime.check_kernel is None:
         log.info("%s: %s builds its kernels when it takes a model apart: %s", source, runtime.title, runtime.build_with)
         return [], []
-    for kernel in cli.progress(kernels, "building"):
+    for kernel in progress(kernels, "building"):
         path = folder / f"{kernel.id}{runtime.kernel_suffix}"
         try:
             kept = path.exists() and not force

@@ -1,11 +1,11 @@
-"""Further kernels around those of the models, so that predictors learn how time follows shape.
+"""Draws further kernels around those of the models, so that predictors learn how time follows shape.
 
 Reads the index of every flavour in ort_analysis/ort_kernel_record. Draws kernels of the index at random and changes
 their sizes: batch, channels, height and width, kernel and stride, or rows, columns and depth of a product. ONNX Runtime
 says which are valid and what they put out; the others are counted. With --free, draws kernels of no model besides; where
 there is no index, for this machine. With --errors, reads what training wrote instead of the index, and draws near those
 kernels that it predicted worst when it left them out. With --cliffs, reads a dataset, and draws between neighbours of which
-one takes many times as long as its work explains, so that it becomes known where a library changes its algorithm. Writes the
+one takes many times as long as its work explains, to find out where a library changes its algorithm. Writes the
 kernels to kernel_model/kernel_onnx/<flavour>/, next to those of models, and to sampled.json there which families hold the
 kernel that each was drawn from.
 """
@@ -26,14 +26,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hase.kernel_model.building.kernel_models import kernel_build
+from hase.kernel_model.building.kernel_models import write_kernel
 from hase.kernel_model.sampling.cliffs import Cliff, between, draw_weights, find_cliffs, timed_kernels
-from hase.kernel_model.sampling.draws import FLOAT_TYPES, draw_kernel, footprint_mib, on_cpu, on_cuda
+from hase.kernel_model.sampling.draws import (
+    FLOAT_TYPES,
+    SEED_FILE,
+    Families,
+    Seeds,
+    draw_kernel,
+    footprint_mib,
+    on_cpu,
+    on_cuda,
+    read_seeds,
+)
 from hase.kernel_model.sampling.free_shapes.table import TABLES, Kind, draw_free_kernel
-from hase.kernel_model.sampling.kernel_errors import KernelErrors, error_weights, read_errors
-from hase.kernel_model.sampling.seeds import SEED_FILE, Families, Seeds, read_seeds
+from hase.kernel_model.sampling.usefulness import KernelErrors, read_errors, seed_weights
 from hase.records.dataset_files import read_header
-from hase.records.kernel_record import Kernel, KernelInput
+from hase.records.kernel_record import Kernel
 from hase.records.kernel_record_files import index_paths, read_index
 from hase.records.operators import operator_row
 from hase.runtimes import flavour_of
@@ -41,15 +50,15 @@ from hase.utils import cli, files
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import Flavour, resolve_device
 from hase.utils.locks import sole_writer
-from hase.utils.logger import get_logger
+from hase.utils.logger import get_logger, progress
 from hase.utils.paths import Workspace
 from hase.utils.processes import process_pool
 
 log = get_logger("sampler")
 MOST_MIB = 256
 FREE: Families = ()  # no model's kernel seeded this one
-NEAR_SPREAD = 0.5  # of the sizes around a kernel that is predicted badly; around those of models 1
-TYPES = (*FLOAT_TYPES, "bfloat16")  # the last of them for kernels of language models alone
+NEAR_SPREAD = 0.5  # of sizes near a badly predicted kernel; 1 near kernels of models
+TYPES = (*FLOAT_TYPES, "bfloat16")  # bfloat16 only for kernels of language models
 TRIES = 20  # draws for each kernel asked for, at most
 EXAMPLES = """
 python kernel_model/kernel_sampler.py --count 1000 --batch-sizes 1,2,4,8,16
@@ -63,27 +72,30 @@ python kernel_model/kernel_sampler.py --cliffs nvidia-h200-cuda-ort1.31-all --co
 """
 
 
-Draw = tuple[list[KernelInput], dict[str, Any]]
 Drawn = tuple[Kernel, Families]  # a kernel, and the families that hold the one that seeded it
 Sampled = tuple[dict[str, Drawn], Counter[str]]  # new kernels by id, and how many draws were refused and why
 
 
-def _families(names: Iterable[str], without: Collection[str]) -> Families:
+def _families_besides(names: Iterable[str], without: Collection[str]) -> Families:
     return tuple(sorted(set(names).difference(without)))
 
 
-def sample(entries: Sequence[Drawn], count: int, generator: np.random.Generator, batches: Sequence[int],
+def sample_near_models(entries: Sequence[Drawn], count: int, generator: np.random.Generator, batches: Sequence[int],
            most_gflop: float, most_mib: float = MOST_MIB, without: Sequence[str] = (), existing: Collection[str] = (),
            dtypes: Sequence[str] = ()) -> Sampled:
-    """Up to `count` new kernels by id, each with the families that seeded it, and how many draws were refused and why.
+    """Samples up to `count` new kernels near those of models; returns them by id with their seeds' families, and refused draws
+    by reason.
 
-    `entries` are kernels of models, with the models' groups. Each kernel is drawn in one of the floating types `dtypes`, or in
-    its seed's own where there are none. A type is drawn as often as the square root of its number of
-    kernels says; kernels of the families in `without` seed nothing, and the ids in `existing` were sampled before.
+    Args:
+        entries: kernels of models, with the models' groups.
+        dtypes: floating types to draw in; empty for the seed's own. A type's frequency grows with the square root of its number
+            of kernels.
+        without: families whose kernels seed nothing.
+        existing: ids of kernels sampled before.
     """
     seeds: dict[str, list[Drawn]] = {}
     for kernel, groups in entries:
-        families, row = _families(groups, without), operator_row(kernel.op_type)
+        families, row = _families_besides(groups, without), operator_row(kernel.op_type)
         if families and row.cost != "view" and not row.copies and not kernel.subgraphs:  # copies are measured apart
             seeds.setdefault(kernel.type, []).append((kernel, families))
     types = sorted(seeds)
@@ -101,28 +113,28 @@ def sample(entries: Sequence[Drawn], count: int, generator: np.random.Generator,
 
 
 def near_batch(kernel: Kernel, batches: Sequence[int], generator: np.random.Generator) -> int:
-    """One of `batches` within a factor of two of the kernel's own first dimension, or that dimension where none is."""
+    """One of `batches` within a factor of two of the kernel's first dimension, or that dimension if there is none."""
     batch_now = next((tensor.shape[0] for tensor in kernel.activations if tensor.shape), 1)
     near = [batch for batch in batches if batch_now <= 2 * batch and batch <= 2 * batch_now]
     return int(generator.choice(near or [batch_now]))
 
 
-def sample_again(errors: KernelErrors, count: int, generator: np.random.Generator, batches: Sequence[int],
+def sample_near_errors(errors: KernelErrors, count: int, generator: np.random.Generator, batches: Sequence[int],
                  most_gflop: float, most_mib: float = MOST_MIB, without: Sequence[str] = (),
                  existing: Collection[str] = ()) -> Sampled:
-    """Up to `count` new kernels by id, near those that are predicted worst, sampled ones among them; else as `sample`.
+    """Like `sample_near_models`, near the kernels with the worst predictions, including sampled ones.
 
-    A kernel is drawn from as often as its `error_weights` says. Its families go with what it seeds: FREE where it is of no
-    model; families held out of the training, or in `without`, seed nothing.
+    `seed_weights` says how often a kernel is a seed. What it seeds gets its families, or FREE without a model. Families held
+    out of the training, or in `without`, seed nothing.
     """
     held_out = {*errors.held_out, *without}
     seeds = [error for error in errors.kernels if not error.families or set(error.families) - held_out]
-    weights = error_weights(seeds)
+    weights = seed_weights(seeds)
 
     def draw() -> Drawn:
         seed = seeds[int(generator.choice(len(seeds), p=weights))]
         drawn = draw_kernel(seed.kernel, near_batch(seed.kernel, batches, generator), generator, NEAR_SPREAD)
-        return drawn, _families(seed.families, held_out)
+        return drawn, _families_besides(seed.families, held_out)
 
     known = {error.kernel.id for error in errors.kernels} | set(existing)
     return collect_draws(draw, count if weights.any() else 0, most_gflop, most_mib, known)
@@ -131,10 +143,10 @@ def sample_again(errors: KernelErrors, count: int, generator: np.random.Generato
 def sample_free(count: int, generator: np.random.Generator, batches: Sequence[int], most_gflop: float,
                 most_mib: float = MOST_MIB, existing: Collection[str] = (), kind: Kind = "networks", dtypes: Sequence[str] = (),
                 device: str = "cpu") -> Sampled:
-    """Up to `count` new kernels of no model by id, each with FREE, and how many draws were refused and why.
+    """Samples up to `count` new kernels of no model (FREE); returns them by id, and refused draws by reason.
 
-    They are of the operators of `kind`. Those of language models are drawn in one of the floating types `dtypes` (where there
-    are none, in those that GPUs run them in). They, and rare forms, are drawn only if the provider of `device` has them.
+    Kernels of language models are drawn in one of the floating types `dtypes` (by default those that GPUs run them in). Except
+    for kind `networks`, kernels are drawn only if the provider of `device` supports them.
     """
     def draw() -> Drawn:
         kernel = draw_free_kernel(int(generator.choice(batches)), generator, kind, dtypes if kind == "language" else ())
@@ -146,16 +158,16 @@ def sample_free(count: int, generator: np.random.Generator, batches: Sequence[in
 
 
 def collect_draws(draw: Callable[[], Drawn], count: int, most_gflop: float, most_mib: float, known: Collection[str]) -> Sampled:
-    """Draws until `count` new kernels that are small enough are found; them by id, and how many were refused and why."""
+    """Draws until `count` new, small enough kernels are found; returns them by id, and refused draws by reason."""
     kept: dict[str, Drawn] = {}
     refused: Counter[str] = Counter()
-    for _ in cli.progress(range(count * TRIES), "sampling"):
+    for _ in progress(range(count * TRIES), "sampling"):
         if len(kept) >= count:
             break
         try:
             drawn, families = draw()
         except (UserError, ValueError, IndexError, KeyError, ZeroDivisionError) as error:
-            log.debug("%s", error)  # sizes that do not fit together are what drawing at random gives
+            log.debug("%s", error)  # random sizes often do not fit together
             refused["sizes do not fit"] += 1
             continue
         if drawn.flops > most_gflop * 1e9 or footprint_mib(drawn) > most_mib:
@@ -167,10 +179,9 @@ def collect_draws(draw: Callable[[], Drawn], count: int, most_gflop: float, most
     return kept, refused
 
 
-def sample_between(cliffs: Sequence[Cliff], count: int, generator: np.random.Generator, most_gflop: float,
+def sample_between_cliffs(cliffs: Sequence[Cliff], count: int, generator: np.random.Generator, most_gflop: float,
                    most_mib: float = MOST_MIB, without: Sequence[str] = (), existing: Collection[str] = ()) -> Sampled:
-    """Up to `count` new kernels by id, between the neighbours of cliffs; else as `sample`. Kernels of held-out families alone
-    are no neighbours."""
+    """Like `sample_near_models`, between the neighbours of cliffs. Kernels only of held-out families are no neighbours."""
     cliffs = [cliff for cliff in cliffs if all(not end.families or set(end.families).difference(without)
                                                for end in (cliff.slower, cliff.faster))]
     weights = draw_weights(cliffs) if cliffs else np.zeros(0)
@@ -178,7 +189,7 @@ def sample_between(cliffs: Sequence[Cliff], count: int, generator: np.random.Gen
     def draw() -> Drawn:
         slower, faster, _ = cliffs[int(generator.choice(len(cliffs), p=weights))]
         drawn = between(slower.kernel, faster.kernel, float(generator.uniform(0.15, 0.85)))
-        return drawn, _families({*slower.families, *faster.families}, without)
+        return drawn, _families_besides({*slower.families, *faster.families}, without)
 
     return collect_draws(draw, count if cliffs else 0, most_gflop, most_mib, existing)
 
@@ -188,16 +199,16 @@ Sampler = Callable[[int, np.random.Generator], Sampled]
 
 def draw_and_build(sampler: Sampler, count: int, generator: np.random.Generator,
                    folder: Path) -> tuple[Seeds, Counter[str]]:
-    """Samples and builds `count` kernels; the families that seeded each by id, and how many draws were refused and why."""
+    """Samples and builds `count` kernels; returns the families of their seeds by id, and refused draws by reason."""
     draws, refused = sampler(count, generator)
-    for kernel, _ in cli.progress(list(draws.values()), "building"):
-        kernel_build(kernel, folder)
+    for kernel, _ in progress(list(draws.values()), "building"):
+        write_kernel(kernel, folder)
     return {name: families for name, (_, families) in draws.items()}, refused
 
 
 def sample_in_parallel(sampler: Sampler, count: int, seed: Sequence[int], folder: Path, jobs: int) -> tuple[Seeds,
                                                                                                             Counter[str]]:
-    """`draw_and_build` in `jobs` processes, each with a seed of its own; what several found counts once."""
+    """Runs `draw_and_build` in `jobs` processes with different seeds; a kernel that several found counts once."""
     if jobs == 1:
         return draw_and_build(sampler, count, np.random.default_rng(seed), folder)
     seeds: Seeds = {}
@@ -214,18 +225,16 @@ def sample_in_parallel(sampler: Sampler, count: int, seed: Sequence[int], folder
 
 
 def indexed(path: Path) -> tuple[Flavour, list[Drawn]]:
-    """The flavour of an index, and its kernels with the groups of the models that hold them.
-
-    A kernel that the CUDA provider lacks is left out in a flavour of CUDA: the CPU provider runs it.
-    """
+    """The flavour of an index, and its kernels with the groups of their models. For a CUDA flavour, without kernels that the
+    CUDA provider lacks: the CPU provider runs them."""
     index = read_index(path)
     cuda = index.flavour.device == "cuda"
     return index.flavour, [(entry.kernel, index.groups_of(entry)) for entry in index.entries()
                            if not cuda or on_cuda(entry.kernel)]
 
 
-class Step(NamedTuple):
-    """One kind of draw: `sampled` (around kernels that exist) or `free`; what draws, and how many kernels are wanted."""
+class DrawStep(NamedTuple):
+    """What to draw: `sampled` kernels (near existing ones) or `free` ones, the sampler, and how many."""
 
     kind: str
     sampler: Sampler
@@ -233,42 +242,30 @@ class Step(NamedTuple):
 
 
 def steps_of(args: argparse.Namespace, source: KernelErrors | Sequence[Cliff] | None, entries: Sequence[Drawn], folder: Path,
-             seeds: Seeds, device: str) -> list[Step]:
+             seeds: Seeds, device: str) -> list[DrawStep]:
     """What to draw for one flavour.
 
     Args:
-        args: of the command.
-        source: errors of the training, or cliffs, to draw near; None where kernels of the index are drawn from.
-        entries: the kernels of the index.
-        folder: of the built kernels.
-        seeds: of the kernels that were sampled before.
-        device: of the flavour.
+        source: training errors or cliffs to draw near; None to draw near kernels of the index.
+        seeds: of the kernels sampled before.
     """
     limits: dict[str, Any] = {"most_gflop": args.most_gflop, "most_mib": args.most_mib}
     if source is not None:
         limits |= {"existing": frozenset(path.stem for path in folder.glob("*.onnx")),  # held-out families' kernels too
                    "without": args.without}
-        return [Step("sampled", partial(sample_again, source, batches=args.batch_sizes, **limits) if isinstance(
-            source, KernelErrors) else partial(sample_between, source, **limits), args.count)]
+        return [DrawStep("sampled", partial(sample_near_errors, source, batches=args.batch_sizes, **limits) if isinstance(
+            source, KernelErrors) else partial(sample_between_cliffs, source, **limits), args.count)]
     limits["batches"] = args.batch_sizes
     limits["existing"] = frozenset(seeds)
     free = sum(seeded_by == FREE for seeded_by in seeds.values())
-    near = partial(sample, entries, without=args.without, dtypes=args.dtypes, **limits)
-    return [Step("sampled", near, args.count - (len(seeds) - free)),
-            Step("free", partial(sample_free, kind=args.free_kind, dtypes=args.dtypes, device=device, **limits),
+    near = partial(sample_near_models, entries, without=args.without, dtypes=args.dtypes, **limits)
+    return [DrawStep("sampled", near, args.count - (len(seeds) - free)),
+            DrawStep("free", partial(sample_free, kind=args.free_kind, dtypes=args.dtypes, device=device, **limits),
                  args.free - free)]
 
 
-def sample_flavour(folder: Path, seeds: Seeds, steps: Iterable[Step], seed: int, jobs: int) -> dict[str, Any]:
-    """Draws and builds kernels into the folder of a flavour, adds them to `seeds` and its file; a row for the table.
-
-    Args:
-        folder: of the built kernels.
-        seeds: of the kernels that were sampled before.
-        steps: what to draw.
-        seed: of the random numbers.
-        jobs: processes.
-    """
+def sample_flavour(folder: Path, seeds: Seeds, steps: Iterable[DrawStep], seed: int, jobs: int) -> dict[str, Any]:
+    """Draws and builds kernels in a flavour's folder, and adds them to `seeds` and its file; returns a table row."""
     row: dict[str, Any] = {"flavour": folder.name, "sampled": 0, "free": 0, "there_before": len(seeds)}
     refusals: Counter[str] = Counter()
     for kind, sampler, wanted in steps:
@@ -285,11 +282,7 @@ def sample_flavour(folder: Path, seeds: Seeds, steps: Iterable[Step], seed: int,
 
 
 def found_cliffs(workspace: Workspace, target: str) -> list[Cliff]:
-    """The cliffs in a target's dataset.
-
-    Raises:
-        UserError: there is no such dataset, it is not of a GPU, or it has no cliffs.
-    """
+    """The cliffs in a target's dataset."""
     cliffs = find_cliffs(timed_kernels(workspace, target))
     if not cliffs:
         raise UserError(f"{target}: none of its kernels takes much longer than its work and its neighbours explain")
@@ -307,7 +300,7 @@ def float_type_names(text: str) -> tuple[str, ...]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The command's own options."""
+    """Adds the command's own options."""
     parser.add_argument("--count", type=cli.whole, default=1000,
                         help="kernels around those of models, those of earlier calls too (default: 1000)")
     parser.add_argument("--free", type=cli.whole, default=0, metavar="N",

@@ -1,7 +1,7 @@
-"""How much energy a run takes: the work of a run, the coefficients learned for it, and their tables and page.
+"""How much energy a run takes: the work of a run, and the energy coefficients learned for it.
 
-The coefficients are those of physics: W while kernels of a class run, further W while they fill the device, pJ per operation by
-class, J per GB moved, J per launch, and W while the model runs at all. None is negative. All element types of a class have one
+The coefficients follow physics: W while kernels of a class run, further W while they fill the device, pJ per operation by
+class, J per GB moved, J per launch, and W while the model runs at all. None is negative. All element types of a class share one
 coefficient.
 """
 
@@ -10,21 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 from functools import cache
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
 
 from hase.learned.composition.intervals import ErrorRange
-from hase.ort_analysis.cuda.language_kernels import Algorithm, language_algorithm
+from hase.ort_analysis.cuda.kernel_choice import Algorithm, language_algorithm
+from hase.records.devices import GpuDataSheet
 from hase.records.kernel_record import Kernel
 from hase.records.operators import operator_row
-from hase.utils import files
-from hase.utils.cli.printing import markdown_table
-from hase.utils.errors import UserError
-from hase.utils.frozen import Frozen
-from hase.utils.timing import ErrorStatistics, error_statistics
+from hase.utils.config import Frozen
+from hase.utils.timing import ErrorStatistics
 
 EnergyClass = Literal["convolution", "product", "quantised", "other"]
 RUN, BYTES, LAUNCHES, BUSY, OPERATIONS = "run_s", "gb", "launches", "busy_s", "tflop"
@@ -32,26 +29,16 @@ RUN, BYTES, LAUNCHES, BUSY, OPERATIONS = "run_s", "gb", "launches", "busy_s", "t
 # full time is its time · n / (n + half), where n are the numbers that it reads and writes, in millions. The fit chooses `half`
 # among these; for an H200 it is 4.
 FULL = {half: f"full_{half}m_s" for half in (1, 2, 4, 8)}
-# What a coefficient of each kind of work is, by the part of the name in front of the first ":".
+# Units of coefficients by kind of work, which is the part of the name before the first ":".
 UNITS = {RUN: "W", BUSY: "W", **dict.fromkeys(FULL.values(), "W"), OPERATIONS: "pJ/FLOP", BYTES: "J/GB", LAUNCHES: "J"}
-TIMED = {BUSY, *FULL.values()}  # kinds of work that are as much as a kernel's time
+TIMED = {BUSY, *FULL.values()}  # kinds of work that are measured in a kernel's time
 UNPACKED: tuple[Algorithm, ...] = ("router", "vector", "rows")
 WORD = 4  # bytes; an operation on a half-precision number counts half, since a tensor core does twice as many at the same power
 ENERGY_VERSION = 2
-FILE = "energy.json"
-FIT = "python training/fit_energy.py"
-MEASURE = "energy_s: 3 in the collector's config"
-MUCH = 2.0  # times idle power, which an H200 draws when it works for more than half of the time
 
 
 class Part(NamedTuple):
-    """The runs of one kernel in a run of a model.
-
-    Attributes:
-        runs: how often it runs.
-        time_ms: the device's time for one of them.
-        launches: of one of them; 1 on a CPU.
-    """
+    """One kernel's share of a model's run; time and launches (1 on a CPU) are of one execution."""
 
     kernel: Kernel
     runs: float
@@ -60,8 +47,8 @@ class Part(NamedTuple):
 
 
 def energy_class(kernel: Kernel) -> EnergyClass:
-    """Convolutions and products do most of a model's operations, on units of their own; products whose quantised matrix is
-    unpacked on the way do so on other units; all others mainly move data."""
+    """The energy class of a kernel, by the arithmetic units that it uses. Convolutions and products use units of their own,
+    products that unpack quantised weights use others, and all other kernels mainly move data."""
     if language_algorithm(kernel) in UNPACKED:
         return "quantised"
     operator_class = operator_row(kernel.op_type).operator_class
@@ -69,18 +56,13 @@ def energy_class(kernel: Kernel) -> EnergyClass:
 
 
 def busy_time_ms(parts: Iterable[Part]) -> float:
-    """The time of kernels that run one after another, over all their runs."""
+    """The total time of all kernels if they run one after another."""
     return sum(part.runs * part.time_ms for part in parts)
 
 
 def work_of_run(parts: Iterable[Part], latency_ms: float) -> dict[str, float]:
     """The work of one run by name: `run_s`, `busy_s:<class>`, `full_<half>m_s`, `tflop:<class>:<element type>`, `gb` and
-    `launches`.
-
-    Args:
-        parts: the kernels that the device runs.
-        latency_ms: of the run. If the kernels' times exceed it, they are shortened to fit, all by the same factor.
-    """
+    `launches`. If the kernels' times exceed the run's latency, all are shortened by the same factor to fit."""
     parts = list(parts)
     work: dict[str, float] = {RUN: latency_ms / 1e3, BYTES: 0.0, LAUNCHES: 0.0}
     busy_ms = busy_time_ms(parts)
@@ -99,7 +81,7 @@ def work_of_run(parts: Iterable[Part], latency_ms: float) -> dict[str, float]:
 
 
 def _words(dtype: str) -> float:
-    """The size of a number in units of WORD; 1 for a type that numpy does not know."""
+    """The size of a number in units of WORD; 1 for a type unknown to numpy."""
     if dtype == "bfloat16":
         return 2 / WORD
     try:
@@ -108,7 +90,7 @@ def _words(dtype: str) -> float:
         return 1.0
 
 
-@cache  # names are few, and a fit asks for them millions of times
+@cache  # there are few names, and a fit looks them up millions of times
 def kind_of_work(name: str) -> str:
     """`tflop` of `tflop:product:float16`."""
     return name.partition(":")[0]
@@ -116,7 +98,7 @@ def kind_of_work(name: str) -> str:
 
 @cache
 def without_type(name: str) -> str:
-    """`tflop:product` of `tflop:product:float16`: all element types of a class have one coefficient."""
+    """`tflop:product` of `tflop:product:float16`."""
     return ":".join(name.split(":")[:2])
 
 
@@ -130,9 +112,9 @@ def without_types(work: Mapping[str, float]) -> dict[str, float]:
 
 
 class FittedEnergy(Frozen):
-    """A model of the fit: its family, its measured mean power, and its energy per run, measured and predicted with its family
-    held out (or with the model in the fit, where there is only one family), from the measured latency and from the predicted
-    one (None where that is not known). `agreement`: the integral of power over the device's counter; None without a counter."""
+    """A model used in the fit: its family, mean power, and measured and predicted energy per run. Predictions are with the
+    model's family held out (unless it is the only one), from the measured and from the predicted latency. `agreement`: the
+    integral of power divided by the device's energy counter; None without a counter."""
 
     model: str
     group: str
@@ -144,8 +126,8 @@ class FittedEnergy(Frozen):
 
 
 class EnergyCandidate(Frozen):
-    """Kinds of work that were tried together, and their errors as ratios: `cv_mape` with families held out (None where there is
-    only one), `fit_mape` of the models of the fit."""
+    """Kinds of work that were tried together, and their errors as ratios. `cv_mape`: with families held out (None with only
+    one). `fit_mape`: of the models in the fit."""
 
     name: str
     cv_mape: float | None
@@ -153,21 +135,19 @@ class EnergyCandidate(Frozen):
 
 
 class EnergyModel(Frozen):
-    """`energy.json`: what a run takes of a target's energy.
+    """`energy.json`: what predicts the energy of a run on a target.
 
     Attributes:
-        limit_w: the device's power limit, above which it lowers its clocks; None if it is not known. No mean power is above it.
-        idle_w: the device's power with a session open and nothing running: a low quantile of the readings.
-        coefficients: by kind of work (learned/energy.py), in the unit that UNITS says; those that are 0 are left out.
-        learned_from: the work in use that the models of the fit had, by name. A run with other work is a guess in that part.
-        kind: the candidate in use.
-        left_out: errors with each family held out in turn and the latency as measured; None where there is only one family.
-        left_out_with_latency: the same with the latency that was predicted with the family held out; None where no such
-            predictions are known.
-        interval: of predictions with the right latency; None where too few models were held out.
-        agreement: mean of the integral of power over the device's counter; None where there is no counter.
-        models_sha256: of the table that the models' energies are from.
-        scaled_from: the card that was measured, where this is of another one (learned/scaled_energy.py).
+        limit_w: the device's power limit, above which it lowers its clocks. No predicted mean power exceeds it. None if
+            unknown.
+        idle_w: the power with a session open and nothing running: a low quantile of the readings.
+        coefficients: by kind of work, in the units of UNITS, without those that are 0.
+        learned_from: the kinds of work that the measured models had. Others are guessed.
+        left_out, left_out_with_latency: errors with each family held out, with the measured and with the predicted latency;
+            None if unknown.
+        interval: of predictions from the right latency; None if too few models were held out.
+        agreement: mean of the integral of power divided by the device's energy counter; None without a counter.
+        scaled_from: the card that was measured, if this model was scaled from another card.
     """
 
     version: int = ENERGY_VERSION
@@ -187,32 +167,32 @@ class EnergyModel(Frozen):
     scaled_from: str = Field("", exclude_if=lambda card: not card)
 
     def run_j(self, work: Mapping[str, float]) -> RunEnergy:
-        """The energy of a run that does this work; at most what the power limit leaves."""
+        """The energy of a run that does this work, capped by the power limit."""
         total_j, guessed = self._total_j(work)
         limit_j = math.inf if self.limit_w is None else self.limit_w * work[RUN]
         return RunEnergy(min(total_j, limit_j), guessed, max(1.0, total_j / limit_j))
 
     def unlimited_w(self, parts: Iterable[Part]) -> float:
-        """The mean power of a device without a power limit while it does nothing but these kernels; 0 without any."""
+        """The mean power while the device runs only these kernels, without a power limit; 0 without kernels."""
         parts = list(parts)
         busy_ms = busy_time_ms(parts)
         return self._total_j(work_of_run(parts, busy_ms))[0] / (busy_ms / 1e3) if busy_ms else 0.0
 
     def _total_j(self, work: Mapping[str, float]) -> tuple[float, tuple[str, ...]]:
-        """The energy of a run without a power limit, and the kinds of its work that no measured model had."""
+        """The energy of a run without a power limit, and the kinds of its work that were guessed."""
         total_j, known = self.idle_w * work[RUN], {without_type(name) for name in self.learned_from}
         for name, amount in without_types(work).items():
             total_j += amount * self._coefficient(name, known)
-        return total_j, self._guessed(work)
+        return total_j, self.guessed(work)
 
     @property
     def run_w(self) -> float:
-        """What a run takes for its time alone, whatever it does."""
+        """The power that every run draws, whatever it does."""
         return self.idle_w + self._coefficient(RUN, self.learned_from)
 
     def part_j(self, part: Part) -> tuple[float, float, bool]:
-        """What the runs of a kernel add to the energy of a run without a power limit: what follows from its time, and the rest;
-        and whether it is work that no measured model had."""
+        """The energy that a kernel adds to a run without a power limit. Returns the part due to its time, the rest, and whether
+        it was guessed."""
         work, known = work_of_run([part], busy_time_ms([part])), {without_type(name) for name in self.learned_from}
         timed_j = fixed_j = 0.0
         for name, amount in without_types(work).items():
@@ -220,119 +200,49 @@ class EnergyModel(Frozen):
                 timed_j += amount * self._coefficient(name, known)
             elif name != RUN:
                 fixed_j += amount * self._coefficient(name, known)
-        return timed_j, fixed_j, bool(self._guessed(work))
+        return timed_j, fixed_j, bool(self.guessed(work))
 
-    def _guessed(self, work: Mapping[str, float]) -> tuple[str, ...]:
+    def guessed(self, work: Mapping[str, float]) -> tuple[str, ...]:
         """The kinds of work that no measured model had."""
         kinds = {kind_of_work(name) for name in self.learned_from}
         return tuple(name for name in work if kind_of_work(name) in kinds and name not in self.learned_from)
 
     def _coefficient(self, name: str, known: Collection[str]) -> float:
-        """The coefficient of a work by its name without the element type; `known`: the work of the fit by such names."""
+        """The coefficient of a kind of work without element types; `known` has the kinds of work in the fit."""
         return self.coefficients.get(name, 0.0) if name in known else self._largest(kind_of_work(name))
 
     def _largest(self, kind: str) -> float:
-        """A coefficient for work of a class that no model of the fit had: the largest of the same kind."""
+        """The coefficient for a class that no measured model had: the largest of the same kind of work."""
         return max((value for name, value in self.coefficients.items() if kind_of_work(name) == kind), default=0.0)
 
 
 class RunEnergy(NamedTuple):
-    """The energy of a run in J.
-
-    Attributes:
-        guessed: the kinds of work whose coefficient was taken from another type or class.
-        over_limit: how many times as much the work would take without the power limit; 1 below the limit.
-    """
+    """The predicted energy of a run, in J. `guessed` has the kinds of work with a coefficient of another type or class;
+    `over_limit` is the energy without a power limit as a multiple, 1 below the limit."""
 
     energy_j: float
     guessed: tuple[str, ...]
     over_limit: float
 
 
-def energy_path(folder: Path) -> Path:
-    return folder / FILE
+TENSOR_CORE_WORK = (f"{OPERATIONS}:convolution", f"{OPERATIONS}:product")  # done by tensor cores if the card has any
 
 
-def read_energy(folder: Path) -> EnergyModel:
-    """What was learned of the energy of the target whose predictors lie in `folder`.
+def scaled(learned: EnergyModel, base: GpuDataSheet, gpu: GpuDataSheet) -> EnergyModel:
+    """Scales the energy model of the base card to another card."""
+    limits = gpu.power_w / (learned.limit_w or base.power_w)
 
-    Raises:
-        UserError: nothing was, or the file can't be read.
-    """
-    path = energy_path(folder)
-    if not path.is_file():
-        raise UserError(f"{folder.name}: nothing was learned of its energy; measure models there with {MEASURE}, then learn "
-                        f"from them: {FIT} (docs/energy.md)")
-    return files.read_record(path, EnergyModel, ENERGY_VERSION, FIT)
+    def times(name: str) -> float:
+        kind = kind_of_work(name)
+        if kind == BYTES:
+            return limits * base.bandwidth_gb_s / gpu.bandwidth_gb_s
+        if kind == OPERATIONS and name in TENSOR_CORE_WORK:
+            return limits * base.peak_tflop_s("float16") / gpu.peak_tflop_s("float16")
+        return limits * base.fp32_tflop_s / gpu.fp32_tflop_s if kind == OPERATIONS else limits
 
+    def scaled_model(model: FittedEnergy) -> FittedEnergy:
+        return model.model_copy(update={"power_w": limits * model.power_w})
 
-def coefficient_rows(fitted: EnergyModel) -> list[dict[str, Any]]:
-    """One row per coefficient, with its unit."""
-    checked = [] if fitted.agreement is None else [
-        {"what": "measured: integral of power over the energy counter", "value": fitted.agreement, "unit": "ratio"}]
-    return [*checked, {"what": "idle power", "value": fitted.idle_w, "unit": "W"}, *(
-        {"what": name, "value": value, "unit": UNITS[kind_of_work(name)]}
-        for name, value in sorted(fitted.coefficients.items()))]
-
-
-def error_rows(fitted: EnergyModel) -> list[dict[str, Any]]:
-    """Errors of models whose family was held out, with the latency as measured and as predicted. The latter also for models
-    that leave the device idle for much of the time, whose latency depends on the host, and for the others."""
-    def with_latency(least_w: float, below_w: float) -> ErrorStatistics | None:
-        pairs = [(model.with_latency_j, model.measured_j) for model in fitted.models
-                 if model.with_latency_j is not None and least_w <= model.power_w < below_w]
-        return error_statistics(*(list(column) for column in zip(*pairs, strict=True))) if pairs else None
-
-    bound_w = MUCH * fitted.idle_w
-    return [_error_row("latency as measured", fitted.left_out), _error_row("latency predicted", fitted.left_out_with_latency),
-            _error_row(f"… models above {bound_w:.0f} W", with_latency(bound_w, math.inf)),
-            _error_row(f"… models below {bound_w:.0f} W", with_latency(0.0, bound_w))]
-
-
-def _error_row(what: str, errors: ErrorStatistics | None) -> dict[str, Any]:
-    """A row of errors in per cent; no cells where nothing is known."""
-    if errors is None:
-        return {"what": f"{what}: not known"}
-    return {"what": what, "count": errors.count, "MAPE": f"{errors.mape:.1%}", "median": f"{errors.median:.1%}",
-            "within ±10 %": f"{errors.within_10:.0%}", "worst": f"{errors.worst:.1%}"}
-
-
-def model_rows(fitted: EnergyModel) -> list[dict[str, Any]]:
-    """One row per model: its mean power, its energy, and the errors of the energies that were predicted without its family."""
-    return [{"model": model.model, "family": model.group, "mean (W)": f"{model.power_w:.0f}",
-             "measured (J)": f"{model.measured_j:.4g}", "predicted (J)": f"{model.predicted_j:.4g}",
-             "error": f"{model.predicted_j / model.measured_j - 1:+.1%}", "error, latency predicted":
-             None if model.with_latency_j is None else f"{model.with_latency_j / model.measured_j - 1:+.1%}"}
-            for model in fitted.models]
-
-
-def page(fitted: EnergyModel) -> str:
-    """The page about the energy of a target."""
-    agreements = [model.agreement for model in fitted.models if model.agreement is not None]
-    lines = [
-        "# Energy of models, measured and predicted", "",
-        f"Of `{fitted.target}`. Written by `recipes/h200/learn.sh` (`training/fit_energy.py --markdown FILE`). "
-        "[energy.md](energy.md) says how energy is measured and predicted.", "",
-        f"{len(fitted.models)} models and sizes ran for three seconds each. Idle with a session open, the device draws "
-        f"{fitted.idle_w:.0f} W; the models drew {min(model.power_w for model in fitted.models):.0f} to "
-        f"{max(model.power_w for model in fitted.models):.0f} W" + (
-            "." if fitted.limit_w is None else f", and its power limit is {fitted.limit_w:.0f} W.")]
-    if agreements:
-        apart = sorted(abs(agreement - 1.0) for agreement in agreements)
-        lines += [f"The integral of power and the device's energy counter differ by {apart[len(apart) // 2]:.1%} (median), and "
-                  f"by {apart[-1]:.1%} at most."]
-    lines += ["", "## Errors", "", "The family of each model was held out of the fit of energy. *Latency predicted*: with the "
-              "family held out of the composition, too.", "",
-              markdown_table([row for row in error_rows(fitted) if "count" in row]), ""]
-    if fitted.interval:
-        lines += [f"A 90 % interval is {fitted.interval.low:.2f} to {fitted.interval.high:.2f} times the prediction, if the "
-                  "latency is right. Made from the errors of the other families, it held "
-                  f"{fitted.interval.coverage:.0%} of the models.", ""]
-    lines += ["## What the energy is made of", "", f"{fitted.kind[0].upper()}{fitted.kind[1:]}.", "",
-              markdown_table([{**row, "value": f"{row['value']:.4g}"} for row in coefficient_rows(fitted)]), "",
-              "Other combinations, and their errors on families that were held out:", "",
-              markdown_table([
-                  {"combination": candidate.name, "MAPE": None if candidate.cv_mape is None else f"{candidate.cv_mape:.1%}"}
-                  for candidate in fitted.candidates]), "",
-              "## Each model, its family held out", "", markdown_table(model_rows(fitted)), ""]
-    return "\n".join(lines)
+    return learned.model_copy(update={
+        "limit_w": gpu.power_w, "idle_w": limits * learned.idle_w, "models": tuple(map(scaled_model, learned.models)),
+        "coefficients": {name: times(name) * value for name, value in learned.coefficients.items()}, "scaled_from": base.name})

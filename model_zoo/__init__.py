@@ -1,1 +1,1 @@
-"""Models to analyse and to measure, as ONNX files."""
+"""Exports models to analyse and measure as ONNX files."""

@@ -3,7 +3,7 @@
 Reads model_zoo/pool.yaml, which lists the models of five collections, or takes names:
 - timm: any model of timm (PyTorch Image Models), at the image size that it is made for;
 - transformers: encoders, decoders, and models of images and speech, in the small configurations of
-  model_zoo/networks/from_transformers.py; a decoder is two models: `llama_prefill` takes a prompt, `llama_token` one token and
+  model_zoo/networks/libraries.py; a decoder is two models: `llama_prefill` takes a prompt, `llama_token` one token and
   the keys and values of earlier ones;
 - torchvision: segmentation, detection and video;
 - other: recommenders, recurrent networks, U-Nets, super-resolution, and convolutions over sequences and volumes;
@@ -24,8 +24,7 @@ from typing import Any
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from hase.model_zoo.exporting.export_process import report
-from hase.model_zoo.exporting.pool_export import export_networks
+from hase.model_zoo.exporting.network_export import export_networks
 from hase.model_zoo.exporting.zoo_config import COLLECTIONS, POOL_FILE, read_pool
 from hase.utils import cli
 
@@ -55,7 +54,7 @@ def main() -> int:
     for collection in args.collection or COLLECTIONS:
         rows += export_networks(workspace, collection, pool.chosen(collection, args.model), args.dtype or ["fp32"], args.device,
                                 args.jobs, args.force)
-    return report(rows, workspace.models, args.json)
+    return cli.print_files(rows, workspace.models, args.json)
 
 
 if __name__ == "__main__":

@@ -21,14 +21,14 @@ from typing import Any
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from hase.model_zoo.exporting.export_process import ExportProcess, report
+from hase.model_zoo.exporting.onnx_export import ExportProcess
 from hase.model_zoo.exporting.zoo_config import CONFIG_FILE, ZooConfig
 from hase.runtimes import flavour_of
 from hase.utils import cli
 from hase.utils.config import read_config, validate
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import resolve_device
-from hase.utils.logger import get_logger
+from hase.utils.logger import get_logger, progress
 from hase.utils.paths import Workspace
 
 EXAMPLES = """
@@ -41,12 +41,7 @@ log = get_logger("exporter")
 
 
 def export_all(workspace: Workspace, config: ZooConfig, force: bool = False) -> list[dict[str, Any]]:
-    """Writes all files that the config asks for; returns one row per file. If a model fails, the others are still exported.
-
-    Raises:
-        UserError: an unknown model, or CUDA on a machine without it.
-        OSError: the folder can't be written.
-    """
+    """Writes all requested files; returns one row per file. If a model fails, the others are still exported."""
     device = resolve_device(config.device)
     if config.device == "auto" and device == "cpu":
         log.info("no NVIDIA GPU here: the optimised graphs are those of the CPU provider (%s)", flavour_of("cpu").name)
@@ -54,7 +49,7 @@ def export_all(workspace: Workspace, config: ZooConfig, force: bool = False) -> 
     rows = []
     with ExportProcess(workspace, device, force) as process:
         process.check_names(config.models)
-        for export in cli.progress(list(config.exports()), "exporting"):
+        for export in progress(list(config.exports()), "exporting"):
             try:
                 rows += process.write(export)
             except UserError as error:
@@ -79,11 +74,7 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def asked_config(args: argparse.Namespace) -> ZooConfig:
-    """The config with the values that the command line gives instead.
-
-    Raises:
-        UserError: there is no such config, or it is wrong.
-    """
+    """The config with values from the command line."""
     config = read_config(args.config, ZooConfig, args.changes)
     options = {"models": args.model, "batch_sizes": args.batch_size, "image_sizes": args.image_size, "dtypes": args.dtype,
                "device": args.device, "dynamic": args.dynamic}
@@ -95,7 +86,7 @@ def main() -> int:
     args = command_line().parse_args()
     workspace = cli.start(args, begins=True)
     rows = export_all(workspace, asked_config(args), args.force)
-    return report(rows, workspace.models, args.json)
+    return cli.print_files(rows, workspace.models, args.json)
 
 
 if __name__ == "__main__":

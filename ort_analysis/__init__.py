@@ -1,1 +1,1 @@
-"""The optimised graph of a model, taken apart into kernels."""
+"""Splits a model's optimised graph into kernels."""

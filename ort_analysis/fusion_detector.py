@@ -35,7 +35,7 @@ python ort_analysis/fusion_detector.py --model resnet18.onnx --device cuda --jso
 
 
 def summary(record: ModelRecord) -> dict[str, Any]:
-    """One row for a record: the numbers of nodes and of different kernels, GFLOP, weights, and nodes per type."""
+    """A record's row: numbers of nodes and different kernels, GFLOP, weights, and nodes per type."""
     counts = Counter(record.kernel_of(node).type for node in record.nodes)
     return {
         "model": record.model, "flavour": record.flavour.name, "nodes": len(record.nodes), "kernels": len(record.kernels),
@@ -46,7 +46,7 @@ def summary(record: ModelRecord) -> dict[str, Any]:
 
 
 def fusion_rows(record: ModelRecord) -> list[dict[str, Any]]:
-    """One row per node: its kernel type and id, and the original nodes in it."""
+    """One row per node: kernel type, id, and its original nodes."""
     return [{"node": node.name, "type": record.kernel_of(node).type, "kernel": node.kernel_id,
              "origins": " + ".join(f"{o.op_type}({o.name})" for o in node.origins) or "(inserted by the runtime)"}
             for node in record.nodes]
@@ -81,11 +81,11 @@ def main() -> int:
     with sole_writer(workspace.kernel_records):
         done = analyze_all(workspace, args.runtime, work, graph_device(args.device), args.jobs, args.static,
                            ModelOrigin(args.group, args.collection), args.no_weights)
-        records = [record for of_model in done if not isinstance(of_model, UserError) for record in of_model]
+        records = [record for outcome in done if not isinstance(outcome, UserError) for record in outcome]
         flavours = {record.flavour.name: record.flavour for record in records}
         indexes = [update_index(workspace, flavour) for flavour in flavours.values()]
-    failed = [path.name for (path, _), of_model in zip(work, done, strict=True) if isinstance(of_model, UserError)]
-    for error in (of_model for of_model in done if isinstance(of_model, UserError)):
+    failed = [path.name for (path, _), outcome in zip(work, done, strict=True) if isinstance(outcome, UserError)]
+    for error in (outcome for outcome in done if isinstance(outcome, UserError)):
         log.error("%s", error)
     for index in indexes:
         log.info("%s: %d kernels of %d types in the index", index_path(workspace, index.flavour),

@@ -1,1 +1,1 @@
-"""What files hold: kernels and models, measurements and datasets. One schema for each kind of file, for writer and reader."""
+"""The contents of files: kernels, models, measurements, datasets. Writer and reader share one schema per kind of file."""

@@ -1,10 +1,11 @@
-"""What attention attends to: its heads, its tokens, and its cache of keys and values; and the sizes and costs of a
-GroupQueryAttention. The sizes of other operators are read in plain_attention.py.
+"""Sizes and costs of attention: heads, tokens, and the cache of keys and values.
 
-A GroupQueryAttention learns from the values of two inputs how many tokens there are: `seqlens_k` (for each row of the batch,
-the place of its last token) and `total_sequence_length`. A cache may be longer than that: who generates text makes one buffer
-for the longest text, gives it as the past, and takes it back as the present. Then the operator writes only the new tokens.
-Otherwise it writes the whole cache anew.
+A GroupQueryAttention reads the number of tokens from the values of two inputs: `seqlens_k` (the index of the last token of each
+row of the batch) and `total_sequence_length`. A cache may be longer: a text generator allocates one buffer for the longest text
+and passes it as both past and present. Then the operator writes only the new tokens; otherwise it writes the whole cache.
+
+The other operators are MultiHeadAttention, ONNX Runtime's Attention with fused projection, both also without padding
+(PackedAttention, PackedMultiHeadAttention), and ONNX's own Attention.
 """
 
 from __future__ import annotations
@@ -13,34 +14,40 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
-from hase.records.kernel_record import Kernel, KernelInput, Tensor, input_at
+from hase.records.kernel_record import DTYPE_BYTES, Kernel, KernelInput, Tensor, input_at
+from hase.records.operators import operator_row
 
 OPERATOR = "GroupQueryAttention"
 KEY = 1  # inputs: the key; "" where the query holds keys and values, too
 PAST = {3: 1, 4: 2}  # the caches of keys and of values, and the outputs that hold them with the new tokens
-LAST_PLACES, TOTAL = 5, 6  # the place of the last token of each row; the number of tokens of the longest row
+LAST_PLACES, TOTAL = 5, 6  # index of the last token of each row; number of tokens of the longest row
 COSINES = 7  # of the rotary embedding
 NORM = 14  # weights of a norm of each query's head; those of keys follow
 Mask = Literal["", "keys", "added"]  # none; of the keys that count; numbers that are added to the products
 MASKS: tuple[Mask, ...] = get_args(Mask)
 ADDED = 10  # input: numbers that are added to the products of queries and keys
+PROJECTING = ("Attention", "PackedAttention")  # with a matrix as their second input, they project the first one
+TOKEN_OFFSETS = {"PackedAttention": 3, "PackedMultiHeadAttention": 4}  # inputs of shape (rows, tokens of the longest row)
+OLD_KEYS = {"MultiHeadAttention": 6, "Attention": 4}  # inputs: old keys, the tokens at the last axis but one
+KEY_MASKS = {"MultiHeadAttention": 4, "Attention": 3}  # inputs that say which keys count
+BIAS = 3  # input of MultiHeadAttention: a bias of queries, keys and values
+ONNX_MASK = 3  # input of ONNX's own Attention: numbers that are added to the products of queries and keys
 
 
-class Attended(NamedTuple):
-    """The sizes of attention.
+class AttentionSizes(NamedTuple):
+    """The sizes of one attention.
 
     Attributes:
-        batch, queries: rows, and new tokens of each.
-        heads, kv_heads, head_size: heads of the queries; of keys and values; numbers in each.
-        total: tokens of a row, old and new.
-        cache: tokens for which the past has room; 0 without a past.
-        window: tokens that a query attends to at most; 0: all before it.
-        rotary: numbers of a head that are rotated; 0: none.
-        packed: whether keys and values lie beside the query in one tensor.
-        normed: whether the heads of queries and keys get a norm first.
-        causal: whether a token attends only to itself and those before it.
-        mask: besides that.
-        unpadded: tokens of all rows where these lie one after another without padding; 0: `batch` × `queries`.
+        batch, queries: rows, and new tokens in each row.
+        heads, kv_heads, head_size: heads of queries, heads of keys and values, and numbers per head.
+        total: tokens in a row, old and new.
+        cache: capacity of the past in tokens; 0 without a past.
+        window: the most tokens that a query attends to; 0 for no limit.
+        rotary: rotated numbers of a head; 0 for none.
+        packed: queries, keys and values are in one tensor.
+        normed: the heads of queries and keys are normalised first.
+        causal: a token attends only to itself and earlier ones.
+        unpadded: tokens of all rows if these are stored without padding; 0 for `batch` × `queries`.
     """
 
     batch: int
@@ -70,17 +77,17 @@ class Attended(NamedTuple):
 
     @property
     def shares_buffer(self) -> bool:
-        """Whether past and present are one buffer, with room for all tokens."""
+        """Whether past and present are one buffer with room for all tokens."""
         return self.cache >= self.total > 0
 
     @property
     def present(self) -> int:
-        """Tokens for which the present has room."""
+        """The capacity of the present in tokens."""
         return max(self.cache, self.total)
 
     @property
     def pairs(self) -> int:
-        """Pairs of a query and a key that it attends to, in one head of one row: all, or its own token and those before it."""
+        """Pairs of a query and an attended key, in one head of one row."""
         if not self.causal:
             return self.queries * self.total
         window = self.window or self.total
@@ -90,21 +97,17 @@ class Attended(NamedTuple):
 
     @property
     def read_from_past(self) -> int:
-        """Old tokens that some query attends to."""
+        """Old tokens that at least one query attends to."""
         return min(self.past, self.window - 1) if self.window else self.past
 
     @property
     def token_elements(self) -> int:
-        """Numbers of the keys, or of the values, of a token in all rows."""
+        """Numbers in the keys (or in the values) of one token in all rows."""
         return self.batch * self.kv_heads * self.head_size
 
 
-def attended(attributes: Mapping[str, Any], inputs: Sequence[KernelInput]) -> Attended:
-    """The sizes of a GroupQueryAttention. Where nothing says how many tokens there are, the new ones follow a full cache.
-
-    Args:
-        attributes, inputs: of the kernel.
-    """
+def grouped_query_sizes(attributes: Mapping[str, Any], inputs: Sequence[KernelInput]) -> AttentionSizes:
+    """The sizes of a GroupQueryAttention; if the number of tokens is unknown, the new ones follow a full cache."""
     tensor = partial(input_at, inputs)
     batch, queries, width = (1, 1, 1, *tensor(0).shape)[-3:]
     heads, kv_heads = int(attributes.get("num_heads", 1)), int(attributes.get("kv_num_heads", 1))
@@ -112,7 +115,7 @@ def attended(attributes: Mapping[str, Any], inputs: Sequence[KernelInput]) -> At
     past = tensor(min(PAST)).shape
     cache = past[2] if len(past) == 4 else 0
     total = tensor(TOTAL).values
-    return Attended(batch=batch, queries=queries, heads=heads, kv_heads=kv_heads,
+    return AttentionSizes(batch=batch, queries=queries, heads=heads, kv_heads=kv_heads,
                     head_size=width // max(heads + 2 * kv_heads if packed else heads, 1),
                     total=int(total[0]) if total else cache + queries, cache=cache,
                     window=max(int(attributes.get("local_window_size", -1)), 0),
@@ -120,48 +123,120 @@ def attended(attributes: Mapping[str, Any], inputs: Sequence[KernelInput]) -> At
                     packed=packed, normed=tensor(NORM).present, mask="added" if tensor(ADDED).present else "")
 
 
-def attended_by(kernel: Kernel) -> Attended | None:
-    """The sizes of a kernel that is a GroupQueryAttention; None for any other."""
-    return attended(kernel.attributes, kernel.inputs) if kernel.op_type == OPERATOR else None
+def kernel_grouped_query_sizes(kernel: Kernel) -> AttentionSizes | None:
+    """The sizes if the kernel is a GroupQueryAttention, else None."""
+    return grouped_query_sizes(kernel.attributes, kernel.inputs) if kernel.op_type == OPERATOR else None
 
 
 def with_lengths(inputs: Sequence[KernelInput], total: int) -> list[KernelInput]:
-    """The inputs of a GroupQueryAttention with the values of its lengths, all rows being as long as the longest."""
+    """The inputs of a GroupQueryAttention with values for its lengths, equal for all rows."""
     values = {LAST_PLACES: total - 1, TOTAL: total}
-    return [tensor.model_copy(update={"constant": False, "values": (values[place],) * tensor.elements})
-            if place in values and tensor.present else tensor for place, tensor in enumerate(inputs)]
+    return [tensor.model_copy(update={"constant": False, "values": (values[index],) * tensor.elements})
+            if index in values and tensor.present else tensor for index, tensor in enumerate(inputs)]
 
 
 def with_present(outputs: Sequence[Tensor], present: int) -> list[Tensor]:
-    """The outputs of a GroupQueryAttention, whose present has room for `present` tokens."""
+    """The outputs of a GroupQueryAttention with a present of capacity `present` tokens."""
     return [tensor.model_copy(update={"shape": (*tensor.shape[:2], present, *tensor.shape[3:])})
-            if place in PAST.values() and len(tensor.shape) == 4 else tensor for place, tensor in enumerate(outputs)]
+            if index in PAST.values() and len(tensor.shape) == 4 else tensor for index, tensor in enumerate(outputs)]
 
 
-def flops(sizes: Attended) -> int:
-    """Two products over the pairs of tokens that attend to each other, three operations for each number that is rotated, and
-    four for each one that is normed."""
+def flops(sizes: AttentionSizes) -> int:
+    """Operations: two products over all attended pairs, three per rotated number, four per normalised number."""
     products = 4 * sizes.tokens * sizes.heads * sizes.head_size * sizes.pairs // max(sizes.queries, 1)
     new_heads = sizes.tokens * (sizes.heads + sizes.kv_heads)
     return products + new_heads * (3 * sizes.rotary + 4 * sizes.head_size * sizes.normed)
 
 
-def bytes_read(sizes: Attended, inputs: Sequence[KernelInput]) -> int:
-    """All inputs; of the caches and the tables of the rotary embedding, only what is used: the old tokens that are attended to,
-    or all of them where they are copied into a present of their own; a row of the tables for each new token."""
+def bytes_read(sizes: AttentionSizes, inputs: Sequence[KernelInput]) -> int:
+    """Bytes of all inputs; caches and rotary tables count only as far as they are read. Read are the attended old tokens (all
+    of them if they are copied into a separate present), and a table row per new token."""
     total = 0
-    for place, tensor in enumerate(inputs):
-        if place in PAST and sizes.cache:
+    for index, tensor in enumerate(inputs):
+        if index in PAST and sizes.cache:
             old = sizes.read_from_past if sizes.shares_buffer else sizes.past
             total += tensor.bytes * min(old, sizes.cache) // sizes.cache
-        elif place in (COSINES, COSINES + 1) and tensor.shape:
+        elif index in (COSINES, COSINES + 1) and tensor.shape:
             total += tensor.bytes * min(sizes.queries, tensor.shape[0]) // max(tensor.shape[0], 1)
         else:
             total += tensor.bytes
     return total
 
 
-def bytes_written(sizes: Attended, outputs: Sequence[Tensor]) -> int:
-    """All outputs; of a present that is the past's buffer, only the new tokens."""
-    return sum(tensor.bytes * sizes.queries // max(sizes.present, 1) if place in PAST.values() and sizes.shares_buffer
-               else tensor.bytes for place, tensor in enumerate(outputs))
+def bytes_written(sizes: AttentionSizes, outputs: Sequence[Tensor]) -> int:
+    """Bytes of all outputs; if the present shares the past's buffer, only its new tokens."""
+    return sum(tensor.bytes * sizes.queries // max(sizes.present, 1) if index in PAST.values() and sizes.shares_buffer
+               else tensor.bytes for index, tensor in enumerate(outputs))
+
+
+def projects(op_type: str, inputs: Sequence[KernelInput]) -> bool:
+    """Whether the operator computes queries, keys and values itself by a matrix product."""
+    return op_type in PROJECTING and len(input_at(inputs, 1).shape) == 2
+
+
+def attention_sizes(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelInput]) -> AttentionSizes | None:
+    """The sizes of an operator with the cost rule "attention"; None if the shape of its first input is unknown."""
+    tensor = partial(input_at, inputs)
+    query, second, packed_rows = tensor(0), tensor(1), tensor(TOKEN_OFFSETS.get(op_type))
+    if not query.shape:
+        return None
+    projected = projects(op_type, inputs)
+    heads = int(attributes.get("num_heads") or attributes.get("q_num_heads") or 1)
+    old = _size(tensor(OLD_KEYS.get(op_type)), -2)
+    unpadded = 0
+    if packed_rows.present:
+        batch, queries = (1, 1, *packed_rows.shape)[-2:]
+        unpadded = query.shape[0]
+        per_token = query.elements // max(unpadded, 1) // (3 if len(query.shape) == 4 else 1)
+    elif len(query.shape) == 4:  # ONNX's own, with the heads before the tokens
+        batch, heads, queries, _ = query.shape
+        per_token = heads * query.shape[3]
+    else:
+        batch, queries = (query.shape if len(query.shape) > 2 else (1, *query.shape))[:2]
+        per_token = query.elements // max(batch * queries, 1) // (3 if len(query.shape) == 5 else 1)
+    if projected:
+        per_token = int((attributes.get("qkv_hidden_sizes") or [second.shape[1] // 3])[0])
+    keys = queries if projected or packed_rows.present or not second.present else _size(
+        second, -2 if op_type == "Attention" or len(second.shape) == 4 else 1)
+    own = op_type == "Attention" and not projected
+    added = ONNX_MASK if own else 6 if op_type == "PackedMultiHeadAttention" else 5
+    masked = tensor(KEY_MASKS.get(op_type)).present
+    mask: Mask = "added" if tensor(added).present else "keys" if masked else ""
+    return AttentionSizes(batch=batch, queries=queries, heads=heads, kv_heads=int(attributes.get("kv_num_heads") or heads),
+                    head_size=per_token // max(heads, 1), total=old + keys, cache=old, window=0, rotary=0,
+                    packed=len(query.shape) == 5 or (bool(unpadded) and len(query.shape) == 4),
+                    causal=bool(attributes.get("unidirectional") or attributes.get("is_causal")), mask=mask, unpadded=unpadded)
+
+
+def kernel_attention_sizes(kernel: Kernel) -> AttentionSizes | None:
+    """The sizes if the kernel's cost rule is "attention", else None."""
+    is_attention = operator_row(kernel.op_type).cost == "attention"
+    return attention_sizes(kernel.op_type, kernel.attributes, kernel.inputs) if is_attention else None
+
+
+def intermediate_bytes(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelInput]) -> int:
+    """Bytes that attention stores between its steps and reads again, as ONNX Runtime's providers compute it.
+
+    These are queries, keys and values of its own projection, or with a bias; and, with a mask of keys, the query-key products
+    before and after the softmax. Without such a mask, CUDA keeps the products on the chip.
+    """
+    sizes = attention_sizes(op_type, attributes, inputs)
+    if sizes is None:
+        return 0
+    elements = sizes.batch * sizes.heads * sizes.queries * sizes.total * 2 * (sizes.mask == "keys")
+    if projects(op_type, inputs):
+        elements += 2 * 3 * sizes.tokens * sizes.heads * sizes.head_size
+    elif op_type == "MultiHeadAttention" and input_at(inputs, BIAS).present:
+        elements += sum(tensor.elements for tensor in inputs[:3])
+    return elements * int(DTYPE_BYTES.get(inputs[0].dtype, 4))
+
+
+def projection_flops(inputs: Sequence[KernelInput]) -> int:
+    """Operations of the product that computes queries, keys and values."""
+    query, matrix = inputs[:2]
+    return 2 * (query.elements // max(matrix.shape[0], 1)) * matrix.elements
+
+
+def _size(tensor: KernelInput, axis: int) -> int:
+    """One dimension of a tensor; 0 if missing."""
+    return tensor.shape[axis] if tensor.present and -len(tensor.shape) <= axis < len(tensor.shape) else 0

@@ -1,5 +1,4 @@
-"""A dataset's files: its header, its kernels, its journal and its two tables; where they lie, how they are read, and whether
-the tables are those of the journal."""
+"""The files of a dataset: header, kernels, journal and tables. Reads them, and checks that the tables match the journal."""
 
 from __future__ import annotations
 
@@ -12,16 +11,24 @@ import numpy as np
 from pydantic import Field, ValidationError
 from pydantic_core import from_json
 
-from hase.records.backgrounds import Background
-from hase.records.blocks import Block, journal_line, read_blocks
-from hase.records.environment import Environment
-from hase.records.kernel_costs import recosted
+from hase.records.devices import Environment
+from hase.records.kernel_costs import with_current_costs
 from hase.records.kernel_record import Kernel, ModelRecord
-from hase.records.measurement import COLLECT, DATASET_VERSION, DEFAULT_LABELS, GPU_LABEL, LABELS
+from hase.records.measurement import (
+    COLLECT,
+    DATASET_VERSION,
+    DEFAULT_LABELS,
+    GPU_LABEL,
+    LABELS,
+    Background,
+    Block,
+    journal_line,
+    read_blocks,
+)
 from hase.utils import files
+from hase.utils.config import Frozen
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import Machine, Target
-from hase.utils.frozen import Frozen
 from hase.utils.lazy import pandas as pd
 from hase.utils.paths import FileName, Workspace, targets_in
 from hase.utils.sharing_mode import SLICES
@@ -29,15 +36,16 @@ from hase.utils.sharing_mode import SLICES
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+COPIES_VERSION = 1
+MEASURE = "python recipes/cuda_kernels/measure_copies.py"
+
 
 class DatasetKernel(Frozen):
-    """A kernel of the dataset, and where it comes from.
+    """A kernel of the dataset and its origin.
 
     Attributes:
-        models: that hold it, by record name.
-        groups: of these models, and of those that hold the kernel near whose shapes it was sampled, sorted; none for a kernel
-            that was drawn freely.
-        sampled: whether it was sampled.
+        models: record names of models that contain it.
+        groups: sorted; of these models, and of models near whose kernels it was sampled. None if it was drawn freely.
     """
 
     kernel: Kernel
@@ -47,13 +55,13 @@ class DatasetKernel(Frozen):
 
     @classmethod
     def held_by(cls, kernel: Kernel, records: Iterable[ModelRecord]) -> DatasetKernel:
-        """A kernel that those of `records` hold in which it is."""
+        """A kernel with the `records` that contain it as its models."""
         holders = [record for record in records if kernel.id in record.kernels]
         return cls(kernel=kernel, models=tuple(record.model for record in holders),
                    groups=tuple(sorted({record.group for record in holders})))
 
     def with_owners_of(self, description: DatasetKernel | None) -> DatasetKernel:
-        """The same kernel, of which both descriptions hold."""
+        """The same kernel with the models and groups of both descriptions."""
         if description is None:
             return self
         return self.model_copy(update={"models": tuple(dict.fromkeys((*description.models, *self.models))),
@@ -62,21 +70,21 @@ class DatasetKernel(Frozen):
 
     @property
     def owners(self) -> str:
-        """What column Models says to people: the models, or else `sampled:` and each group near whose shapes it was sampled."""
+        """The text of column Models: the models, or else `sampled:` and the groups near whose kernels it was sampled."""
         return "|".join(self.models or ([f"sampled:{group}" for group in self.groups or ("",)] if self.sampled else []))
 
 
 class DatasetHeader(Frozen):
-    """`dataset.json`: what all rows of a dataset have in common, the machines by uuid, and the backgrounds by name."""
+    """`dataset.json`: what all rows have in common, machines by uuid, and backgrounds by name."""
 
     version: int = DATASET_VERSION
     target: Target
     metrics: tuple[str, ...]
     machines: dict[str, Machine]
     held_out: tuple[str, ...] = ()  # groups of models measured for evaluation only: they are in no fit
-    groups: dict[str, FileName] = {}  # of the models that hold kernels or were measured, by record name
-    collections: dict[str, FileName] = {}  # of those among them that have one
-    labels: tuple[str, ...] = DEFAULT_LABELS  # of every kernel; without the first one it counts as not measured
+    groups: dict[str, FileName] = {}  # groups of models with kernels or measurements, by record name
+    collections: dict[str, FileName] = {}  # collections of those models that have one
+    labels: tuple[str, ...] = DEFAULT_LABELS  # labels of every kernel; without the first it counts as unmeasured
     backgrounds: dict[str, Background] = {}  # a block under load that names none is of the first
     held_out_backgrounds: tuple[str, ...] = ()  # measured for evaluation only: their rows are in no fit
     energy: bool = Field(False, exclude_if=lambda energy: not energy)  # whether the energy of models was measured
@@ -85,28 +93,28 @@ class DatasetHeader(Frozen):
 
     @cached_property
     def families(self) -> dict[str, frozenset[str]]:
-        """The groups of the models of each collection."""
+        """The model groups of each collection."""
         groups_of: dict[str, set[str]] = {}
         for model, collection in self.collections.items():
             groups_of.setdefault(collection, set()).update({self.groups[model]} if model in self.groups else ())
         return {collection: frozenset(groups) for collection, groups in groups_of.items()}
 
     def collections_of(self, described: DatasetKernel) -> frozenset[str]:
-        """The collections of the models that hold a kernel, and those with a group near whose shapes it was sampled."""
+        """The collections of the models that contain a kernel, and of the groups near whose kernels it was sampled."""
         near = set(described.groups) if described.sampled else set()
         return frozenset({self.collections[model] for model in described.models if model in self.collections} | {
             collection for collection, groups in self.families.items() if groups & near})
 
 
 class FileDigest(Frozen):
-    """A file's size in bytes, without a line that was cut short, and the SHA-256 of its contents."""
+    """A file's size in bytes, without an unfinished last line, and its SHA-256."""
 
     bytes: int
     sha256: str
 
     @classmethod
     def of(cls, path: Path) -> FileDigest:
-        """That of a file; NO_FILE where there is none."""
+        """The digest of a file; NO_FILE if there is none."""
         return cls(bytes=files.complete_bytes(path), sha256=files.kept_sha256(path)) if path.is_file() else NO_FILE
 
 
@@ -114,7 +122,7 @@ NO_FILE = FileDigest(bytes=0, sha256="")
 
 
 class TableDigests(Frozen):
-    """`tables.json`: of the two tables, and of the journal and the kernels that they were made of, by the file's name."""
+    """`tables.json`: digests by file name, of the two tables and of the journal and kernels that they were made from."""
 
     version: int = DATASET_VERSION
     files: dict[FileName, FileDigest]
@@ -147,31 +155,19 @@ def digests_path(folder: Path) -> Path:
 
 
 def collected_targets(workspace: Workspace) -> list[str]:
-    """Every target that has a dataset.
-
-    Raises:
-        UserError: none has.
-    """
+    """Every target that has a dataset."""
     return targets_in(workspace.dataset(""), header_path(Path()).name, f"no datasets; measure one with: {COLLECT}")
 
 
 def read_header(folder: Path) -> DatasetHeader:
-    """The header of the dataset in `folder`.
-
-    Raises:
-        UserError: there is none, or it is damaged or of another version.
-    """
+    """The header of the dataset in `folder`; a `UserError` if there is none."""
     if not header_path(folder).is_file():
         raise UserError(f"{folder}: no dataset of target {folder.name}; measure it with: {COLLECT}")
     return files.read_record(header_path(folder), DatasetHeader, DATASET_VERSION, COLLECT)
 
 
 def read_journal(folder: Path) -> list[Block]:
-    """Every finished block, in the order measured.
-
-    Raises:
-        UserError: a line is damaged or no block of this version, or the tables were made of more than is there.
-    """
+    """Every finished block, in the order measured."""
     path = journal_path(folder)
     blocks = read_blocks(path)
     before = noted_digests(folder).get(path.name, NO_FILE).bytes
@@ -182,19 +178,19 @@ def read_journal(folder: Path) -> list[Block]:
 
 
 def write_journal(folder: Path, blocks: Iterable[Block]) -> None:
-    """Writes a journal that holds some blocks, in place of an existing one. Tables that were made of that no longer count."""
+    """Writes a journal in place of an existing one, whose tables become invalid."""
     digests_path(folder).unlink(missing_ok=True)
     files.write_text(journal_path(folder), "".join(f"{journal_line(block)}\n" for block in blocks))
 
 
 def note_tables(folder: Path) -> None:
-    """Writes `tables.json`, after the tables were made of the journal and the kernels as they are now."""
+    """Writes `tables.json` with the current digests, after the tables were written."""
     paths = (journal_path(folder), kernels_path(folder), kernel_table_path(folder), model_table_path(folder))
     files.write_json(digests_path(folder), TableDigests(files={path.name: FileDigest.of(path) for path in paths}))
 
 
 def noted_digests(folder: Path) -> dict[str, FileDigest]:
-    """What `tables.json` says; nothing where there is none, or where it is damaged."""
+    """The contents of `tables.json`; empty if it is missing or damaged."""
     try:
         return files.read_record(digests_path(folder), TableDigests, DATASET_VERSION, COLLECT).files
     except UserError:
@@ -202,17 +198,13 @@ def noted_digests(folder: Path) -> dict[str, FileDigest]:
 
 
 def are_as_noted(folder: Path, *paths: Path) -> bool:
-    """Whether these files of a dataset are as `tables.json` says; no where it does not name them."""
+    """Whether these files have the digests in `tables.json`."""
     noted = noted_digests(folder)
     return all(noted.get(path.name) == FileDigest.of(path) for path in paths)
 
 
 def kernel_lines(folder: Path) -> dict[str, str]:
-    """The lines of `kernels.jsonl` as text without their digests, by kernel id.
-
-    Raises:
-        UserError: a line is damaged, or describes no kernel.
-    """
+    """The lines of `kernels.jsonl` without their digests, by kernel id."""
     path, lines = kernels_path(folder), dict[str, str]()
     for number, line in enumerate(files.read_lines(path, appended=False), 1):
         try:
@@ -229,13 +221,8 @@ def write_kernels(folder: Path, lines: Iterable[str]) -> None:
 
 
 def read_kernels(folder: Path, ids: Collection[str] | None = None) -> list[DatasetKernel]:
-    """Every kernel of the dataset with the models that hold it, or only those with some ids, which is faster.
-
-    Operations and bytes are counted anew, so that training counts them in the same way as prediction.
-
-    Raises:
-        UserError: a line describes no kernel.
-    """
+    """The kernels of the dataset with the models that contain them; with `ids` only those, which is faster. Operations and
+    bytes are recomputed, so that training counts them as prediction does."""
     try:
         kernels = [DatasetKernel.model_validate_json(line) for name, line in kernel_lines(folder).items()
                    if ids is None or name in ids]
@@ -243,17 +230,12 @@ def read_kernels(folder: Path, ids: Collection[str] | None = None) -> list[Datas
         first = error.errors()[0]
         raise UserError(f"{kernels_path(folder)}: damaged at {'.'.join(map(str, first['loc']))}: {first['msg']}; measure anew: "
                         f"{COLLECT}") from None
-    return [described.model_copy(update={"kernel": recosted(described.kernel)}) for described in kernels]
+    return [described.model_copy(update={"kernel": with_current_costs(described.kernel)}) for described in kernels]
 
 
 def read_table(path: Path) -> pd.DataFrame:
-    """`kernel_latency.csv` or `model_latency.csv`, checked: times positive and finite, the user's columns there.
-
-    Column Background is text, and there in every table: "" where the device was idle, or where the table has no such column.
-
-    Raises:
-        UserError: no file, a column missing, or a NaN or non-positive time in a row whose status is ok (row named).
-    """
+    """`kernel_latency.csv` or `model_latency.csv`, checked: positive finite times, and the user's columns. Column Background is
+    always there as text: "" for an idle device, or if the file has no such column."""
     try:
         table = pd.read_csv(path, keep_default_na=True, na_values=[""], low_memory=False,  # a column is read as one type
                             dtype={"Background": str, "Groups": str, "Unsteady": str, "Inputs": str})
@@ -287,21 +269,18 @@ def read_table(path: Path) -> pd.DataFrame:
 
 
 def means_add_up(level: float, device: str) -> bool:
-    """Whether a kernel's time under a load is its mean and not its median: on a CPU.
+    """Whether a kernel's time under a load is its mean (on a CPU) and not its median.
 
-    There the load takes a part of each kernel's time, and the median of short runs does not show a load that comes and goes.
-    On a GPU, a kernel that runs alone sometimes waits for a whole time slice of the other process. A model waits for that
-    once, not once per kernel: means of kernels do not add up, and medians err less.
+    On a CPU the load takes a part of each kernel's time, and the median of short runs misses a load that comes and goes. On a
+    GPU, a kernel that runs alone sometimes waits for a whole time slice of the other process. A model waits for that once, not
+    once per kernel: means of kernels do not add up, and medians err less.
     """
     return level > 0 and device == "cpu"
 
 
 def run_ms(table: pd.DataFrame, device: str) -> npt.NDArray[np.float64]:
-    """Label `run` of each row of a kernel table; NaN if the label was not taken.
-
-    It is the median, because single disturbed runs change the mean; but the mean at levels where means add up
-    (`means_add_up`).
-    """
+    """Label `run` of each row of a kernel table; NaN if the label was not measured. The median, because disturbed runs change
+    the mean; but the mean where `means_add_up`."""
     mean = table["Latency_ms"].to_numpy(dtype=float)
     if "run_median_ms" not in table.columns:
         return mean
@@ -311,5 +290,52 @@ def run_ms(table: pd.DataFrame, device: str) -> npt.NDArray[np.float64]:
 
 
 def idle_rows(table: pd.DataFrame) -> pd.DataFrame:
-    """The rows of a model table that were measured successfully on an idle device."""
+    """The rows of a model table with a successful measurement on an idle device."""
     return table[(table["Status"] == "ok") & (table["Level"] == 0)]
+
+
+class CopyTimes(Frozen):
+    """Latencies (ms) of small graphs with copies, by name; all their tensors have the same size.
+
+    Attributes:
+        samples_ms: `one`, `gpu`: one and two nodes on the GPU; `cpu`: one node on the CPU; `to_host`: GPU, then CPU; `to_gpu`:
+            CPU, then GPU; `through_one`, `through_four`: a node on the GPU, then one or four times a node on the CPU and one on
+            the GPU.
+    """
+
+    bytes: int
+    samples_ms: dict[str, tuple[float, ...]]
+
+
+class WaitTimes(Frozen):
+    """Latencies (ms) of graphs of nodes with a data-dependent output size, at each of which the host waits for the GPU.
+
+    Attributes:
+        elements: of the nodes' first input (sixteen per box of NonMaxSuppression).
+        samples_ms: by the number of nodes.
+    """
+
+    operator: str
+    elements: int
+    samples_ms: dict[str, tuple[float, ...]]
+
+
+class MeasuredCopies(Frozen):
+    """`copies.json`: the target's name, the machine, and the samples."""
+
+    version: int = COPIES_VERSION
+    target: str
+    machine: Machine
+    copies: tuple[CopyTimes, ...]
+    waits: tuple[WaitTimes, ...]
+
+
+def copies_path(dataset: Path) -> Path:
+    """The path of `copies.json` for a target's dataset folder."""
+    return dataset / "copies.json"
+
+
+def read_copies(dataset: Path) -> MeasuredCopies | None:
+    """The measured copies of a target, or None."""
+    path = copies_path(dataset)
+    return files.read_record(path, MeasuredCopies, COPIES_VERSION, MEASURE) if path.is_file() else None

@@ -1,10 +1,11 @@
-"""A dataset's two tables: their rows and columns, how they are made of the journal, and how they are read."""
+"""A dataset's two tables: their rows and columns, how they are made from the journal, and what a dataset covers."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import time
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -13,12 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hase.records.blocks import Block, Measured, steadiest, unsteady_labels
 from hase.records.dataset_files import (
     DatasetHeader,
     DatasetKernel,
     are_as_noted,
     digests_path,
+    idle_rows,
     journal_path,
     kernel_table_path,
     kernels_path,
@@ -29,6 +30,7 @@ from hase.records.dataset_files import (
     read_journal,
     read_kernels,
     read_table,
+    run_ms,
 )
 from hase.records.host_pace import is_undisturbed
 from hase.records.kernel_record import Kernel
@@ -40,11 +42,17 @@ from hase.records.measurement import (
     LABELS,
     SLOWDOWN_ADMITTED,
     VARIANTS,
-    Inputs,
+    Block,
+    BlockMeasurement,
+    InputValues,
     Measurement,
-    Place,
+    Placement,
+    format_unsteady,
+    steadiest,
 )
+from hase.records.operators import operator_row
 from hase.utils import files
+from hase.utils.config import Frozen
 from hase.utils.errors import UserError
 from hase.utils.locks import sole_writer
 from hase.utils.logger import get_logger
@@ -54,28 +62,28 @@ from hase.utils.timing import summarize
 if TYPE_CHECKING:
     import pandas as pd
 
+
 log = get_logger("collector")
 PATIENCE_S, PAUSE_S = 5.0, 0.1  # while another process writes the tables
-BEST_PLACES: tuple[Place, ...] = ("in_model", "carrier", "alone")  # of a kernel's measurements; the first is best
-BEST_INPUTS: tuple[Inputs, ...] = ("given", "standardised", "")  # the same
+BEST_PLACES: tuple[Placement, ...] = ("in_model", "carrier", "alone")  # contexts of a kernel's measurements; the first is best
+BEST_INPUTS: tuple[InputValues, ...] = ("given", "standardised", "")  # the same
 UNFINISHED = "unfinished"  # status of a kernel that has labels, but not (yet) the first
-
-
-def input_shape(kernel: Kernel) -> str:
-    """The shapes of a kernel's inputs as text, `16x64x56x56;64x64x3x3`; an omitted input is an empty part."""
-    return ";".join("x".join(map(str, tensor.shape)) for tensor in kernel.inputs)
-
-
 GPU_COLUMNS = ("gpu_launches", "gpu_kernels")
 ENERGY_QUANTITIES = ("energy_j", "counter_j", "power_w", "idle_w", "window_s", "runs")  # of a model's label `energy`
 ENERGY_COLUMNS = ("energy_ms", *ENERGY_QUANTITIES[:4], "energy_s", "energy_runs", "energy_doubts")
 KERNEL_COLUMNS = ("Level", "Background", "Machine", "Context", "Models", "Canary_ms", "Drift", "Unsteady", "Inputs", "Runs",
                   "Started", "Ended", "Status", "Error", "Groups")
+SIZE_BYTES = (1e4, 1e5, 1e6, 1e7, 1e8)  # read and written by a kernel: the borders between the classes
+SIZES = ("below 10 kB", "to 100 kB", "to 1 MB", "to 10 MB", "to 100 MB", "above")
+
+
+def input_shape(kernel: Kernel) -> str:
+    """A kernel's input shapes as text, `16x64x56x56;64x64x3x3`; an omitted input is an empty part."""
+    return ";".join("x".join(map(str, tensor.shape)) for tensor in kernel.inputs)
 
 
 def kernel_columns(metrics: Iterable[str], labels: Sequence[str] = DEFAULT_LABELS) -> list[str]:
-    """The columns of `kernel_latency.csv`: first those of every dataset, then other labels, medians, windows and where a row is
-    from."""
+    """The columns of `kernel_latency.csv`: common ones, further labels, medians, windows, origin of the row."""
     metrics = list(metrics)
     return [
         "Kernel_ID", "OpType", "Input_Shape", *metrics, "Latency_ms",
@@ -85,7 +93,7 @@ def kernel_columns(metrics: Iterable[str], labels: Sequence[str] = DEFAULT_LABEL
 
 
 def model_columns(metrics: Iterable[str], labels: Sequence[str] = DEFAULT_LABELS, energy: bool = False) -> list[str]:
-    """The columns of `model_latency.csv`; with those of the energy, if the dataset has it."""
+    """The columns of `model_latency.csv`; those of energy only if the dataset has it."""
     metrics = list(metrics)
     return ["Model", "Level", "Background", *metrics, "Latency_ms", "median_ms", "p95_ms", "std_ms", "Runs",
             *(("host_ms", "gpu_ms", "gpu_launches") if GPU_LABEL in labels else ()),
@@ -99,30 +107,24 @@ def _metrics(block: Block) -> dict[str, float]:
     return block.background | {f"{name}_during": value for name, value in block.during.items()}
 
 
-def typical(samples: Sequence[float], level: float, device: str) -> float:
-    """The figure for a label's samples: their median, or their mean if `means_add_up`."""
+def typical_ms(samples: Sequence[float], level: float, device: str) -> float:
+    """The time for a label's samples: their median, or their mean if `means_add_up`."""
     return float(np.mean(samples) if means_add_up(level, device) else np.median(samples))
 
 
 def kernel_rows(blocks: Iterable[Block], described: dict[str, DatasetKernel],
                 first_label: str = "run", device: str = "cpu") -> list[dict[str, Any]]:
-    """One row a kernel, level and background (and machine). Labels of one kernel from several contexts are joined:
+    """One row per kernel, level, background and machine, with a kernel's labels from all contexts.
 
-    in-model times win over a carrier's, and a label's figure is the `typical` of its samples. Where several blocks measured it,
-    the `steadiest` count, and column Unsteady names the labels that rest on none that was steady. Where a time depends on
-    values, inputs that were given win over made-up ones; column Inputs names them by label. `Latency_ms` is the mean of label
-    `run`, as the user defined it.
-
-    Args:
-        blocks: the journal.
-        described: the dataset's kernels by id.
-        first_label: the label without which a row is unfinished.
-        device: the target's.
+    In-model times win over a carrier's. A label's time is the `typical_ms` of its samples; of several blocks the `steadiest`
+    count, and column Unsteady names labels without a steady one. If a time depends on values, given inputs win over made-up
+    ones; column Inputs names them by label. `Latency_ms` is the mean of label `run`, as the user defined it. A row without
+    `first_label` is unfinished.
     """
-    measured: dict[tuple[str, tuple[float, str], str], list[Measured]] = defaultdict(list)
-    of_kernels = [(block, m) for block in blocks for m in block.measurements if m.subject == "kernel"]
-    for of_block, m in without_superseded(of_kernels):
-        measured[m.id, of_block.load, of_block.machine].append((of_block, m))
+    measured: dict[tuple[str, tuple[float, str], str], list[BlockMeasurement]] = defaultdict(list)
+    kernel_measurements = [(block, m) for block in blocks for m in block.measurements if m.subject == "kernel"]
+    for taken_in, m in without_superseded(kernel_measurements):
+        measured[m.id, taken_in.load, taken_in.machine].append((taken_in, m))
     rows = []
     for (kernel_id, (level, background), machine), parts in measured.items():
         if kernel_id not in described:
@@ -133,24 +135,24 @@ def kernel_rows(blocks: Iterable[Block], described: dict[str, DatasetKernel],
                                "Models": described[kernel_id].owners, "Groups": "|".join(described[kernel_id].groups)}
         failures = [m for _, m in parts if m.status != "ok"]
         counted = _counted(parts)
-        for label, of_label in counted.items():
-            samples = [sample for _, m in of_label for sample in m.samples_ms]
+        for label, label_parts in counted.items():
+            samples = [sample for _, m in label_parts for sample in m.samples_ms]
             if label == "run":
                 row["Latency_ms"] = round(float(np.mean(samples)), 6)
                 row["run_median_ms"] = round(float(np.median(samples)), 6)
                 row["Runs"] = len(samples)
             else:
-                row[f"{label}_ms"] = round(typical(samples, level, device), 6)
+                row[f"{label}_ms"] = round(typical_ms(samples, level, device), 6)
         traced = [m for _, m in parts if m.launches is not None]
         if traced:
             row |= {"gpu_launches": traced[-1].launches, "gpu_kernels": "|".join(traced[-1].cuda_kernels)}
-        firsts = {label: of_label[0] for label, of_label in counted.items()}
+        firsts = {label: label_parts[0] for label, label_parts in counted.items()}
         block = firsts.get(first_label, parts[0])[0]
         row |= _metrics(block) | {
             "Context": "|".join(sorted(f"{label}:{m.place}" for label, (_, m) in firsts.items())),
             "Canary_ms": (block.canary_before_ms + block.canary_after_ms) / 2,
             "Drift": round(block.drift, 4),
-            "Unsteady": unsteady_labels({label: block.drift for label, (block, _) in firsts.items() if block.unsteady}),
+            "Unsteady": format_unsteady({label: block.drift for label, (block, _) in firsts.items() if block.unsteady}),
             "Inputs": "|".join(sorted(f"{label}:{m.inputs}" for label, (_, m) in firsts.items() if m.inputs)),
             "Started": min(m.started for _, m in parts), "Ended": max(m.ended for _, m in parts),
             "Status": failures[0].status if failures else "ok" if first_label in counted else UNFINISHED,
@@ -160,44 +162,43 @@ def kernel_rows(blocks: Iterable[Block], described: dict[str, DatasetKernel],
     return rows
 
 
-def without_superseded(measured: Sequence[Measured]) -> list[Measured]:
-    """Measurements of kernels without those of work on several streams that depend on the host, where the kernel was also
-    measured `queued` under the same load, on any machine."""
+def without_superseded(measured: Sequence[BlockMeasurement]) -> list[BlockMeasurement]:
+    """Measurements of kernels, without host-dependent ones of kernels that were also measured `queued` under the same load.
+    This concerns kernels that work on several streams. The machines may differ."""
     queued = {(m.id, m.label, block.load) for block, m in measured if m.queued and m.status == "ok"}
     return [(block, m) for block, m in measured if m.queued or (m.id, m.label, block.load) not in queued]
 
 
-def _counted(measured: Iterable[Measured]) -> dict[str, list[Measured]]:
-    """The measurements of a kernel that count for each label: of those that went well, the steadiest with the best inputs in
-    the best place."""
-    by_label: dict[str, dict[tuple[Place, Inputs], list[Measured]]] = defaultdict(lambda: defaultdict(list))
+def _counted(measured: Iterable[BlockMeasurement]) -> dict[str, list[BlockMeasurement]]:
+    """The valid measurements for each label of a kernel: successful, steadiest, best context and inputs."""
+    by_label: dict[str, dict[tuple[Placement, InputValues], list[BlockMeasurement]]] = defaultdict(lambda: defaultdict(list))
     for block, m in measured:
         if m.status == "ok":
             by_label[m.label][m.place, m.inputs].append((block, m))
     best = list(itertools.product(BEST_PLACES, BEST_INPUTS))
-    return {label: steadiest(next(of_label[way] for way in best if way in of_label)) for label, of_label in by_label.items()}
+    return {label: steadiest(next(ways[way] for way in best if way in ways)) for label, ways in by_label.items()}
 
 
 class ModelSession(NamedTuple):
-    """What one block measured of a whole model in the sessions opened for it: its measurements by label."""
+    """One block's measurements of a whole model in one session, by label."""
 
     model: str
     block: Block
     labels: dict[str, Measurement]
 
     @property
-    def inputs(self) -> Inputs:
-        """What inputs the model had (see `Measurement`)."""
+    def inputs(self) -> InputValues:
+        """The kind of inputs (see `Measurement`)."""
         return min((m.inputs for m in self.labels.values()), key=BEST_INPUTS.index)
 
     @property
     def went_well(self) -> bool:
-        """Whether there is a latency."""
+        """Whether it has a latency."""
         return "latency" in self.labels and self.labels["latency"].status == "ok"
 
     @property
     def undisturbed(self) -> bool:
-        """Whether there is a latency, and no busy host changed it."""
+        """Whether it has a latency that no busy host changed."""
         if not self.went_well:
             return False
         latency, host = self.labels["latency"], self.labels.get("host")
@@ -207,28 +208,28 @@ class ModelSession(NamedTuple):
 
 
 def model_sessions(blocks: Iterable[Block]) -> list[ModelSession]:
-    """Every session in which a block measured a whole model, in order. Where its time depends on values, those with worse
-    inputs than one under the same load that went well are left out."""
+    """All sessions in which blocks measured a whole model, in order. If a model's time depends on values, sessions with worse
+    inputs than a successful one under the same load are omitted."""
     sessions = []
     for block in blocks:
         labels: dict[str, dict[str, Measurement]] = defaultdict(dict)
         for m in block.measurements:
             if m.subject == "model":
                 labels[m.id][m.label] = m
-        sessions += [ModelSession(model, block, of_model) for model, of_model in labels.items()]
+        sessions += [ModelSession(model, block, labelled) for model, labelled in labels.items()]
     ranks = [BEST_INPUTS.index(session.inputs) for session in sessions]
     best: dict[tuple[str, tuple[float, str]], int] = {}
     for session, rank in zip(sessions, ranks, strict=True):
         if session.went_well:
-            of = session.model, session.block.load
-            best[of] = min(rank, best.get(of, rank))
+            key = session.model, session.block.load
+            best[key] = min(rank, best.get(key, rank))
     return [session for session, rank in zip(sessions, ranks, strict=True)
             if rank <= best.get((session.model, session.block.load), rank)]
 
 
 def energy_warnings(measured: Measurement, latency: Measurement) -> str:
-    """What is wrong with a model's energy: what its measurement says, and whether its runs took much longer than those of
-    its latency, since other work then ran meanwhile and took energy too. "" for a sound one."""
+    """What is wrong with a model's energy reading; "" if nothing. Besides its own error: its runs took much longer than those
+    of the latency, because other work ran and used energy."""
     warnings = [measured.error] if measured.error else []
     if latency.samples_ms and measured.samples_ms:
         slower = float(np.median(measured.samples_ms) / np.median(latency.samples_ms))
@@ -238,7 +239,7 @@ def energy_warnings(measured: Measurement, latency: Measurement) -> str:
 
 
 def energy_columns(measured: Measurement, latency: Measurement) -> dict[str, Any]:
-    """What a model's row says of its energy: J of a run (by the integral of power, and by the counter), W, and s."""
+    """The energy columns of a model's row: J per run (from the integral of power, and from the counter), W, and s."""
     means = {name: measured.quantities[name][0] for name in ENERGY_QUANTITIES if name in measured.quantities}
     renamed = {"window_s": "energy_s", "runs": "energy_runs"}
     return {renamed.get(name, name): value for name, value in means.items()} | {
@@ -246,8 +247,7 @@ def energy_columns(measured: Measurement, latency: Measurement) -> dict[str, Any
 
 
 def model_rows(sessions: Iterable[ModelSession], groups: Mapping[str, str]) -> list[dict[str, Any]]:
-    """One row per session that timed a model: statistics of its latency, the medians of its other labels, and its group
-    (from `groups`, by the model's name)."""
+    """One row per session that timed a model: latency statistics, medians of other labels, and the model's group."""
     rows = []
     for model, block, labels in sessions:
         if "latency" not in labels:
@@ -256,7 +256,7 @@ def model_rows(sessions: Iterable[ModelSession], groups: Mapping[str, str]) -> l
         row: dict[str, Any] = {"Model": model, "Level": block.level, "Background": block.background_name,
                                "Machine": block.machine, "Started": m.started, "Ended": m.ended, "Status": m.status,
                                "Error": m.error, "Drift": round(block.drift, 4), "Groups": groups.get(model, ""),
-                               "Unsteady": unsteady_labels(dict.fromkeys(labels, block.drift) if block.unsteady else {}),
+                               "Unsteady": format_unsteady(dict.fromkeys(labels, block.drift) if block.unsteady else {}),
                                "Canary_ms": (block.canary_before_ms + block.canary_after_ms) / 2}
         row |= _metrics(block)
         if m.status == "ok":
@@ -274,23 +274,23 @@ def model_rows(sessions: Iterable[ModelSession], groups: Mapping[str, str]) -> l
     return rows
 
 
-def kernels_in(blocks: Iterable[Block]) -> set[str]:
-    """The ids of the kernels that were measured in some blocks."""
+def measured_kernel_ids(blocks: Iterable[Block]) -> set[str]:
+    """The ids of the kernels measured in some blocks."""
     return {m.id for block in blocks for m in block.measurements if m.subject == "kernel"}
 
 
 def write_tables(folder: Path, header: DatasetHeader, blocks: Sequence[Block]) -> None:
-    """Makes both CSV tables from the whole journal, and notes what they were made of."""
+    """Writes both CSV tables from the whole journal, and the digests of their sources."""
     _write_rows(folder, header, blocks, files.write_csv)
 
 
 def add_rows(folder: Path, header: DatasetHeader, blocks: Sequence[Block]) -> None:
-    """Adds the rows of the journal's latest blocks to both tables, which hold those of all others."""
+    """Adds rows of the journal's new blocks to both tables, which already hold all other blocks."""
     _write_rows(folder, header, blocks, files.add_to_csv)
 
 
 def _write_rows(folder: Path, header: DatasetHeader, blocks: Sequence[Block], write: Callable[..., None]) -> None:
-    described = {entry.kernel.id: entry for entry in read_kernels(folder, kernels_in(blocks))}
+    described = {entry.kernel.id: entry for entry in read_kernels(folder, measured_kernel_ids(blocks))}
     for path, columns, rows in (
             (kernel_table_path(folder), kernel_columns(header.metrics, header.labels),
              kernel_rows(blocks, described, header.labels[0], header.target.flavour.device)),
@@ -304,29 +304,22 @@ def _write_rows(folder: Path, header: DatasetHeader, blocks: Sequence[Block], wr
 
 
 def read_kernel_table(workspace: Workspace, target: str) -> pd.DataFrame:
-    """The kernel table of a target, checked, and made anew where it is not that of the journal.
-
-    Raises:
-        UserError: there is no dataset, it is damaged, or another process writes the tables.
-    """
-    make_current(workspace.dataset(target))
+    """The checked kernel table of a target, written again if it does not match the journal."""
+    refresh_tables(workspace.dataset(target))
     return read_table(kernel_table_path(workspace.dataset(target)))
 
 
 def read_model_table(workspace: Workspace, target: str) -> pd.DataFrame:
-    """The model table of a target, as `read_kernel_table` reads the other."""
-    make_current(workspace.dataset(target))
+    """The checked model table of a target, written again if it does not match the journal."""
+    refresh_tables(workspace.dataset(target))
     return read_table(model_table_path(workspace.dataset(target)))
 
 
-def make_current(folder: Path) -> None:
-    """Makes the tables anew, with a warning, unless they are as `tables.json` says, and journal and kernels as they were then.
+def refresh_tables(folder: Path) -> None:
+    """Writes the tables again, with a warning, unless tables, journal and kernels all match `tables.json`.
 
-    While a collector runs, the tables may lack its latest blocks: they are left to it. Tables without a journal, or without the
-    kernels, can't be made; they are used as they are, with a warning, if they never had a `tables.json`.
-
-    Raises:
-        UserError: the journal or the kernels are damaged, or another process writes the tables.
+    While a collector runs, the tables may lack its latest blocks and are left to it. Without journal or kernels, tables can't
+    be written; old ones without a `tables.json` are used unchecked, with a warning.
     """
     tables, sources = (kernel_table_path(folder), model_table_path(folder)), (journal_path(folder), kernels_path(folder))
     if are_as_noted(folder, *tables, *sources) or not any(path.is_file() for path in (*tables, *sources)):
@@ -345,7 +338,7 @@ def make_current(folder: Path) -> None:
         if are_as_noted(folder, *tables, *sources):  # another process has just made them
             return
         blocks, missing = read_journal(folder), [path.name for path in sources if not path.is_file()]
-        if missing and (kernels_in(blocks) or not blocks):
+        if missing and (measured_kernel_ids(blocks) or not blocks):
             if digests_path(folder).is_file():
                 raise UserError(f"{folder}: the tables were changed after they were made, and can't be made anew without "
                                 f"{' and '.join(missing)}; measure anew: {COLLECT}")
@@ -353,3 +346,118 @@ def make_current(folder: Path) -> None:
             return
         log.warning("%s: the tables are not those of the journal (changed, copied, or never checked) and are made anew", folder)
         write_tables(folder, read_header(folder), blocks)
+
+
+class OperatorCoverage(Frozen):
+    """The kernels of one operator.
+
+    Attributes:
+        operator: ONNX's name; kernels count whatever is fused into them.
+        kernels: described by the dataset.
+        measured: with a time on the idle device.
+        failed: of which every idle measurement failed.
+        unsteady: measured, but never while the machine was steady.
+        in_models: contained in a model; the others were sampled.
+        by_size: measured kernels by the bytes that they read and write, in the classes of `DatasetCoverage.sizes`.
+        least_ms, most_ms: idle times of the dataset's first label; None if nothing was measured.
+    """
+
+    operator: str
+    kernels: int
+    measured: int
+    failed: int
+    unsteady: int
+    in_models: int
+    by_size: tuple[int, ...]
+    least_ms: float | None
+    most_ms: float | None
+
+
+class LoadCoverage(Frozen):
+    """What was measured at one load.
+
+    Attributes:
+        level: share of the time for which the stressor was busy; 0 is idle.
+        background: the stressor's work, by its name in the dataset; "" is idle, or the only one.
+        kernels, models: number of those measured successfully.
+    """
+
+    level: float
+    background: str
+    kernels: int
+    models: int
+
+
+class DatasetCoverage(Frozen):
+    """What a dataset holds. Version 1 is the first.
+
+    Attributes:
+        target: of the dataset.
+        kernels, measured: described, and with a time on the idle device.
+        models: measured idle, each counted once for all its sizes.
+        families: groups of these models.
+        sizes: the classes of sizes, in words.
+        operators: the one with the most measured kernels first.
+        loads: by level and background, idle first.
+    """
+
+    version: int = 1
+    target: str
+    kernels: int
+    measured: int
+    models: int
+    families: int
+    sizes: tuple[str, ...] = SIZES
+    operators: tuple[OperatorCoverage, ...]
+    loads: tuple[LoadCoverage, ...]
+
+
+def dataset_coverage(header: DatasetHeader, kernels: Iterable[DatasetKernel], times: pd.DataFrame,
+                models: pd.DataFrame) -> DatasetCoverage:
+    """What a dataset holds; `times` and `models` are its two tables."""
+    idle = times[times["Level"] == 0]
+    ok = idle[idle["Status"] == "ok"]
+    label = header.labels[0]  # without it a kernel counts as not measured
+    ok = ok.assign(ms=run_ms(ok, header.target.flavour.device) if label == "run" else ok[f"{label}_ms"])
+    ok = ok[np.isfinite(ok["ms"])]
+    typical_ms: dict[str, float] = ok.groupby("Kernel_ID")["ms"].median().to_dict()
+    marked = ok["Unsteady"].fillna("") if "Unsteady" in ok.columns else ok["Kernel_ID"].map(lambda _: "")
+    steady = set(ok["Kernel_ID"][marked == ""])
+    tried = set(idle["Kernel_ID"][idle["Status"] != UNFINISHED])
+    by_operator: dict[str, list[DatasetKernel]] = {}
+    for described in kernels:
+        name = described.kernel.op_type
+        by_operator.setdefault(operator_row(name).base or name, []).append(described)
+    operators = [_operator(name, members, typical_ms, steady, tried) for name, members in by_operator.items()]
+    measured_models = idle_rows(models)
+    return DatasetCoverage(
+        target=header.target.name, kernels=sum(row.kernels for row in operators),
+        measured=sum(row.measured for row in operators), models=measured_models["Model"].nunique(),
+        families=measured_models["Groups"].nunique(), operators=tuple(sorted(operators, key=lambda row: -row.measured)),
+        loads=tuple(_loads(times, models)))
+
+
+def _operator(name: str, members: Sequence[DatasetKernel], typical_ms: dict[str, float], steady: set[str],
+              tried: set[str]) -> OperatorCoverage:
+    ids = {described.kernel.id for described in members}
+    by_size = [0] * len(SIZES)
+    for described in members:
+        if described.kernel.id in typical_ms:
+            by_size[bisect_right(SIZE_BYTES, described.kernel.bytes_read + described.kernel.bytes_written)] += 1
+    known_ms = [typical_ms[name] for name in ids & typical_ms.keys()]
+    return OperatorCoverage(
+        operator=name, kernels=len(ids), measured=len(known_ms), failed=len((ids & tried) - typical_ms.keys()),
+        unsteady=len((ids & typical_ms.keys()) - steady), in_models=sum(bool(described.models) for described in members),
+        by_size=tuple(by_size), least_ms=min(known_ms, default=None), most_ms=max(known_ms, default=None))
+
+
+def _loads(times: pd.DataFrame, models: pd.DataFrame) -> list[LoadCoverage]:
+    """What was measured well at each level and under each background."""
+    counts: dict[tuple[float, str], list[int]] = {}
+    for index, (table, key) in enumerate(((times, "Kernel_ID"), (models, "Model"))):
+        ok = table[table["Status"] == "ok"]
+        for level, background in {(float(level), str(name)) for level, name in zip(ok["Level"], ok["Background"], strict=True)}:
+            counts.setdefault((level, background), [0, 0])[index] = ok[key][
+                (ok["Level"] == level) & (ok["Background"] == background)].nunique()
+    return [LoadCoverage(level=level, background=background, kernels=counted[0], models=counted[1])
+            for (level, background), counted in sorted(counts.items())]

@@ -1,7 +1,6 @@
-"""Writes a dataset: its header, its journal and its tables; and joins the datasets of one target that several workspaces hold.
+"""Writes a dataset (header, journal, tables), and merges datasets of one target from several workspaces.
 
-Existing rows stay if nothing new is known of their kernels, and rows of other kernels are added. For a dataset of 60,000
-kernels this takes a tenth of a second; writing its tables anew takes ten.
+New rows are added to the tables if old rows do not change: 0.1 s for 60,000 kernels, instead of 10 s for all tables.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from hase.records.blocks import Block, Journal, append_block
 from hase.records.dataset_files import (
     DatasetHeader,
     DatasetKernel,
@@ -30,9 +28,17 @@ from hase.records.dataset_files import (
     write_journal,
     write_kernels,
 )
-from hase.records.dataset_tables import add_rows, kernel_columns, kernels_in, model_columns, model_sessions, write_tables
+from hase.records.dataset_tables import (
+    add_rows,
+    kernel_columns,
+    measured_kernel_ids,
+    model_columns,
+    model_sessions,
+    write_tables,
+)
 from hase.records.kernel_record import ModelOrigin
-from hase.records.kernel_record_files import joined_by_name, merge_records
+from hase.records.kernel_record_files import join_by_name, merge_records
+from hase.records.measurement import Block, Journal, append_block
 from hase.utils import files
 from hase.utils.errors import UserError
 from hase.utils.locks import sole_writer
@@ -42,38 +48,28 @@ TABLES_EVERY_S = 30.0  # at least; writing them never takes more than a tenth of
 
 
 class DatasetWriter(Journal):
-    """A dataset that grows by blocks. Its tables are brought up to date now and then.
-
-    Attributes:
-        header: joined with the existing one.
-        blocks: the journal's, in order.
-    """
+    """A dataset that grows block by block, with tables that are updated now and then."""
 
     def __init__(self, folder: Path, header: DatasetHeader, described: Sequence[DatasetKernel]) -> None:
-        """Writes the header and the kernels, joined with the existing ones.
-
-        Args:
-            folder: of the dataset; it may be empty.
-            header: the target, what is measured of it, and this machine.
-            described: the kernels that will be measured; these descriptions replace existing ones.
+        """Writes the header and the kernels, merged with the existing ones; `described` replaces existing descriptions.
 
         Raises:
-            UserError: the existing dataset is damaged, of another target, or was collected with other labels or held-out
-                groups, with metrics that are not measured any more, or with another background of the same name.
+            UserError: the existing dataset is damaged, for another target, or collected with other labels, held-out groups or
+                metrics, or with another background of the same name.
         """
         self.folder, self.header = folder, joined_header(folder, header)
         super().__init__(read_journal(folder))
         tables_hold = _tables_hold(folder, self.header)
         files.write_json(header_path(folder), self.header)
         changed = add_descriptions(folder, described)
-        self._tabled = len(self.blocks) if tables_hold and changed.isdisjoint(kernels_in(self.blocks)) else 0
+        self._tabled = len(self.blocks) if tables_hold and changed.isdisjoint(measured_kernel_ids(self.blocks)) else 0
         if self._tabled and changed:
             note_tables(folder)
         self._noted = noted_digests(folder)
         self._tables_due_s = time.monotonic() + TABLES_EVERY_S
 
     def append(self, block: Block) -> None:
-        """Adds a block to the journal, and writes the tables if that is due."""
+        """Adds a block to the journal, and updates the tables if it is time."""
         append_block(journal_path(self.folder), block)
         super().append(block)
         if time.monotonic() > self._tables_due_s:
@@ -82,14 +78,13 @@ class DatasetWriter(Journal):
             self._tables_due_s = time.monotonic() + max(TABLES_EVERY_S, 9 * (time.monotonic() - began_s))
 
     def write_tables(self) -> None:
-        """Brings the tables up to date. If no older block holds kernels of the new ones, rows are added; otherwise all are
-        written."""
+        """Updates the tables: adds rows if all kernels of the new blocks are new, otherwise writes everything."""
         if noted_digests(self.folder) != self._noted:  # somebody else has made them
             self._tabled = 0
         tabled, new = self.blocks[:self._tabled], self.blocks[self._tabled:]
         if tabled and not new:
             return
-        if tabled and kernels_in(tabled).isdisjoint(kernels_in(new)):
+        if tabled and measured_kernel_ids(tabled).isdisjoint(measured_kernel_ids(new)):
             add_rows(self.folder, self.header, new)
         else:
             write_tables(self.folder, self.header, self.blocks)
@@ -103,13 +98,8 @@ class DatasetWriter(Journal):
 
 
 def joined_header(folder: Path, header: DatasetHeader) -> DatasetHeader:
-    """The header with the machines, the backgrounds, and the models' groups and collections that are there already. Metrics are
-    those that are there, and after them those that come newly; their columns are empty in the rows before.
-
-    Raises:
-        UserError: the existing one is of another target, has another sharing, other labels, held-out groups or backgrounds, or
-            metrics that the new one lacks.
-    """
+    """The header, extended by the machines, backgrounds, groups, collections and metrics of the existing one. A new metric's
+    column is empty in older rows. Headers that contradict each other are a `UserError`."""
     if not header_path(folder).exists():
         return header
     existing = read_header(folder)
@@ -143,7 +133,7 @@ def joined_header(folder: Path, header: DatasetHeader) -> DatasetHeader:
 
 
 def add_descriptions(folder: Path, described: Iterable[DatasetKernel]) -> set[str]:
-    """Joins kernels with the existing ones; returns the ids of those that are new or whose description changed."""
+    """Merges kernels into the existing ones; returns the ids of new or changed ones."""
     existing = kernel_lines(folder)
     lines = {entry.kernel.id: entry.model_dump_json() for entry in described}
     changed = {name for name, line in lines.items() if existing.get(name) != line}
@@ -153,8 +143,7 @@ def add_descriptions(folder: Path, described: Iterable[DatasetKernel]) -> set[st
 
 
 def _tables_hold(folder: Path, header: DatasetHeader) -> bool:
-    """Whether both tables have today's columns and are those of the journal and the kernels: a collector that was killed may
-    have left others."""
+    """Whether both tables have the current columns and match journal and kernels; a killed collector may leave others."""
     columns = {kernel_table_path(folder): kernel_columns(header.metrics, header.labels),
                model_table_path(folder): model_columns(header.metrics, header.labels, header.energy)}
     return (are_as_noted(folder, *columns, journal_path(folder), kernels_path(folder))
@@ -166,8 +155,8 @@ def _first_line(path: Path) -> str:
         return lines.readline().rstrip("\n")
 
 
-class Merged(NamedTuple):
-    """How many blocks, kernels, models, machines and kernel records a merge added, and how many blocks were there already."""
+class MergeCounts(NamedTuple):
+    """How many blocks, kernels, models, machines and kernel records a merge added, and how many blocks already existed."""
 
     blocks: int
     blocks_there: int
@@ -179,11 +168,11 @@ class Merged(NamedTuple):
 
 def with_origins(header: DatasetHeader, described: Iterable[DatasetKernel], origins: Mapping[str, ModelOrigin],
                  collection: str) -> tuple[DatasetHeader, list[DatasetKernel]]:
-    """A dataset's header and kernels with the right groups and collections.
+    """A dataset's header and kernels with corrected groups and collections.
 
     Args:
-        origins: of models, by record name: they win over what the header says.
-        collection: of the models of the header and of the kernels that have none.
+        origins: by record name; they win over the header.
+        collection: for models and kernels without one.
     """
     described = list(described)
     names = {model for entry in described for model in entry.models} | header.groups.keys()
@@ -194,40 +183,30 @@ def with_origins(header: DatasetHeader, described: Iterable[DatasetKernel], orig
     def regrouped(entry: DatasetKernel) -> DatasetKernel:
         if not entry.models or any(model not in groups for model in entry.models):
             return entry
-        of_models = {groups[model] for model in entry.models}
-        return entry.model_copy(update={"groups": tuple(sorted(of_models | set(entry.groups if entry.sampled else ())))})
+        model_groups = {groups[model] for model in entry.models}
+        return entry.model_copy(update={"groups": tuple(sorted(model_groups | set(entry.groups if entry.sampled else ())))})
 
     return (header.model_copy(update={"groups": groups, "collections": collections}), [regrouped(entry) for entry in described])
 
 
 def check_agreement(old: DatasetHeader, new: DatasetHeader) -> None:
-    """Checks that two headers say the same of the machines and models that both name.
-
-    Raises:
-        UserError: they do not.
-    """
-    joined_by_name(old.groups, new.groups, "group")
-    joined_by_name(old.collections, new.collections, "collection")
+    """Raises `UserError` if two headers disagree about machines or models that both name."""
+    join_by_name(old.groups, new.groups, "group")
+    join_by_name(old.collections, new.collections, "collection")
     before, after = ({uuid: machine.device_name for uuid, machine in checked.machines.items()} for checked in (old, new))
-    joined_by_name(before, after, "device")
+    join_by_name(before, after, "device")
 
 
 def merge_dataset(source: Workspace, into: Workspace, target: str, origins: Mapping[str, ModelOrigin],
-                  collection: str) -> Merged:
-    """Adds the dataset of a target, and the kernel records of its flavour, to those of another workspace.
+                  collection: str) -> MergeCounts:
+    """Adds a target's dataset and its flavour's kernel records to another workspace.
 
-    A block that is there already is not added again. The journal is replaced at once, after everything that it refers to; an
-    interrupted merge can be repeated.
+    Existing blocks are not added again. The journal is replaced last and atomically, so that an interrupted merge can be
+    repeated.
 
     Args:
-        source, into: the two workspaces; `into` may be empty.
-        origins: the right group and collection of models of `source`, by the stem of their file.
-        collection: of the models of `source` that have none.
-
-    Raises:
-        UserError: the datasets are of different targets, or were collected with different labels, held-out groups or
-            backgrounds, or `source` lacks a metric; they disagree about a model, its graph or a machine; one is damaged; or
-            another process writes there.
+        origins: the right group and collection of models of `source`, by file stem.
+        collection: for models of `source` that have none.
     """
     old, folder = source.dataset(target), into.dataset(target)
     header = read_header(old)
@@ -236,8 +215,8 @@ def merge_dataset(source: Workspace, into: Workspace, target: str, origins: Mapp
     with sole_writer(into.kernel_records), sole_writer(folder):
         before = read_header(folder) if header_path(folder).exists() else None
         joined_header(folder, header)  # refuses another target before anything is written
-        of_models, records = merge_records(source, into, header.target.flavour, origins, collection)
-        header, described = with_origins(header, read_kernels(old), of_models, collection)
+        model_origins, records = merge_records(source, into, header.target.flavour, origins, collection)
+        header, described = with_origins(header, read_kernels(old), model_origins, collection)
         if before is not None:
             check_agreement(before, header)
         whole, existing = joined_header(folder, header), {entry.kernel.id: entry for entry in read_kernels(folder)}
@@ -250,6 +229,6 @@ def merge_dataset(source: Workspace, into: Workspace, target: str, origins: Mapp
         write_journal(folder, blocks.values())
         write_tables(folder, whole, list(blocks.values()))
     added = len(blocks) - kept
-    return Merged(added, len(from_source) - added, len({entry.kernel.id for entry in described} - existing.keys()),
+    return MergeCounts(added, len(from_source) - added, len({entry.kernel.id for entry in described} - existing.keys()),
                   len(whole.groups.keys() - (before.groups.keys() if before else set())),
                   len(whole.machines.keys() - (before.machines.keys() if before else set())), records)

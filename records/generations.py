@@ -1,7 +1,7 @@
-"""What generating text with a language model takes, measured with onnxruntime-genai.
+"""Measured text generation with onnxruntime-genai: times, memory, energy and traced steps.
 
-recipes/llm/measure_genai.py writes these records, a line for each point, and what the GPU did in single steps beside them, to
-`<workspace>/llm/measured`. recipes/llm/record_steps.py writes the kernel records of these steps to `<workspace>/llm/records`.
+recipes/llm/measure_genai.py writes these records to `<workspace>/llm/measured`, a line per point, with traces of single steps
+beside them. recipes/llm/record_steps.py writes the steps' kernel records to `<workspace>/llm/records`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from hase.utils import files
+from hase.utils.config import Frozen
 from hase.utils.fingerprint import Machine
-from hase.utils.frozen import Frozen
 from hase.utils.paths import Workspace
 
 Phase = Literal["first", "token"]  # the prompt's run with the first token; a run with a further one
@@ -21,13 +21,7 @@ REMEDY = "remove it, and measure that model again: python recipes/llm/measure_ge
 
 
 class StepEnergy(Frozen):
-    """The energy of a phase that ran again and again.
-
-    Attributes:
-        steps: how often it ran.
-        seconds: how long, all together.
-        joules: used meanwhile, of the whole device.
-    """
+    """The energy of a phase that ran `steps` times in `seconds`, measured for the whole device."""
 
     steps: int
     seconds: float
@@ -38,24 +32,20 @@ class Generation(Frozen):
     """Requests of one size with one model.
 
     Attributes:
-        model: the name of its folder.
-        family, precision: of the model.
-        batch, prompt, generated: sequences, and tokens of each before and after the first that is generated.
-        cache: the length that genai's cache of keys and values has, which is its `max_length`.
-        create_ms: until a generator is there, with its cache.
-        first_ms: from the prompt to the first token, of each request.
-        token_ms: of each request, or of the last one alone, the time of each further token.
-        first_probe_us, token_probe_us: what the host's probe took meanwhile: the slower of its readings before and after a slot
-            of runs; none where it was not read between.
-        weights_mib: memory of the device that the loaded model holds before any request.
-        peak_mib: the largest memory of the device meanwhile, beyond what it held before the model was loaded.
-        first_energy, token_energy: of requests that end with the first token, and of the tokens after the first of one longer
-            request; None where not measured.
-        captured: whether tokens ran as a CUDA graph.
-        failed: why it could not be measured; "" where it could.
-        probe_us: what the probe of the host's pace took before and after.
-        machine: the device and software.
-        taken: when.
+        batch, prompt, generated: number of sequences; tokens of each before, and after, the first generated one.
+        cache: length of genai's cache of keys and values, its `max_length`.
+        create_ms: time to create a generator with its cache.
+        first_ms: per request, from the prompt to the first token.
+        token_ms: per request, or only for the last one, the time of each further token.
+        first_probe_us, token_probe_us: the slower of the host probe's readings before and after a slot of runs; empty if not
+            read.
+        weights_mib: device memory of the loaded model before any request.
+        peak_mib: largest device memory, minus that before the model was loaded.
+        first_energy, token_energy: for requests that end with the first token, and for the further tokens of one longer
+            request; None if not measured.
+        captured: tokens ran as a CUDA graph.
+        failed: why it could not be measured; "" if it could.
+        probe_us: the host probe before and after.
     """
 
     model: str
@@ -82,15 +72,13 @@ class Generation(Frozen):
 
 
 class GenerationMemory(Frozen):
-    """Memory of the device that one request takes, in a process that ran nothing before it.
+    """Device memory of one request in a fresh process. Sizes as in `Generation`.
 
     Attributes:
-        model, batch, prompt, generated, cache: as of a `Generation`.
-        context_mib: held once ONNX Runtime has a CUDA context, with a session of one small node.
-        weights_mib: held by the loaded model, beyond that.
+        context_mib: ONNX Runtime's CUDA context, with a session of one small node.
+        weights_mib: the loaded model, beyond that.
         peak_mib: the largest while the request ran, beyond the context.
-        failed: why there is none; "" where there is.
-        machine, taken: as of a `Generation`.
+        failed: why it could not be measured; "" if it could.
     """
 
     model: str
@@ -107,15 +95,14 @@ class GenerationMemory(Frozen):
 
 
 class TracedStep(Frozen):
-    """What the GPU did in one step: its kernels, copies and fills in the order of their launches.
+    """The GPU's kernels, copies and fills in one step, in launch order.
 
     Attributes:
-        model, batch, prompt: whose step.
         step: 0 is the prompt with the first token, n the n-th token after it.
-        host_us: how long the step took on the host, while it was traced.
-        names: of the work, each once.
-        work: places in `names`.
-        start_us, duration_us, launched_us: of each piece, from the start of the step; when its launch began.
+        host_us: duration on the host, while traced.
+        names: distinct names of the work.
+        work: indices into `names`.
+        start_us, duration_us, launched_us: per piece, from the start of the step; the last is the start of its launch.
     """
 
     model: str
@@ -131,25 +118,21 @@ class TracedStep(Frozen):
 
 
 def measured_file(workspace: Workspace, model: str, memory: bool = False) -> Path:
-    """What was measured of a model, its times or its memory: a line a point."""
+    """The file with a model's measured times, or with its memory: one line per point."""
     return workspace.root / "llm" / "measured" / f"{model}{'.memory' if memory else ''}.jsonl"
 
 
 def measured_models(workspace: Workspace) -> list[str]:
-    """The models whose times were measured, by the names of their folders, sorted."""
+    """The folder names of all models with measured times, sorted."""
     return sorted(path.stem for path in measured_file(workspace, "").parent.glob("*.jsonl") if "." not in path.stem)
 
 
 def measured_points(workspace: Workspace, model: str) -> list[Generation]:
-    """The points of a model whose times could be measured.
-
-    Raises:
-        UserError: the file is missing or damaged.
-    """
+    """The successfully measured points of a model."""
     points = files.read_records(measured_file(workspace, model), Generation, REMEDY)
     return [point for point in points if not point.failed]
 
 
 def step_record_file(workspace: Workspace, point: Generation | GenerationMemory, phase: Phase) -> Path:
-    """The kernel record of a step of a point: of the prompt, or of the token in the middle of those that were generated."""
+    """The kernel record of a point's prompt, or of its middle generated token."""
     return workspace.root / "llm" / "records" / f"{point.model}@{point.batch}x{point.prompt}-{phase}.json"

@@ -1,5 +1,4 @@
-"""A machine's host pace: the record that benchmark/host_pace.py writes, the names of its metrics, and the host's pace in a
-table of models."""
+"""Host pace (how fast a machine's host dispatches work): its record and metrics, and its use with model tables."""
 
 from __future__ import annotations
 
@@ -14,16 +13,16 @@ from pydantic import AwareDatetime, Field, FiniteFloat
 from hase.records.dataset_files import idle_rows
 from hase.records.measurement import DISTURBANCE_ADMITTED, DRIFT_ADMITTED, VARIANTS
 from hase.utils import files
+from hase.utils.config import Frozen
 from hase.utils.fingerprint import Machine, boot_id
-from hase.utils.frozen import Frozen
 
 if TYPE_CHECKING:
     import pandas as pd
 
 PACE_VERSION = 2
 STALL_S = 0.003  # a dispatch that takes so much longer than usual has stalled
-GOOD_PROBE = 0.25  # quantile of the probe's readings that is surely of an undisturbed host: other work only slows it down
-HOST_IDLES = 0.7  # share of a latency: if the host needs less, the GPU decides the latency, however disturbed the host
+GOOD_PROBE = 0.25  # quantile of the probe's readings on a surely undisturbed host: other work only slows it down
+HOST_IDLES = 0.7  # share of a latency: if the host needs less, the GPU is the bottleneck, even with a disturbed host
 MODEL_TIMES = ("median_ms", "host_ms", "gpu_ms", *(f"{name}_ms" for name in VARIANTS))  # of a whole model, in its table
 MEASURE = "python benchmark/host_pace.py"
 PROBE, TAKEN = "hase_host_probe_seconds", "hase_host_probe_timestamp_seconds"
@@ -33,15 +32,15 @@ PACE_MEANINGS = {
 }
 
 
-class HostProbed(NamedTuple):
-    """The time of the host probe (µs), and when it was measured (seconds since 1970)."""
+class HostProbeReading(NamedTuple):
+    """One reading of the host probe: its time (µs), and when it was taken (seconds since 1970)."""
 
     probe_us: float
     taken_s: float
 
 
 class Stalls(NamedTuple):
-    """When a host did nothing for STALL_S or longer while it dispatched: how often in a second of that, and how long (ms)."""
+    """Stalls of a dispatching host, of at least STALL_S: number per second, and lengths (ms)."""
 
     per_s: float
     lengths_ms: Sequence[float]
@@ -53,14 +52,9 @@ class MachinePace(Frozen):
     Attributes:
         probe_us: median time of the host probe (quiet_host).
         spread: interquartile range of its times over their median, a ratio.
-        readings: number of its times.
-        stalls_per_s: how often the host did nothing for STALL_S or longer while it dispatched, as virtual machines do that wait
-            for their cores; None where that was not watched.
-        stalls_ms: for how long, each time.
-        taken: when it was measured.
-        boot_id: identifies the run of the operating system.
-        device: on which the probe ran: `cuda`, or `cpu` in tests.
-        machine: on which it ran.
+        stalls_per_s: stalls of at least STALL_S while dispatching, as on virtual machines that wait for cores; None if not
+            watched.
+        device: of the probe: `cuda`, or `cpu` in tests.
     """
 
     version: int = PACE_VERSION
@@ -76,7 +70,7 @@ class MachinePace(Frozen):
 
     @property
     def stalls(self) -> Stalls | None:
-        """Its stalls; None where they were not watched."""
+        """Its stalls; None if not watched."""
         return None if self.stalls_per_s is None else Stalls(self.stalls_per_s, self.stalls_ms)
 
     @property
@@ -86,40 +80,28 @@ class MachinePace(Frozen):
 
     @property
     def of_this_boot(self) -> bool:
-        """Whether this machine has not been restarted since."""
+        """Whether this machine has not been restarted since then."""
         return self.boot_id == boot_id()
 
 
 def read_pace(path: Path) -> MachinePace:
-    """The record in `path`.
-
-    Raises:
-        UserError: it is missing, damaged or of another version.
-    """
+    """The record in `path`."""
     return files.read_record(path, MachinePace, PACE_VERSION, f"{MEASURE} --out {path}")
 
 
 def is_undisturbed(latency_ms: float, host_ms: float, disturbance: float) -> bool:
-    """Whether a latency is undisturbed by other work on the host: the host was undisturbed (see quiet_host), or it does not
-    hold the GPU up.
-
-    Args:
-        latency_ms: the model's.
-        host_ms: the host's time of a run; NaN if it is not known.
-        disturbance: of the host meanwhile, a ratio; NaN if it was not watched.
-    """
+    """Whether other work on the host did not affect a latency: the host was undisturbed, or is not the bottleneck. `host_ms`
+    and `disturbance` (a ratio, see quiet_host) are NaN if unknown."""
     return not disturbance > DISTURBANCE_ADMITTED or host_ms <= HOST_IDLES * latency_ms
 
 
 def good_probe_us(table: pd.DataFrame) -> float:
-    """The host probe's time at moments in which other work surely did not slow it down, in microseconds: a low quantile of the
-    readings in a table; NaN if none was recorded."""
+    """The host probe's time (µs) without other work: a low quantile of the readings in a table; NaN without readings."""
     return float(idle_rows(table).reindex(columns=["Probe_us"])["Probe_us"].quantile(GOOD_PROBE))
 
 
 def usual_probe_us(table: pd.DataFrame) -> float:
-    """The host probe's usual time on an undisturbed host: the median of the readings that are not far above a good one; NaN if
-    none was recorded."""
+    """The host probe's usual time on an undisturbed host: the median of readings near a good one; NaN without readings."""
     readings = idle_rows(table).reindex(columns=["Probe_us"])["Probe_us"]
     return float(readings[readings <= good_probe_us(table) * (1 + DISTURBANCE_ADMITTED)].median())
 
@@ -127,15 +109,12 @@ def usual_probe_us(table: pd.DataFrame) -> float:
 def paced_rows(table: pd.DataFrame) -> pd.DataFrame:
     """The idle rows of a model table, with the host's pace.
 
-    If the probe was recorded, it says how disturbed the host was, because `Disturbance` is relative to the readings of one
-    worker. Otherwise the host times of a disturbed host are omitted. A session that was measured while the machine was unsteady
-    is omitted if the model has a steady one.
+    A recorded probe says how disturbed the host was, because `Disturbance` is relative to the readings of one worker. Without
+    it, host times of a disturbed host are omitted, and so are sessions of an unsteady machine if the model has a steady one.
 
     Returns:
-        The rows with columns `median_ms` (the latency), `host_ms`, `gpu_ms` and those of VARIANTS (ms, NaN if unknown);
-            `pace`: how
-        many times longer than usual the host took meanwhile (`usual_probe_us`), a ratio, 1 if that was not recorded; and
-        `undisturbed`: whether the latency is undisturbed (`is_undisturbed`).
+        Rows with `median_ms` (latency), `host_ms`, `gpu_ms` and VARIANTS (ms, NaN if unknown); `pace`: the host's time relative
+            to the usual one (`usual_probe_us`), 1 if not recorded; and `undisturbed` (`is_undisturbed`).
     """
     idle = idle_rows(table)
     idle = idle[~_superseded(idle)]
@@ -144,14 +123,14 @@ def paced_rows(table: pd.DataFrame) -> pd.DataFrame:
     idle = idle.reindex(columns=["Model", "Machine", "Disturbance", "Probe_us", *MODEL_TIMES])
     pace, disturbance = idle["Probe_us"] / usual_probe_us(table), idle["Probe_us"] / good_probe_us(table) - 1.0
     idle = idle.assign(Disturbance=disturbance.fillna(idle["Disturbance"]), pace=pace.fillna(1.0))
-    of_known_pace = pace.notna() | ~(idle["Disturbance"] > DISTURBANCE_ADMITTED)
+    pace_known = pace.notna() | ~(idle["Disturbance"] > DISTURBANCE_ADMITTED)
     undisturbed = [is_undisturbed(*figures) for figures in idle[["median_ms", "host_ms", "Disturbance"]].to_numpy(dtype=float)]
-    return idle.assign(undisturbed=np.array(undisturbed, dtype=bool), host_ms=idle["host_ms"].where(of_known_pace))
+    return idle.assign(undisturbed=np.array(undisturbed, dtype=bool), host_ms=idle["host_ms"].where(pace_known))
 
 
 def _superseded(idle: pd.DataFrame) -> pd.Series:
-    """Which sessions of models were measured while the machine was unsteady, and again while it was steady. Sessions with a
-    reading of the host probe stay: the probe says more of them."""
+    """Which sessions of an unsteady machine are superseded by a steady session of the model. Sessions with a host probe reading
+    stay, since it is more reliable."""
     if "Unsteady" in idle.columns:
         unsteady = idle["Unsteady"].notna() & (idle["Unsteady"] != "")
     else:  # an older table
@@ -161,7 +140,7 @@ def _superseded(idle: pd.DataFrame) -> pd.Series:
 
 
 def idle_models(table: pd.DataFrame, with_disturbed: bool = False) -> pd.DataFrame:
-    """Each model on an idle device, by name: medians over its sessions of the times and the pace of `paced_rows`. Disturbed
+    """Each model on an idle device, by name: medians of the times and the pace of `paced_rows` over its sessions. Disturbed
     latencies count only `with_disturbed`."""
     rows = paced_rows(table)
     return (rows if with_disturbed else rows[rows["undisturbed"]]).groupby("Model", sort=True)[[*MODEL_TIMES, "pace"]].median()

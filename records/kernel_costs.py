@@ -1,31 +1,32 @@
-"""The costs of a kernel: floating-point operations, bytes read and written, and steps that must run one after another.
+"""Costs of a kernel: floating-point operations, bytes read and written, and sequential steps.
 
-They follow from the operator's row in the table (operators.py), its attributes and shapes alone. Training and prediction
-compute them anew, whatever a file says.
+They follow only from the operator's row in the table (operators.py), its attributes and shapes. Training and prediction
+recompute them and ignore those in files.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from hase.records import attention
+from hase.records.attention import attention_sizes, intermediate_bytes, projection_flops, projects
 from hase.records.kernel_record import Kernel, KernelInput, Tensor, input_at
 from hase.records.operators import operator_row
-from hase.records.plain_attention import intermediate_bytes, plain_attended, projection_flops, projects
 
 # A step down a decision tree counts as this many operations, because it waits for memory. Measured on two cores of an AMD
 # EPYC: 2.8 ns per step (64 rows, 200 trees of a scikit-learn forest).
 STEP_FLOPS = 100
 LAUNCHED_INPUTS = 32  # a Concat with more inputs copies tables from the host; up to here the launch carries them
+MOST_ALIGNMENT = 64
 
 
 def flops(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelInput], outputs: Sequence[Tensor]) -> int:
     """Floating-point operations of one run. A multiply-add counts as two, data movement as none.
 
-    In every step, a recurrent layer multiplies the input and the previous state by the weights of all gates (W and R in ONNX):
-    2 · directions · steps · batch · gates · hidden · (input + hidden).
+    A recurrent layer multiplies input and previous state by the weights of all gates (W and R in ONNX) in every step: 2 ·
+    directions · steps · batch · gates · hidden · (input + hidden).
     """
     row = operator_row(op_type)
     out = outputs[0].elements if outputs else 0
@@ -50,7 +51,7 @@ def flops(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelIn
         case "attention":
             return _attention_flops(op_type, attributes, inputs)
         case "grouped attention":
-            return attention.flops(attention.attended(attributes, inputs))
+            return attention.flops(attention.grouped_query_sizes(attributes, inputs))
         case "experts":
             return 2 * math.prod(first.shape[:-1]) * experts_used(attributes) * _expert_elements(attributes, inputs)
         case "recurrent":  # without the activations of the cells, about 1 % of the products
@@ -68,9 +69,8 @@ def flops(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelIn
 
 
 def transform_flops(length: int) -> int:
-    """Operations of a Fourier transform of so many numbers: 5 N log2 N where N is a power of two, as customary (benchFFT). For
-    other lengths ONNX Runtime's CPU provider takes Bluestein's algorithm: three transforms of the power of two that holds
-    2N - 1 numbers."""
+    """Operations of a Fourier transform of `length` numbers: 5 N log2 N for a power of two, as customary (benchFFT). For other
+    lengths ONNX Runtime's CPU provider uses Bluestein's algorithm: three transforms of the next power of two from 2N - 1."""
     if length < 2:
         return 0
     if length & (length - 1):
@@ -80,8 +80,7 @@ def transform_flops(length: int) -> int:
 
 def _transforms(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelInput],
                 outputs: Sequence[Tensor]) -> tuple[int, int]:
-    """The length of the Fourier transforms of a DFT or STFT, and how many there are. An axis that is not known is the last that
-    holds numbers."""
+    """Length and number of the Fourier transforms of a DFT or STFT. An unknown axis is the last one with numbers."""
     shape = outputs[0].shape if outputs else ()
     if op_type == "STFT":
         length = _number(inputs, 3) or _size(input_at(inputs, 2), 0)
@@ -93,32 +92,31 @@ def _transforms(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[Ke
     return length, math.prod(shape[:-1]) // max(_size(Tensor(dtype="", shape=shape), axis), 1)
 
 
-def _number(inputs: Sequence[KernelInput], place: int) -> int | None:
-    """The value of an input of one number; None where it is not known."""
-    values = input_at(inputs, place).values
+def _number(inputs: Sequence[KernelInput], index: int) -> int | None:
+    """The value of an input with one number; None if unknown."""
+    values = input_at(inputs, index).values
     return int(values[0]) if values else None
 
 
 def bytes_read(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelInput], outputs: Sequence[Tensor]) -> int:
-    """Bytes of all inputs, each counted once; 0 where a tensor is only renamed.
+    """Bytes of all inputs, each counted once; 0 if a tensor is only renamed.
 
-    Of a table, at most the gathered elements count, and of one that has a number for each block of them, as many as there are
-    blocks. A recurrent layer reads the weights of its state (R) again in every step. Of experts, at most as many are read as
-    all tokens choose.
+    A table counts for at most the gathered elements; a table of scales for one number per block of them. A recurrent layer
+    reads its state's weights (R) in every step. Of experts, only as many count as tokens can choose.
     """
     row = operator_row(op_type)
     if row.cost == "view":
         return 0
     if row.cost == "grouped attention":
-        return attention.bytes_read(attention.attended(attributes, inputs), inputs)
+        return attention.bytes_read(attention.grouped_query_sizes(attributes, inputs), inputs)
     total = sum(tensor.bytes for tensor in inputs)
     out = outputs[0].elements if outputs else 0
-    for place in row.table_inputs:
-        if place >= len(inputs):
+    for index in row.table_inputs:
+        if index >= len(inputs):
             continue
-        table = inputs[place]
-        used = -(-out // int(attributes.get("block_size", 1))) if place != row.table_inputs[0] else out
-        if place in row.packed_inputs and table.dtype == "uint8":
+        table = inputs[index]
+        used = -(-out // int(attributes.get("block_size", 1))) if index != row.table_inputs[0] else out
+        if index in row.packed_inputs and table.dtype == "uint8":
             used = -(-used * int(attributes.get("bits", 8)) // 8)
         if table.elements > used:
             total -= table.bytes - table.model_copy(update={"shape": (used,)}).bytes
@@ -134,26 +132,26 @@ def bytes_read(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[Ker
 
 
 def bytes_written(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelInput], outputs: Sequence[Tensor]) -> int:
-    """Bytes of all outputs; 0 where a tensor is only renamed."""
+    """Bytes of all outputs; 0 if a tensor is only renamed."""
     match operator_row(op_type).cost:
         case "view":
             return 0
         case "grouped attention":
-            return attention.bytes_written(attention.attended(attributes, inputs), outputs)
+            return attention.bytes_written(attention.grouped_query_sizes(attributes, inputs), outputs)
         case "attention":
             return sum(tensor.bytes for tensor in outputs) + intermediate_bytes(op_type, attributes, inputs)
     return sum(tensor.bytes for tensor in outputs)
 
 
 def steps(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[Tensor]) -> int:
-    """The number of steps that must run one after another: the sequence length of a recurrent layer; 1 for other kernels."""
+    """The number of sequential steps: the sequence length of a recurrent layer; 1 for other kernels."""
     if operator_row(op_type).cost != "recurrent" or not inputs:
         return 1
     return _size(inputs[0], 1 if attributes.get("layout") else 0)
 
 
 def tree_steps(attributes: Mapping[str, Any]) -> float:
-    """The number of steps that one row takes down all trees of an ensemble, if the trees are balanced."""
+    """The steps of one row through all trees of an ensemble, if the trees are balanced."""
     if "tree_roots" in attributes:  # TreeEnsemble of ai.onnx.ml 5
         trees, nodes = len(attributes["tree_roots"]), 2 * len(attributes.get("nodes_splits", ())) + 1
     else:
@@ -162,24 +160,24 @@ def tree_steps(attributes: Mapping[str, Any]) -> float:
 
 
 def is_control_flow(kernel: Kernel) -> bool:
-    """Whether it is a Loop, an If or a Scan. The nodes of their bodies are nodes of the model."""
+    """Whether it is a Loop, an If or a Scan, whose bodies' nodes are nodes of the model."""
     return bool(operator_row(kernel.op_type).bodies) and not kernel.domain
 
 
-def recosted(kernel: Kernel) -> Kernel:
-    """A kernel read from a file, with its costs computed anew."""
+def with_current_costs(kernel: Kernel) -> Kernel:
+    """A kernel read from a file, with recomputed costs."""
     return kernel.model_copy(update={
         "flops": flops(kernel.op_type, kernel.attributes, kernel.inputs, kernel.outputs),
         "bytes_read": bytes_read(kernel.op_type, kernel.attributes, kernel.inputs, kernel.outputs),
         "bytes_written": bytes_written(kernel.op_type, kernel.attributes, kernel.inputs, kernel.outputs)})
 
 
-def copied_tables(kernel: Kernel) -> int:
-    """How many times a kernel makes the GPU wait after its first launch.
+def waits_between_launches(kernel: Kernel) -> int:
+    """How often a kernel makes the GPU wait after its first launch.
 
-    Four times for a Split into unequal parts, and for a Concat with more inputs than one launch can carry: ONNX Runtime then
-    copies four tables to the GPU (traced on an H200). Once for each step of a recurrent layer after the first: a step needs
-    the state of the step before it, so it needs at least one launch of its own (not measured).
+    Four times for a Split into unequal parts, and for a Concat with more inputs than one launch can carry: ONNX Runtime copies
+    four tables to the GPU (traced on an H200). Once for each further step of a recurrent layer, which needs the state of the
+    step before (not measured).
     """
     match operator_row(kernel.op_type).launches:
         case "one a step":
@@ -192,10 +190,8 @@ def copied_tables(kernel: Kernel) -> int:
 
 
 def einsum_product(attributes: Mapping[str, Any], inputs: Sequence[Tensor]) -> tuple[int, int, int, int] | None:
-    """The matrix products of an Einsum of two tensors as (matrices, m, n, k): `matrices` products of m×k by k×n.
-
-    None for another number of tensors, and for an equation without an explicit output or with an ellipsis.
-    """
+    """The matrix products of an Einsum of two tensors as (matrices, m, n, k): `matrices` products of m×k by k×n. None for
+    another number of tensors, an ellipsis, or no explicit output."""
     terms, arrow, result = str(attributes.get("equation", "")).replace(" ", "").partition("->")
     operands = terms.split(",")
     if not arrow or "." in terms or len(operands) != 2 or len(inputs) != 2 or any(
@@ -205,8 +201,8 @@ def einsum_product(attributes: Mapping[str, Any], inputs: Sequence[Tensor]) -> t
             for index, length in zip(indices, tensor.shape, strict=True)}
     first, second = operands
 
-    def elements(of: Iterable[str]) -> int:
-        return math.prod(size[index] for index in of)
+    def elements(indices: Iterable[str]) -> int:
+        return math.prod(size[index] for index in indices)
 
     return (elements(i for i in size if i in first and i in second and i in result),
             elements(i for i in size if i in first and i not in second), elements(i for i in size if i not in first),
@@ -219,7 +215,7 @@ def experts_used(attributes: Mapping[str, Any]) -> int:
 
 
 def _expert_elements(attributes: Mapping[str, Any], inputs: Sequence[KernelInput]) -> int:
-    """Weights of the products of one expert: its matrices, which may hold several numbers in a byte."""
+    """Weights in the matrices of one expert; a byte may hold several."""
     matrices = [tensor for tensor in inputs[2:] if len(tensor.shape) == 3]
     packed = [tensor for tensor in matrices if tensor.dtype == "uint8"]  # beside these, 3-D tensors are scales of blocks
     bits = int(attributes.get("expert_weight_bits", 4))
@@ -228,13 +224,41 @@ def _expert_elements(attributes: Mapping[str, Any], inputs: Sequence[KernelInput
 
 
 def _size(tensor: Tensor, axis: int) -> int:
-    """One dimension of a tensor; 1 if the tensor has fewer dimensions."""
+    """One dimension of a tensor; 1 if missing."""
     return tensor.shape[axis] if -len(tensor.shape) <= axis < len(tensor.shape) else 1
 
 
 def _attention_flops(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelInput]) -> int:
-    """Attention, and the projection of the fused one. Rows without padding count as if all were of one length."""
-    sizes = plain_attended(op_type, attributes, inputs)
+    """Operations of attention with its projection, if fused; unpadded rows count as if of equal length."""
+    sizes = attention_sizes(op_type, attributes, inputs)
     if sizes is None:
         return 0
     return attention.flops(sizes) + (projection_flops(inputs) if projects(op_type, inputs) else 0)
+
+
+class MatrixProduct(NamedTuple):
+    """The matrix product behind a convolution, MatMul or Gemm: `matrices` products of m×k by k×n. `transposed` is 1 if the left
+    matrices are stored by columns, plus 2 if the right ones are."""
+
+    matrices: int
+    m: int
+    n: int
+    k: int
+    transposed: int
+
+
+def matrix_product(kernel: Kernel) -> MatrixProduct:
+    """The product of a MatMul or Gemm whose result has at least two dimensions."""
+    inputs, out = [tensor for tensor in kernel.inputs if tensor.dtype], kernel.outputs[0].shape
+    by_columns, transposed_b = (bool(kernel.attributes.get(name)) for name in ("transA", "transB"))
+    shape: Sequence[int] = inputs[0].shape if inputs else ()
+    k = shape[-2 if by_columns else -1] if len(shape) >= 2 else math.prod(shape)
+    matrices, m = math.prod(out[:-2]), out[-2]
+    if matrices > 1 and len(inputs) > 1 and len(inputs[1].shape) == 2:  # one matrix for the whole batch: one product
+        matrices, m = 1, m * matrices
+    return MatrixProduct(matrices, m, out[-1], k, int(by_columns) + 2 * int(transposed_b))
+
+
+def alignment(size: int) -> int:
+    """The largest power of two that divides a size, at most MOST_ALIGNMENT; 0 for 0."""
+    return min(size & -size, MOST_ALIGNMENT)

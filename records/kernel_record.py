@@ -1,18 +1,19 @@
-"""Schemas of kernel records: kernels, models with their nodes, and indexes; the element types of their tensors."""
+"""Kernel records: kernels, models with their nodes, indexes, element types, and the order in which nodes run."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Annotated, Any, NamedTuple
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from hase.records.operators import operator_row
+from hase.utils.config import Frozen
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import Flavour
-from hase.utils.frozen import Frozen
 from hase.utils.lazy import onnx
 from hase.utils.paths import FileName, FileNamePart, as_file_name
 
@@ -22,26 +23,35 @@ DTYPE_BYTES = {
     "float8e4m3fn": 1, "float8e5m2": 1, "int4": 0.5, "uint4": 0.5,
 }
 SHORT_DTYPE = {"float32": "fp32", "float16": "fp16", "float64": "fp64", "bfloat16": "bf16"}
+RECORD_VERSION = 2
+INDEX_VERSION = 2
+REMAKE = "python ort_analysis/fusion_detector.py"
+Count = Annotated[int, Field(ge=0, le=10**30)]  # elements, operations or bytes; a larger number means damage
+# Attributes that costs and features of a kernel are computed from, and whether they hold several whole numbers or one.
+WHOLE_ATTRIBUTES = {
+    "dilations": True, "kernel_shape": True, "pads": True, "perm": True, "strides": True, "tree_roots": True, "axis": False,
+    "batch_dims": False, "blocksize": False, "ceil_mode": False, "channels_last": False, "group": False, "layout": False,
+    "transA": False, "transB": False}
+RunCount = Annotated[float, Field(ge=0, le=1e100)]  # of a node in a run of the model
+BRANCHES = {"then": "then_branch", "else": "else_branch"}  # an If's attributes, by the names of dimensions
+TOLERANCE = 1e-6  # of sums
+MOST_RUNS = 10_000  # of nodes in one order: longer loops are cut short, and the omitted trips are extrapolated
 
 
 def type_name(code: int) -> str:
-    """numpy's name of an ONNX element type (ONNX's own where numpy has none)."""
+    """numpy's name of an ONNX element type, or ONNX's own if numpy has none."""
     name = onnx.TensorProto.DataType.Name(code).lower()
     return {"float": "float32", "double": "float64"}.get(name, name)
 
 
 def type_code(dtype: str) -> int:
-    """ONNX's number of an element type, given its name in the records."""
+    """ONNX's number of an element type with this name in the records."""
     name = {"float32": "float", "float64": "double"}.get(dtype, dtype).upper()
     return int(onnx.TensorProto.DataType.Value(name))
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The numpy type for a tensor's `dtype`; strings are Python objects.
-
-    Raises:
-        UserError: numpy has no such type.
-    """
+    """The numpy type for a tensor's `dtype`; strings are Python objects. A type that numpy lacks is a `UserError`."""
     if name == "string":
         return np.dtype(object)
     try:
@@ -56,27 +66,9 @@ def session_dtype(text: str) -> str:
     return {"float": "float32", "double": "float64"}.get(inner, inner)
 
 
-RECORD_VERSION = 2
-INDEX_VERSION = 2
-REMAKE = "python ort_analysis/fusion_detector.py"
-
-
-Count = Annotated[int, Field(ge=0, le=10**30)]  # of elements, operations or bytes; a larger number is damage, no float
-
-# Attributes that costs and features of a kernel are computed from, and whether they hold several whole numbers or one.
-WHOLE_ATTRIBUTES = {
-    "dilations": True, "kernel_shape": True, "pads": True, "perm": True, "strides": True, "tree_roots": True, "axis": False,
-    "batch_dims": False, "blocksize": False, "ceil_mode": False, "channels_last": False, "group": False, "layout": False,
-    "transA": False, "transB": False}
-Runs = Annotated[float, Field(ge=0, le=1e100)]  # of a node in a run of the model
-
-
 class Tensor(Frozen):
-    """A tensor's element type (numpy's name) and shape. `dtype` "" stands for an omitted optional input or output.
-
-    A value that is no tensor has its type as `dtype`, for example `sequence(map(int64,float32))`. It has no shape and no size,
-    because its contents are unknown; tensors that are put into it or taken out of it are counted where that happens.
-    """
+    """A tensor's element type (numpy's name) and shape. `dtype` "" means an omitted optional input or output. A value that is
+    not a tensor has its type as `dtype`, e.g. `sequence(map(int64,float32))`, and no shape or size."""
 
     dtype: str
     shape: tuple[Count, ...] = ()
@@ -87,7 +79,7 @@ class Tensor(Frozen):
 
     @property
     def is_tensor(self) -> bool:
-        """Whether it is present and a dense tensor, not a sequence, map, optional or sparse tensor."""
+        """Whether it is a dense tensor, not omitted, a sequence, a map, an optional or a sparse tensor."""
         return self.present and "(" not in self.dtype
 
     @property
@@ -103,8 +95,8 @@ class KernelInput(Tensor, allow_inf_nan=True):  # a Pad may pad with -Infinity
     """An input of a kernel.
 
     Attributes:
-        constant: the graph holds its value (a weight, or a shape, an axis, a scale, …).
-        values: the flat value of a small constant that decides what the kernel does.
+        constant: the graph holds its value (a weight, a shape, an axis, a scale, …).
+        values: the flat value of a small constant that affects what the kernel does.
         value_range: the smallest and largest value of a large integer constant, such as an index table.
     """
 
@@ -113,22 +105,20 @@ class KernelInput(Tensor, allow_inf_nan=True):  # a Pad may pad with -Infinity
     value_range: tuple[int, int] | None = None
 
 
-def input_at(inputs: Sequence[KernelInput], place: int | None) -> KernelInput:
-    """An input of a kernel by its position; one that is not present where there is none, or no position."""
-    return inputs[place] if place is not None and place < len(inputs) else KernelInput(dtype="")
+def input_at(inputs: Sequence[KernelInput], index: int | None) -> KernelInput:
+    """The input at an index, or an omitted one if there is none."""
+    return inputs[index] if index is not None and index < len(inputs) else KernelInput(dtype="")
 
 
 class Kernel(Frozen):
-    """One fused operation with its attributes, types and shapes: all that is needed to build a model of this kernel alone.
+    """One fused operation with attributes, types and shapes: everything needed to build a model of this kernel alone.
 
     Attributes:
-        id: readable and unique, `<type>_<H>x<W>_<rest>`. A kernel has the same id in all models.
-        type: the canonical name of the operation, e.g. `Conv_Add_Relu`, without shapes.
-        op_type, domain, opset: the ONNX operator.
+        id: readable and unique, `<type>_<H>x<W>_<rest>`, the same in all models.
+        type: the canonical name of the operation without shapes, e.g. `Conv_Add_Relu`.
         attributes: by name; a tensor is `{"dtype", "shape", "values"}`.
         flops: floating-point operations; a multiply-add counts as two.
-        bytes_read, bytes_written: all inputs and all outputs, each counted once; 0 for operations that only rename a tensor.
-        weight_bytes: the constant part of the inputs.
+        bytes_read, bytes_written: all inputs and outputs, each counted once; 0 for operations that only rename a tensor.
     """
 
     id: FileName
@@ -158,17 +148,17 @@ class Kernel(Frozen):
 
     @property
     def time_by_values(self) -> bool:
-        """Whether its time on a CPU depends on the values of its inputs."""
+        """Whether its CPU time depends on the values of its inputs."""
         return operator_row(self.op_type).time_by_values
 
     @property
     def moves_data(self) -> bool:
-        """Whether it reads or writes memory. A kernel that does not only renames a tensor and takes almost no time."""
+        """Whether it reads or writes memory. Otherwise it only renames a tensor and takes almost no time."""
         return self.bytes_read + self.bytes_written > 0
 
     @property
     def subgraphs(self) -> tuple[str, ...]:
-        """The attributes that hold a graph (of If, Loop and Scan). The record keeps only a hash of them."""
+        """The attributes with a graph (of If, Loop and Scan), of which the record keeps only a hash."""
         return tuple(key for key, value in sorted(self.attributes.items()) if isinstance(value, dict) and "graph" in value)
 
     @property
@@ -178,8 +168,8 @@ class Kernel(Frozen):
 
     @property
     def dtype(self) -> str:
-        """The element type of the computation: that of the first floating-point input, else of the first input; of an operator
-        on quantised tensors that of the first input."""
+        """The element type of the computation: of the first floating-point input, else of the first input. For operators on
+        quantised tensors, always that of the first input."""
         if operator_row(self.op_type).in_whole_numbers:
             return input_at(self.inputs, 0).dtype
         first = ""
@@ -198,18 +188,15 @@ class Origin(Frozen):
 
 
 class Node(Frozen):
-    """One node of the optimised graph, in execution order.
+    """One node of the optimised graph.
 
     Attributes:
-        name: unique in the graph; ORT's profile uses it.
-        provider: the execution provider that ORT assigned, `cpu` or `cuda`.
+        name: unique in the graph, also in ORT's profile.
+        provider: ORT's execution provider, `cpu` or `cuda`.
         inputs, outputs: tensor names; "" for an omitted optional one.
-        origins: the nodes of the exported model that were fused into this one. Where ORT split a fusion, several nodes share
-            them.
-        runs: how many times it runs in one run of the model. In the body of a Loop or Scan this may be more than one; the node
-            that holds the body has the same number.
-        inside: the name of the node whose body contains this one; "" in the main graph. Tensors made in a body are named
-            `<node>/<tensor>`.
+        origins: nodes of the exported model that were fused into this one; shared if ORT split a fusion.
+        runs: runs per run of the model; may exceed one in the body of a Loop or Scan, and then also for the node of the body.
+        inside: the node whose body contains this one; "" in the main graph. Tensors of a body are named `<node>/<tensor>`.
     """
 
     name: str
@@ -218,56 +205,46 @@ class Node(Frozen):
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     origins: tuple[Origin, ...] = ()
-    runs: Runs = Field(1.0, exclude_if=lambda runs: runs == 1.0)  # omitted where it is 1, as it mostly is: files stay small
+    runs: RunCount = Field(1.0, exclude_if=lambda runs: runs == 1.0)  # omitted where it is 1, as it mostly is: files stay small
     inside: str = Field("", exclude_if=lambda inside: not inside)
 
 
-BRANCHES = {"then": "then_branch", "else": "else_branch"}  # an If's attributes, by the names of dimensions
-
-
 class ModelOrigin(NamedTuple):
-    """Where a model comes from: its group and its collection; "" for one that is not given."""
+    """A model's group and collection; "" if not given."""
 
     group: str = ""
     collection: str = ""
 
 
 class GuessedRuns(Frozen):
-    """The uncertain number of runs of a body.
+    """The assumed number of runs of a body, if it is uncertain.
 
     Attributes:
         taken: the assumed number of trips, or the assumed branch, `then` or `else`.
-        low, high: the smallest and largest number of runs, as multiples of the assumed one.
+        low, high: bounds, as multiples of the assumed number of runs.
     """
 
     taken: str
-    low: Runs
-    high: Runs
+    low: RunCount
+    high: RunCount
 
 
 class ModelRecord(Frozen):
-    """A model's optimised graph in one flavour, taken apart into kernels.
+    """A model's optimised graph in one flavour, split into kernels.
 
     Attributes:
-        model: the file's stem, with the sizes of dynamic dimensions: `resnet18@batch=16,height=224,width=224`.
-        file_stem: the name of the model file without its suffix.
-        group: the name of the models that are variants of each other and are held out together, e.g. `resnet`. A model
-            without known variants is its own group, named after its file. Contains no "|", which separates groups in tables.
-        collection: where its architecture comes from, e.g. `timm`; "" where that is not known. Several collections may have a
-            group of one name.
-        sha256: the hash of the model file, or of the serialised model where there was no file.
-        dims: the sizes given to dynamic dimensions.
-        derived: whether the flavour's device is not on this machine. The graph then comes from ORT's CPU provider, which ran
-            the same optimisers.
-        static: whether the sizes in `dims` were fixed before ONNX Runtime optimised the model, or all sizes are fixed in the
-            file. Otherwise this is the graph of a session that takes any sizes, so it contains the computation of shapes.
-        assumed: shapes of tensors, by name, that depend on data. The largest shape that ONNX allows was assumed.
-        guessed: the nodes, by name, whose body runs an uncertain number of times.
-        inputs, outputs: of the graph, by tensor name.
+        model: the file's stem with sizes of dynamic dimensions: `resnet18@batch=16,height=224,width=224`.
+        group: shared by variants of one model, which are held out together, e.g. `resnet`; by default the file's name. Without
+            "|", which separates groups in tables.
+        collection: source of the architecture, e.g. `timm`; "" if unknown. Collections may share names of groups.
+        sha256: hash of the model file, or of the serialised model.
+        derived: this machine lacks the flavour's device; the graph comes from ORT's CPU provider with the same optimisers.
+        static: sizes were fixed before ONNX Runtime optimised the model. Otherwise the graph takes any sizes and contains the
+            computation of shapes.
+        assumed: tensor shapes, by name, that depend on data; the largest that ONNX allows.
+        guessed: by name, the nodes whose body runs an uncertain number of times.
         weight_bytes: bytes of constants of the optimised graph.
-        opsets: the model's operator-set imports.
-        kernels: by id.
-        nodes: in execution order; the nodes of a body follow the node that holds it.
+        nodes: in execution order; the nodes of a body follow its node.
     """
 
     version: int = RECORD_VERSION
@@ -302,37 +279,32 @@ class ModelRecord(Frozen):
 
     @property
     def dims_run(self) -> dict[str, int]:
-        """The sizes for a run that does what the record describes: `dims`, and the branches that were assumed."""
+        """The sizes for a run as in the record: `dims` and the assumed branches."""
         return {f"{node}.{guess.taken}": 1 for node, guess in self.guessed.items() if not guess.taken.isdigit()} | self.dims
 
     @property
     def dims_otherwise(self) -> dict[str, int]:
-        """The sizes with which every If takes the branch that was not assumed; empty where no branch was assumed."""
+        """The sizes with which every If takes the branch that was not assumed; empty if no branch was assumed."""
         opposite = {"then": "else", "else": "then"}
         chosen = {f"{node}.{opposite[guess.taken]}": 1 for node, guess in self.guessed.items() if guess.taken in opposite}
         return chosen | self.dims if chosen else {}
 
     @property
     def batch(self) -> int | None:
-        """The first dimension of the first input; None for a scalar or where there is no input."""
+        """The first dimension of the first input, or None."""
         first = next(iter(self.inputs.values()), None)
         return first.shape[0] if first and first.shape else None
 
 
 class IndexEntry(Frozen):
-    """A kernel of the index, and the record names of the models that contain it."""
+    """A kernel of the index, and the record names of the models with it."""
 
     kernel: Kernel
     models: tuple[FileName, ...]
 
 
 class KernelIndex(Frozen):
-    """All kernels in the records of one flavour, by type and then by id.
-
-    Attributes:
-        groups: the group of every model, by record name.
-        collections: the collection of every model that has one, by record name.
-    """
+    """All kernels of a flavour's records, by type and id; groups and collections by record name."""
 
     version: int = INDEX_VERSION
     flavour: Flavour
@@ -355,17 +327,15 @@ class KernelIndex(Frozen):
         return tuple(sorted({self.groups[model] for model in entry.models}))
 
     def entries(self) -> list[IndexEntry]:
-        return [entry for of_type in self.kernels.values() for entry in of_type.values()]
+        return [entry for by_id in self.kernels.values() for entry in by_id.values()]
 
     def all_kernels(self) -> list[Kernel]:
         return [entry.kernel for entry in self.entries()]
 
 
 def record_name(stem: str, dims: dict[str, int], static: bool = True) -> str:
-    """A model's name with the sizes given to its dynamic dimensions, usable as a file name: `resnet18@batch=16`.
-
-    Where the sizes were not fixed before the optimisation, `resnet18@batch=16,dynamic`: another graph, with other latencies.
-    """
+    """A model's name with its sizes, usable as a file name: `resnet18@batch=16`. If sizes were not fixed before the
+    optimisation, `resnet18@batch=16,dynamic`: another graph with other latencies."""
     if not dims:
         return as_file_name(stem)
     sizes = [f"{name}={size}" for name, size in sorted(dims.items())]
@@ -375,3 +345,124 @@ def record_name(stem: str, dims: dict[str, int], static: bool = True) -> str:
 def zeros(shape: tuple[int, ...], name: str) -> np.ndarray:
     """A tensor of element type `name` filled with zeros, or with empty strings."""
     return np.full(shape, "", object) if name == "string" else np.zeros(shape, numpy_dtype(name))
+
+class OpenTensor(Frozen):
+    """A tensor's element type (numpy's name) and shape; a dynamic dimension is its name, an unknown rank an empty shape."""
+
+    dtype: str
+    shape: tuple[int | str, ...]
+
+
+class Interface(Frozen):
+    """A model's inputs and outputs by name. `set_by_model`: dynamic dimensions whose only valid size follows from the model's
+    weights and attributes."""
+
+    inputs: dict[str, OpenTensor]
+    outputs: dict[str, OpenTensor]
+    set_by_model: dict[str, int]
+
+
+def holds_bodies(record: ModelRecord) -> bool:
+    """Whether a record contains nodes of bodies."""
+    return any(node.inside for node in record.nodes)
+
+
+def _children(record: ModelRecord) -> Mapping[str, list[int]]:
+    """Indices of nodes, by the name of the node whose body contains them."""
+    positions: dict[str, list[int]] = defaultdict(list)
+    for index, node in enumerate(record.nodes):
+        positions[node.inside].append(index)
+    return positions
+
+
+def _body_runs(record: ModelRecord, indices: Sequence[int]) -> float:
+    """How often a body with these nodes runs. A node in it that has a body itself runs as often as that body."""
+    return min((record.nodes[index].runs for index in indices if record.nodes[index].runs), default=0.0)
+
+
+def run_order(record: ModelRecord, cut: int = 1) -> list[int]:
+    """The indices in `record.nodes` of the nodes that run, in order. Each trip of a body adds its nodes, and then the node of
+    the body, which checks for another trip. `cut` divides the number of trips of every body; at least one trip remains."""
+    if not holds_bodies(record):
+        return list(range(len(record.nodes)))
+    children = _children(record)
+
+    def ordered(indices: list[int], outer_runs: float) -> list[int]:
+        order: list[int] = []
+        for index in indices:
+            inner = children.get(record.nodes[index].name)
+            runs = _body_runs(record, inner or ())
+            if not inner or not runs or not outer_runs:
+                order += [index] if record.nodes[index].runs else []
+                continue
+            trips = max(1, round(runs / outer_runs))
+            order += [*ordered(inner, runs), index] * max(1, trips // cut)
+        return order
+
+    return ordered(children[""], 1.0)
+
+
+def runs_in_order(record: ModelRecord, cut: int = 1) -> int:
+    """The length of `run_order`, without building it."""
+    children = _children(record)
+
+    def count(indices: list[int], outer_runs: float) -> int:
+        total = 0
+        for index in indices:
+            inner = children.get(record.nodes[index].name)
+            runs = _body_runs(record, inner or ())
+            if not inner or not runs or not outer_runs:
+                total += bool(record.nodes[index].runs)
+                continue
+            total += max(1, max(1, round(runs / outer_runs)) // cut) * (count(inner, runs) + 1)
+        return total
+
+    return count(children[""], 1.0)
+
+
+def shortest_cut(record: ModelRecord) -> int:
+    """The smallest `cut` with at most MOST_RUNS nodes in order, or else the one with the shortest order; 1 without bodies."""
+    cut = 1
+    if holds_bodies(record):
+        while (runs := runs_in_order(record, cut)) > MOST_RUNS and runs > runs_in_order(record, 2 * cut):
+            cut *= 2
+    return cut
+
+
+def _costs(record: ModelRecord) -> dict[str, float]:
+    """The costs of nodes by name, including bodies: operations plus bytes plus 1 per node."""
+    costs: dict[str, float] = {}
+    for node in reversed(record.nodes):  # a node comes before its body
+        kernel = record.kernel_of(node)
+        costs[node.name] = costs.get(node.name, 0.0) + node.runs * (kernel.flops + kernel.bytes_read + kernel.bytes_written + 1)
+        if node.inside:
+            costs[node.inside] = costs.get(node.inside, 0.0) + costs[node.name]
+    return costs
+
+
+def at_guess(record: ModelRecord, end: Literal["low", "high"]) -> ModelRecord:
+    """The record with every uncertain number of runs at its lowest or highest. If the other branch of an If may be cheaper,
+    only as many nodes of this branch remain as the other one costs."""
+    factor = {"": 1.0}  # of bodies, by the node that holds them; a node comes before its body
+    left: dict[str, float] = {}  # costs that the nodes of a branch may still use up
+    costs = _costs(record) if record.guessed else {}
+    nodes = []
+    for node in record.nodes:
+        times = factor[node.inside]
+        if node.inside in left:
+            fits = costs[node.name] <= left[node.inside] * (1 + TOLERANCE)
+            left[node.inside] -= costs[node.name] * fits
+            times *= fits
+        guess = record.guessed.get(node.name)
+        share = getattr(guess, end) if guess is not None else 1.0
+        if guess is not None and guess.taken in BRANCHES and share < 1.0:
+            left[node.name] = share * sum(costs[inner.name] for inner in record.nodes if inner.inside == node.name)
+        elif guess is not None and guess.taken in BRANCHES:
+            factor[node.name] = times * share
+            nodes.append(node.model_copy(update={"runs": times * node.runs}))
+            continue
+        else:
+            times *= share
+        factor[node.name] = times
+        nodes.append(node.model_copy(update={"runs": times * node.runs}))
+    return record.model_copy(update={"nodes": tuple(nodes)})

@@ -1,4 +1,4 @@
-"""Where kernel records lie, how they are read, and how those of two workspaces are joined."""
+"""Files of kernel records: paths, reading, indexes, and merging two workspaces."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from hase.records.kernel_costs import recosted
+from hase.records.kernel_costs import with_current_costs
 from hase.records.kernel_record import (
     INDEX_VERSION,
     RECORD_VERSION,
@@ -25,9 +25,11 @@ from hase.utils.errors import UserError
 from hase.utils.fingerprint import Flavour
 from hase.utils.paths import Workspace
 
+V = TypeVar("V")
+
 
 def record_path(workspace: Workspace, flavour: Flavour, model: str) -> Path:
-    """The path of a model's record; `model` is its name with sizes."""
+    """The path of a record; `model` is the model's name with sizes."""
     return workspace.kernel_records / flavour.name / f"{model}.json"
 
 
@@ -37,40 +39,24 @@ def index_path(workspace: Workspace, flavour: Flavour) -> Path:
 
 
 def read_model_record(path: Path) -> ModelRecord:
-    """A model's record, with its costs computed anew.
-
-    Raises:
-        UserError: it is missing, damaged or of another version.
-    """
+    """Reads a model's record, with recomputed costs."""
     record = files.read_record(path, ModelRecord, RECORD_VERSION, REMAKE)
-    return record.model_copy(update={"kernels": {name: recosted(kernel) for name, kernel in record.kernels.items()}})
+    return record.model_copy(update={"kernels": {name: with_current_costs(kernel) for name, kernel in record.kernels.items()}})
 
 
 def read_index(path: Path) -> KernelIndex:
-    """A flavour's index.
-
-    Raises:
-        UserError: it is missing, damaged or of another version.
-    """
+    """Reads a flavour's index."""
     return files.read_record(path, KernelIndex, INDEX_VERSION, REMAKE)
 
 
 def records_in(workspace: Workspace, flavour: Flavour) -> list[ModelRecord]:
-    """All records of a flavour, sorted by name; empty where there is none.
-
-    Raises:
-        UserError: one can't be read.
-    """
+    """All records of a flavour, sorted by name; possibly none."""
     folder = workspace.kernel_records / flavour.name
     return [read_model_record(path) for path in sorted(folder.glob("*.json")) if path.name != "index.json"]
 
 
 def read_model_records(workspace: Workspace, flavour: Flavour) -> list[ModelRecord]:
-    """All records of a flavour, sorted by name.
-
-    Raises:
-        UserError: there is none, or one can't be read.
-    """
+    """All records of a flavour, sorted by name; a `UserError` if there are none."""
     records = records_in(workspace, flavour)
     if not records:
         raise UserError(f"{workspace.kernel_records / flavour.name}: no kernel records of flavour {flavour.name}; make them "
@@ -79,8 +65,7 @@ def read_model_records(workspace: Workspace, flavour: Flavour) -> list[ModelReco
 
 
 def build_index(flavour: Flavour, records: Iterable[ModelRecord], indexes: Iterable[KernelIndex] = ()) -> KernelIndex:
-    """All kernels of records and of other indexes by type, with the models that contain each. What a record says of its model
-    wins."""
+    """An index of all kernels of records and other indexes. Records win over indexes."""
     groups: dict[str, str] = {}
     collections: dict[str, str] = {}
     kernels: dict[str, Kernel] = {}
@@ -105,18 +90,14 @@ def build_index(flavour: Flavour, records: Iterable[ModelRecord], indexes: Itera
 
 
 def update_index(workspace: Workspace, flavour: Flavour) -> KernelIndex:
-    """Writes the index of a flavour, made of all its records."""
+    """Writes a flavour's index from all its records."""
     index = build_index(flavour, records_in(workspace, flavour))
     files.write_json(index_path(workspace, flavour), index)
     return index
 
 
 def kernels_in_file(path: Path) -> tuple[Flavour | None, list[Kernel]]:
-    """The kernels in a model's record, an index, or a single kernel's JSON, with their flavour (None for the last).
-
-    Raises:
-        UserError: no such file, or none of the three.
-    """
+    """The kernels in a model's record, an index, or a single kernel's JSON, with their flavour (None for the last)."""
     data = files.read_json(path)
     if isinstance(data, dict) and "nodes" in data:
         record: ModelRecord = read_model_record(path)
@@ -132,26 +113,15 @@ def kernels_in_file(path: Path) -> tuple[Flavour | None, list[Kernel]]:
 
 
 def index_paths(workspace: Workspace) -> list[Path]:
-    """The index of every flavour that was analysed.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The index file of every analysed flavour; a `UserError` if there are none."""
     paths = sorted(workspace.kernel_records.glob("*/index.json"))
     if not paths:
         raise UserError(f"{workspace.kernel_records}: no kernel records; make them with: {REMAKE}")
     return paths
 
 
-V = TypeVar("V")
-
-
-def joined_by_name(old: Mapping[str, V], new: Mapping[str, V], what: str) -> dict[str, V]:
-    """Both mappings as one.
-
-    Raises:
-        UserError: they disagree about a name.
-    """
+def join_by_name(old: Mapping[str, V], new: Mapping[str, V], what: str) -> dict[str, V]:
+    """Both mappings as one; a `UserError` if they disagree about a name."""
     for name in old.keys() & new.keys():
         if old[name] != new[name]:
             raise UserError(f"the {what} of {name} is {old[name]} in one workspace and {new[name]} in the other; give the "
@@ -159,21 +129,21 @@ def joined_by_name(old: Mapping[str, V], new: Mapping[str, V], what: str) -> dic
     return {**old, **new}
 
 
-def index_in(workspace: Workspace, flavour: Flavour) -> KernelIndex | None:
-    """The index of a flavour; None where there is none."""
+def find_index(workspace: Workspace, flavour: Flavour) -> KernelIndex | None:
+    """The index of a flavour, or None."""
     path = index_path(workspace, flavour)
     return read_index(path) if path.is_file() else None
 
 
 def with_origin(record: ModelRecord, origins: Mapping[str, ModelOrigin], collection: str) -> ModelRecord:
-    """The record with the group and the collection that `origins` gives for its file's stem; `collection` where it has none."""
+    """The record with group and collection from `origins`, by file stem; `collection` if it has none."""
     given = origins.get(record.file_stem, ModelOrigin())
     return record.model_copy(update={"group": given.group or record.group,
                                      "collection": given.collection or record.collection or collection})
 
 
 def same_kernels(first: ModelRecord, second: ModelRecord) -> bool:
-    """Whether two records describe one graph: the same kernels in the same order."""
+    """Whether two records have the same kernels in the same order."""
     return [node.kernel_id for node in first.nodes] == [node.kernel_id for node in second.nodes]
 
 
@@ -181,20 +151,19 @@ def merge_records(source: Workspace, into: Workspace, flavour: Flavour, origins:
                   collection: str) -> tuple[dict[str, ModelOrigin], int]:
     """Adds the records of `source` to those of `into`, and writes their index.
 
+    Records of one name must agree in graph, group and collection.
+
     Args:
-        origins: the right group and collection of models of `source`, by the stem of their file.
-        collection: of the models of `source` that have none.
+        origins: the right group and collection of models of `source`, by file stem.
+        collection: for models of `source` that have none.
 
     Returns:
-        The origin of each model of `source` that has a record, by record name; and how many records are new.
-
-    Raises:
-        UserError: both have a record of one name, of different graphs or with another group or collection.
+        The origin of each model of `source`, by record name, and the number of new records.
     """
     existing = {record.model: record for record in records_in(into, flavour)}
-    of_source = [with_origin(record, origins, collection) for record in records_in(source, flavour)]
+    source_records = [with_origin(record, origins, collection) for record in records_in(source, flavour)]
     new = []
-    for record in of_source:
+    for record in source_records:
         old = existing.get(record.model)
         if old is None or (not old.collection and record.collection):
             new.append(record)
@@ -203,13 +172,13 @@ def merge_records(source: Workspace, into: Workspace, flavour: Flavour, origins:
         if not same_kernels(record, old):
             raise UserError(f"{record_path(source, flavour, record.model)}: its graph differs from that of the same name "
                             f"in {into.root}; rename one of the two models")
-        joined_by_name({record.model: old.group}, {record.model: record.group}, "group")
+        join_by_name({record.model: old.group}, {record.model: record.group}, "group")
         if old.collection and record.collection:
-            joined_by_name({record.model: old.collection}, {record.model: record.collection}, "collection")
-    indexes = [index for workspace in (source, into) if (index := index_in(workspace, flavour)) is not None]
-    if of_source or indexes:
-        whole = build_index(flavour, [*existing.values(), *of_source], indexes)
+            join_by_name({record.model: old.collection}, {record.model: record.collection}, "collection")
+    indexes = [index for workspace in (source, into) if (index := find_index(workspace, flavour)) is not None]
+    if source_records or indexes:
+        whole = build_index(flavour, [*existing.values(), *source_records], indexes)
         for record in new:
             files.write_json(record_path(into, flavour, record.model), record)
         files.write_json(index_path(into, flavour), whole)
-    return {record.model: ModelOrigin(record.group, record.collection) for record in of_source}, len(new)
+    return {record.model: ModelOrigin(record.group, record.collection) for record in source_records}, len(new)

@@ -1,9 +1,8 @@
-"""The canonical name and the id of a kernel, the same across models and versions of operators.
+"""The canonical name and the id of a kernel, equal across models and operator versions.
 
-The operator set of a model defines how its nodes are read. From one set to the next, mostly nothing changes: new element types,
-or a new optional attribute or input. A node that uses none of these is described in operator set REFERENCE, that of the models
-in the shipped dataset. An operator that is newer is described in its first version. Where an attribute became an input, the
-description has the input.
+The operator set of a model defines the meaning of its nodes. Operator sets differ little: new element types, or a new optional
+attribute or input. A node that uses none of these is described in operator set REFERENCE, that of the shipped dataset's models.
+A newer operator is described in its first version. If an attribute became an input, the description has the input.
 """
 
 from __future__ import annotations
@@ -27,17 +26,16 @@ REFERENCE = 20
 CLIP_BY_INPUTS = 11  # since this version, Clip's bounds are inputs
 CLIP_BOUNDS = (("min", -3.4028234663852886e38), ("max", 3.4028234663852886e38))  # older: attributes with these defaults
 SPLIT_COUNTED = 18  # since this version, a Split has the number of equal parts
+# Default values: the same kernel as without the attribute.
+NEUTRAL = {"auto_pad": "NOTSET", "group": 1, "ceil_mode": 0, "storage_order": 0, "count_include_pad": 0}
+TYPE_LIMIT = 3  # inputs spelled out in an id
+WINDOWS = (1, 3, 7, 15, 31, 63)  # the widest of each class of windows; the last class is wider
 
 
-def canonical(op_type: str, domain: str, opset: int, attributes: Mapping[str, Any], inputs: Sequence[KernelInput],
+def canonical_description(op_type: str, domain: str, opset: int, attributes: Mapping[str, Any], inputs: Sequence[KernelInput],
               outputs: Sequence[Tensor]) -> tuple[int, dict[str, Any], list[KernelInput]]:
-    """The operator set, attributes and inputs that describe a node: the same in all models where the node means the same.
-
-    Args:
-        op_type, domain, opset: as in the model.
-        attributes: of the node, with defaults, since ORT writes them out.
-        inputs, outputs: of the node.
-    """
+    """The operator set, attributes and inputs that describe a node; equal in all models where the node means the same.
+    `attributes` include defaults, since ORT writes them out."""
     unchanged = dict(attributes), list(inputs)
     if domain or opset == REFERENCE or (schema := _schema(op_type, opset)) is None:
         return opset, *unchanged
@@ -62,7 +60,7 @@ def canonical(op_type: str, domain: str, opset: int, attributes: Mapping[str, An
 
 @functools.cache
 def _schema(op_type: str, opset: int) -> OpSchema | None:
-    """ONNX's definition of an operator in an operator set; None where there is no such operator."""
+    """ONNX's definition of an operator in an operator set, or None."""
     try:
         return onnx.defs.get_schema(op_type, opset, "")
     except onnx.defs.SchemaError:
@@ -77,7 +75,7 @@ def _first_version(op_type: str) -> int:
 
 
 def default_of(schema: OpSchema, name: str) -> Any:
-    """The default value of an attribute as plain data; None where there is none."""
+    """The default value of an attribute as plain data, or None."""
     value = schema.attributes[name].default_value
     if not value.type:
         return None
@@ -86,7 +84,7 @@ def default_of(schema: OpSchema, name: str) -> Any:
 
 
 def _meaning_changed(op_type: str, old: int, new: int, attributes: Mapping[str, Any]) -> bool:
-    """Whether the meaning of such a node changed between two versions."""
+    """Whether the meaning of a node changed between two versions of its operator."""
     row = operator_row(op_type)
     versions = row.changed_in + (row.ceiling_changed_in if attributes.get("ceil_mode") else ())
     return any(min(old, new) < version <= max(old, new) for version in versions)
@@ -94,7 +92,7 @@ def _meaning_changed(op_type: str, old: int, new: int, attributes: Mapping[str, 
 
 def _inputs_for_attributes(op_type: str, version: int, reference: int, attributes: Mapping[str, Any], inputs: list[KernelInput],
                            outputs: Sequence[Tensor]) -> tuple[dict[str, Any], list[KernelInput]]:
-    """The attributes and inputs of a node, translated from an old version to a newer one."""
+    """A node's attributes and inputs, translated from an old version to a newer one."""
     kept, given = dict(attributes), list(inputs)
     since, name = operator_row(op_type).input_since or (0, "")
     if version < since <= reference and kept.get(name) is not None:
@@ -113,12 +111,12 @@ def _inputs_for_attributes(op_type: str, version: int, reference: int, attribute
 
 
 def _takes(schema: OpSchema, inputs: Sequence[KernelInput]) -> bool:
-    """Whether an operator takes inputs of this number and these types."""
+    """Whether an operator accepts inputs of this number and these types."""
     if len(inputs) > schema.max_input:
         return False
-    places = [min(place, len(schema.inputs) - 1) for place in range(len(inputs))]  # the last one may be variadic
-    return all(not tensor.is_tensor or f"tensor({_onnx_name(tensor.dtype)})" in schema.inputs[place].types
-               for place, tensor in zip(places, inputs, strict=True))
+    indices = [min(index, len(schema.inputs) - 1) for index in range(len(inputs))]  # the last one may be variadic
+    return all(not tensor.is_tensor or f"tensor({_onnx_name(tensor.dtype)})" in schema.inputs[index].types
+               for index, tensor in zip(indices, inputs, strict=True))
 
 
 def _onnx_name(dtype: str) -> str:
@@ -126,14 +124,8 @@ def _onnx_name(dtype: str) -> str:
     return {"float32": "float", "float64": "double"}.get(dtype, dtype)
 
 
-# Default values: the same kernel as without the attribute.
-NEUTRAL = {"auto_pad": "NOTSET", "group": 1, "ceil_mode": 0, "storage_order": 0, "count_include_pad": 0}
-
-TYPE_LIMIT = 3  # inputs spelled out in an id
-
-
 def kernel_type(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelInput]) -> str:
-    """The canonical name of an operation: the operator, then a fused addition, then a fused activation."""
+    """The canonical name of an operation: operator, fused addition, fused activation."""
     row = operator_row(op_type)
     parts = [row.base_name]
     if row.sum_input is not None and len(inputs) > row.sum_input and inputs[row.sum_input].present:
@@ -143,19 +135,18 @@ def kernel_type(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[Ke
     return "_".join(parts)
 
 
-def operator_of(type_name: str) -> str:
-    """The operator in a name that `kernel_type` made, without what is fused into it. No operator's name has an underscore."""
+def operator_in_type(type_name: str) -> str:
+    """The operator in a name from `kernel_type`, without fused parts. No operator's name has an underscore."""
     return type_name.partition("_")[0]
 
 
-WINDOWS = (1, 3, 7, 15, 31, 63)  # the widest of each class of windows; the last class is wider
+def kernel_form(kernel: Kernel) -> str:
+    """What libraries choose algorithms by besides sizes, e.g. `float32 of rank 4`.
 
-
-def form_of(kernel: Kernel) -> str:
-    """The form of a kernel: what libraries choose algorithms by, other than sizes. `float32 of rank 4`; for a convolution
-    its groups and the class of its window too, for a pool the latter; for a softmax or reduction, whether it works along the
-    last axis. For a product the type alone, since its rank matters little; ONNX's own Attention, which does not project, is
-    apart from ONNX Runtime's."""
+    Convolutions add grouping and window class, pools the window class, softmaxes and reductions whether they work along the
+    last axis. A product's form is only its type, since its rank matters little. ONNX's Attention (without projection) differs
+    from ONNX Runtime's.
+    """
     row = operator_row(kernel.op_type)
     if row.operator_class == "product":
         return f"{kernel.dtype} by ONNX's definition" if kernel.op_type == "Attention" and not kernel.domain else kernel.dtype
@@ -166,7 +157,7 @@ def form_of(kernel: Kernel) -> str:
     if (window := kernel.attributes.get("kernel_shape")) and row.operator_class in ("convolution", "reduction"):
         widest = max(window)
         parts.append(f"window to {next((wide for wide in WINDOWS if widest <= wide), f'over {WINDOWS[-1]}')}")
-    if (row.kind == "softmax" or row.cost == "reduction") and (axes := worked_along(kernel)):
+    if (row.kind == "softmax" or row.cost == "reduction") and (axes := worked_axes(kernel)):
         parts.append("along the last axis" if len(shape) - 1 in axes else "along other axes")
     return ", ".join(parts)
 
@@ -179,14 +170,14 @@ def _groups(kernel: Kernel, shape: Sequence[int]) -> str:
 
 
 def channels_last(kernel: Kernel) -> bool:
-    """Whether the last axis of its tensors is the channels."""
+    """Whether the channels are the last axis."""
     return (kernel.domain == "com.ms.internal.nhwc" or kernel.op_type.startswith("Nhwc")
             or bool(kernel.attributes.get("channels_last")))
 
 
-def worked_along(kernel: Kernel) -> list[int]:
-    """The axes along which an operator works that does not treat all alike, sorted: of a softmax or norm, a reduction, a
-    running sum, or one with an axis that it joins, cuts or indexes. None where they are not known."""
+def worked_axes(kernel: Kernel) -> list[int]:
+    """The sorted axes that an operator treats specially; empty if none or unknown. These are the axes of a softmax, norm,
+    reduction or running sum, or the axis that it joins, cuts or indexes."""
     row, axis = operator_row(kernel.op_type), kernel.attributes.get("axis")
     rank = len(kernel.inputs[0].shape) if kernel.inputs and kernel.inputs[0].dtype else 0
     given = kernel.inputs[1] if len(kernel.inputs) > 1 else KernelInput(dtype="")
@@ -203,8 +194,8 @@ def worked_along(kernel: Kernel) -> list[int]:
     return []
 
 
-def normalize(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes without default values, so that every kernel has exactly one description."""
+def without_defaults(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes without default values, so that a kernel has exactly one description."""
     kept = {}
     for name, value in attributes.items():
         if name in NEUTRAL and value == NEUTRAL[name]:
@@ -220,7 +211,7 @@ def normalize(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def spatial(inputs: Sequence[Tensor]) -> tuple[int, int]:
-    """Height and width for a kernel's id: the last two dimensions of its first input; 1 for a missing one."""
+    """Height and width for a kernel's id: the last two dimensions of its first input; 1 if missing."""
     shape = next((tensor.shape for tensor in inputs if tensor.present), ())
     return tuple((1, 1, *shape)[-2:])  # type: ignore[return-value]
 
@@ -248,15 +239,11 @@ def kernel_id(type_name: str, op_type: str, domain: str, opset: int, attributes:
 
 def describe_kernel(op_type: str, domain: str, opset: int, attributes: Mapping[str, Any], inputs: Sequence[KernelInput],
                     outputs: Sequence[Tensor]) -> Kernel:
-    """The kernel of one node, with its id, operations and bytes.
-
-    Whatever the model's operator set, the kernel is described in one common operator set if the operator means the same there
-    (see `operator_versions`).
-    """
+    """The kernel of one node, with id, operations and bytes, in operator set REFERENCE if the operator means the same there."""
     if operator_row(op_type).base_name == "Conv":
         attributes = {"kernel_shape": list(inputs[1].shape[2:]), **attributes}  # may be omitted: the weights say it
-    opset, attributes, inputs = canonical(op_type, domain, opset, attributes, inputs, outputs)
-    kept = normalize(attributes)
+    opset, attributes, inputs = canonical_description(op_type, domain, opset, attributes, inputs, outputs)
+    kept = without_defaults(attributes)
     name = kernel_type(op_type, kept, inputs)
     return Kernel(
         id=kernel_id(name, op_type, domain, opset, kept, inputs, outputs), type=name, op_type=op_type, domain=domain,

@@ -1,17 +1,18 @@
-"""What Hase knows of each operator, by its name: one row per operator.
+"""The operator table: class, cost rule, launches and other properties of each operator, by name.
 
-To add an operator, add one row to TABLE: all columns but the first two have defaults. A row holds for all domains that have an
-operator of its name. An operator without a row gets a default one from `operator_row`, marked by `listed=False`: its class then
-follows from its name (`Reduce…`, `Arg…`, `Global…` and `…Pool…` are reductions), or else is "other".
+To add an operator, add one row to TABLE; all columns but the first two have defaults. A row is valid for all domains with an
+operator of its name. Without a row, `operator_row` returns a default one with `listed=False`, whose class follows from the name
+(`Reduce…`, `Arg…`, `Global…` and `…Pool…` are reductions) or is "other".
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-# Predictors learn the places of these names in their lists (`class_boosters.CODES`): after a change, they are trained anew.
+# Predictors learn the indices of these names (`class_boosters.CODES`): after a change, train them again.
 OperatorKind = Literal["softmax", "layer norm", "channel norm", "pool", "joint", "part", "permutation", "copy"]
 OperatorClass = Literal["normalisation", "reduction", "elementwise", "movement", "gather", "product", "convolution",
                         "recurrent", "other"]
@@ -22,62 +23,65 @@ LaunchRule = Literal["learned", "none", "one a step", "unequal parts", "many inp
 Dispatch = Literal["own", "convolution", "product", "recurrent", "reducing", "einsum"]
 Linearity = Literal["linear", "multiplicative", "convolutional", "nonlinear"]
 Places = tuple[int, ...]
+# On CUDA these may work in the buffer of their first input: activations, as they are registered (ONNX Runtime's
+# activations.cc), and ScatterND. That Gelu, HardSwish and QuickGelu are among them follows from the blocks of an H100's
+# sessions. Arithmetic and other elementwise operators always write to a buffer of their own.
+IN_PLACE_ON_CUDA = frozenset({"Elu", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "QuickGelu", "Relu", "ScatterND", "Selu",
+                              "Sigmoid", "Softplus", "Softsign", "Tanh", "ThresholdedRelu"})
+NetworkScale = Literal["small", "medium", "large"]
+SCALES: dict[NetworkScale, float] = {"small": 50, "medium": 150, "large": float("inf")}  # the most nodes of such a network
 
 
 @dataclass(frozen=True)
 class Operator:
-    """A row of the table. Inputs are given by their positions, versions by the number of ONNX's operator set.
+    """A row of the table. Inputs are given by index, versions by the number of ONNX's operator set.
 
     Attributes:
         name: ONNX's or ONNX Runtime's.
-        operator_class: operators of one class do the same to memory, so a measured one tells how long another takes.
-        kind: finer than the class: operators whose CUDA kernels work alike; "" where no kind fits.
-        base: the operator without what is fused into it; "" where nothing is.
+        operator_class: operators of one class use memory alike, so the time of one tells that of another.
+        kind: finer than the class: operators whose CUDA kernels work alike; "" if none fits.
+        base: the operator without fused parts; "" if there are none.
 
-        cost: the rule for operations and bytes (`kernel_costs`). A "view" only changes a tensor's shape, since in ONNX Runtime
-            its output shares its input's memory: all its costs are 0. The operations of a "move" are 0.
-        element_flops: operations per element under the rule "elements". A transcendental function counts as about ten, as a
+        cost: the rule for operations and bytes (`kernel_costs`). A "view" costs nothing: its output shares its input's memory.
+            A "move" has no operations.
+        element_flops: operations per element under the rule "elements". A transcendental function counts as about ten, as its
             polynomial approximation takes. Only the order of magnitude matters, because memory limits these kernels.
-        table_inputs: inputs of which a kernel reads at most as many elements as it puts out.
-        launches: how often it launches work on a GPU. Mostly that is "learned", and at least once. "none": it reads only a
-            tensor's shape, which the host knows. The others add what `kernel_costs.copied_tables` says.
-        dispatch: what the host calls to dispatch it on CUDA: a kernel of ONNX Runtime's "own"; cuDNN for a "convolution" or a
-            "recurrent" layer; cuBLAS for a "product", or for an "einsum", which it first plans; or it is "reducing", which
-            makes few numbers from many: cuDNN for pools, most reductions and the normalisation of channels, kernels of ONNX
-            Runtime for softmaxes and layers.
-        time_by_values: its CPU kernel's time depends on the values of its inputs: branches that they take, numbers that it
-            sorts or finds, functions with several ways to compute them (ONNX Runtime 1.31: from 1.5 to 500 times as long).
+        table_inputs: inputs from which a kernel reads at most as many elements as it writes.
+        launches: how often it launches work on a GPU. Mostly "learned", at least one. "none": it reads only a tensor's shape,
+            which the host knows. The others add `kernel_costs.waits_between_launches`.
+        dispatch: what the host calls on CUDA: ONNX Runtime's "own" kernels; cuDNN for a "convolution" or "recurrent" layer;
+            cuBLAS for a "product", or for an "einsum", which it first plans; "reducing" operators use cuDNN (pools, most
+            reductions, normalisation of channels) or ONNX Runtime's kernels (softmaxes, layer normalisation).
+        time_by_values: its CPU time depends on input values: branches, sorting or searching, functions with several algorithms
+            (ONNX Runtime 1.31: from 1.5 to 500 times as long).
         slow_on_cpu: whether ONNX Runtime's CPU provider computes it number by number, in many steps; None: if its class is
             "other".
-        waits_for_size: its CUDA kernel copies the size of its output to the host, which waits for that (ONNX Runtime 1.31).
-        copies: it copies a tensor between host and GPU.
+        waits_for_size: its CUDA kernel copies the output's size to the host, which waits for it (ONNX Runtime 1.31).
 
-        bodies: attributes that hold a graph; the computation is done by the nodes of these graphs.
+        bodies: attributes with a graph, whose nodes do the computation.
         size_inputs: inputs whose values decide the output's shape.
-        shape_input: the input that holds the output's shape itself.
+        shape_input: the input that is the output's shape.
         sized_by_values: values decide the output's shape in another way (see `shape_needs_values`).
-        float_sizes: small floating-point constants among its inputs set the output's shape.
-        index_input: the input that holds indices into `table_inputs`, or into the first input where it has no tables.
+        float_sizes: small floating-point constants among its inputs determine the output's shape.
+        index_input: the input with indices into `table_inputs`, or into the first input if there are no tables.
         index_per_axis: the last axis of the indices has one for each of the first axes of the data.
-        weights_input: a convolution's weights.
         sum_input: what a fused convolution adds to its result: Z of FusedConv, Sum of a Conv in blocked layout (NCHWc).
-        single_inputs: inputs that are float32 whatever the type of the others.
-        packed_inputs: inputs of whole numbers that stand for several quantised ones, or for a quantised one: any will do.
-        in_whole_numbers: it computes in the type of its first input, although scales of floating numbers come with it.
-        positive_inputs: made-up inputs are positive, since it divides by them or takes roots or logarithms.
-        keeps_shape: it has one output, of the first input's shape, as is known without a session.
-        in_place: inputs whose buffer the output may take over (`MayInplace` of ONNX Runtime's kernels for a CPU).
-        typed_by_attribute: an attribute gives the type of its floating-point output, not an input.
-        random: its output differs from run to run (that of a Dropout only while a network is trained).
+        single_inputs: inputs that are always float32.
+        packed_inputs: integer inputs that contain quantised numbers; any value is valid.
+        in_whole_numbers: it computes in its first input's type, although its scales are floating-point numbers.
+        positive_inputs: dummy inputs must be positive, for divisions, roots or logarithms.
+        keeps_shape: its only output has the first input's shape; no session is needed to know it.
+        in_place: inputs whose buffer the output may reuse (`MayInplace` of ONNX Runtime's CPU kernels).
+        typed_by_attribute: an attribute, not an input, gives the type of its floating-point output.
+        random: its output differs from run to run (for Dropout only in training).
 
-        linearity: "linear" (additions, comparisons, and what only moves data), "multiplicative" (products, activations of
-            single elements), "nonlinear" (all others), or "convolutional": nonlinear, but usual in networks of convolutions.
-        changed_in: versions in which its meaning changed although its attributes and inputs did not (from ONNX's changelog):
-            scale and bias per channel, not per group; a shift by half a pixel; one axis, not all from `axis` on; other names
-            of modes; another way to count an axis; sizes rounded up.
+        linearity: "linear" (additions, comparisons, data movement), "multiplicative" (products, activations of single
+            elements), "nonlinear" (all others), or "convolutional": nonlinear, but usual in convolutional networks.
+        changed_in: versions that changed the meaning but not the attributes and inputs (from ONNX's changelog): scale and bias
+            per channel, not per group; a shift by half a pixel; one axis, not all from `axis` on; other names of modes; another
+            way to count an axis; sizes rounded up.
         ceiling_changed_in: the same, only for sizes that are rounded up (`ceil_mode`).
-        input_since: since this version, this attribute is the second input.
-        listed: whether the table has a row of this name.
+        input_since: the version since which this attribute is the second input.
     """
 
     name: str
@@ -118,12 +122,12 @@ class Operator:
 
     @property
     def base_name(self) -> str:
-        """The name of the operator without what is fused into it."""
+        """The operator's name without fused parts."""
         return self.base or self.name
 
     @property
     def kind_or_class(self) -> OperatorKind | OperatorClass:
-        """Its kind, or its class where no kind fits."""
+        """Its kind, or its class if it has no kind."""
         return self.kind or self.operator_class
 
     @property
@@ -133,7 +137,7 @@ class Operator:
 
 
 def operator_row(name: str) -> Operator:
-    """What is known of an operator of ONNX or ONNX Runtime; a default row where the table has none."""
+    """The row of an operator of ONNX or ONNX Runtime; a default row if the table has none."""
     return OPERATORS.get(name) or _default_row(name)
 
 
@@ -394,9 +398,36 @@ TABLE = (
 OPERATORS = {operator.name: operator for operator in TABLE}
 VIEWS = frozenset(operator.name for operator in TABLE if operator.cost == "view")
 COPIES = frozenset(operator.name for operator in TABLE if operator.copies)
-# On CUDA these may work in the buffer of their first input: activations, as they are registered (ONNX Runtime's
-# activations.cc), and ScatterND. That Gelu, HardSwish and QuickGelu are among them follows from the blocks of an H100's
-# sessions. Arithmetic and other elementwise operators always write to a buffer of their own.
-IN_PLACE_ON_CUDA = frozenset({"Elu", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "QuickGelu", "Relu", "ScatterND", "Selu",
-                              "Sigmoid", "Softplus", "Softsign", "Tanh", "ThresholdedRelu"})
 CONTROL_FLOW = frozenset(operator.name for operator in TABLE if operator.bodies)
+
+
+def linearity_class(name: str) -> Literal["linear", "multiplicative", "nonlinear"]:
+    """The class of an operator in the user's document on TVM.
+
+    Linear (additions, comparisons, data movement), multiplicative (products, activations of single elements) or nonlinear
+    (convolutions, pools, normalisations and the rest). The document counts activations twice, as multiplicative and as
+    nonlinear. Since its fully connected networks have only linear and multiplicative operators, activations are multiplicative
+    here.
+    """
+    linearity = operator_row(name).linearity
+    return "nonlinear" if linearity == "convolutional" else linearity
+
+
+def furthest_from_linear(names: Iterable[str]) -> Literal["linear", "multiplicative", "nonlinear"]:
+    """The class of a kernel with several operators."""
+    classes = {linearity_class(name) for name in names}
+    return "nonlinear" if "nonlinear" in classes else "multiplicative" if "multiplicative" in classes else "linear"
+
+
+def network_kind(names: Iterable[str]) -> Literal["fully connected", "convolutional", "other"]:
+    """The kind of network in the user's document on TVM, from its operator names. A final softmax does not change the kind."""
+    rows = [operator_row(name) for name in set(names) - {"Softmax", "LogSoftmax"}]
+    if any(row.dispatch == "convolution" for row in rows):
+        return "other" if any(row.linearity == "nonlinear" for row in rows) else "convolutional"
+    return "other" if furthest_from_linear(row.name for row in rows) == "nonlinear" else "fully connected"
+
+
+def network_scale(nodes: int) -> NetworkScale:
+    """The size of a network in the user's document on TVM, from its number of graph nodes. AlexNet, ResNet-18 and SqueezeNet
+    are small, MobileNet and GoogLeNet medium, RegNet and DenseNet large."""
+    return next(scale for scale, most in SCALES.items() if nodes <= most)

@@ -1,5 +1,4 @@
-"""The record of one measurement with the sharing probe (benchmark/sharing_probe.py), and its summary for metrics.
-"""
+"""A reading of the sharing probe (benchmark/sharing_probe.py), and its summary for metrics."""
 
 from __future__ import annotations
 
@@ -11,8 +10,8 @@ import numpy as np
 from pydantic import FiniteFloat, model_validator
 
 from hase.utils import files
+from hase.utils.config import Frozen
 from hase.utils.fingerprint import SharingMode
-from hase.utils.frozen import Frozen
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -26,12 +25,7 @@ QUANTILES = 21  # of latencies in a summary, and of learned waits
 
 
 class ProbedRuns(Frozen):
-    """Runs of one piece of work, back to back.
-
-    Attributes:
-        starts_ms: start of each run since the measurement began; ascending.
-        latencies_ms: latency of each run, in the same order.
-    """
+    """Back-to-back runs of one piece of work: for each its start since the measurement began, and its latency."""
 
     starts_ms: tuple[float, ...]
     latencies_ms: tuple[float, ...]
@@ -45,14 +39,12 @@ class ProbedRuns(Frozen):
 
 
 class ProbeReading(Frozen):
-    """One measurement with the probe: raw times.
+    """The raw times of one measurement with the probe.
 
     Attributes:
-        machine_uuid: of the device.
-        device: `cpu` or `cuda`.
         sharing: how processes share the GPU; None on a CPU.
         started: UTC, ISO 8601.
-        seconds: requested length; it takes longer if LEAST_RUNS of a piece do.
+        seconds: requested length; LEAST_RUNS may take longer.
         tiny: runs of one elementwise node.
         long: runs of a chain of matrix products.
     """
@@ -68,7 +60,7 @@ class ProbeReading(Frozen):
 
     @property
     def waited(self) -> dict[str, float]:
-        """By piece of work, the share of its run time that belongs to runs that waited.
+        """By piece of work, the share of its run time in runs that waited.
 
         Runs are compared with the shortest one. If even the tiny piece was never as fast as on an idle device, the other
         processes left no gap, and all runs waited. The long piece's share is a lower bound: if gaps are too short for it, its
@@ -80,12 +72,12 @@ class ProbeReading(Frozen):
 
 
 class ProbeSummary(Frozen):
-    """The summary of a measurement, of its long piece of work.
+    """The summary of a measurement's long piece of work.
 
     Attributes:
         sharing: how processes share the GPU; None on a CPU.
         latencies_ms: QUANTILES of all runs, evenly spaced from the shortest to the longest.
-        waited_ms: the same of those that waited, as far as this measurement shows; empty if none did.
+        waited_ms: QUANTILES of the runs that are known to have waited; empty if none did.
         busy_ms, quiet_ms: mean lengths of `phases_ms`.
     """
 
@@ -108,13 +100,12 @@ class ProbeSummary(Frozen):
         return self
 
 
-def summarised(reading: ProbeReading) -> ProbeSummary:
+def summarise_probe(reading: ProbeReading) -> ProbeSummary:
     """The summary of a measurement.
 
     A run counts as waiting if it is longer than the runs that certainly did not wait, which are about as short as the shortest
-    one. (Compared with the shortest one itself, twice as many measurements of an idle H200 would have runs that waited.)
-    Whether all runs waited can be known only from their time on an idle device
-    (`hase.learned.sharing.slices.co_runner_summarised`).
+    one. (Compared with only the shortest one, twice as many measurements of an idle H200 would have waiting runs.) Whether all
+    runs waited follows only from their time on an idle device (`hase.learned.sharing.co_runner_summarised`).
     """
     latencies = np.array(reading.long.latencies_ms)
     undisturbed = latencies[latencies <= waiting_from_ms(latencies.min())]
@@ -128,11 +119,11 @@ def summarised(reading: ProbeReading) -> ProbeSummary:
 
 
 def phases_ms(starts_ms: npt.ArrayLike, latencies_ms: npt.ArrayLike, waited: npt.ArrayLike) -> tuple[float, float]:
-    """The mean lengths (ms) of the phases in which other work kept the device busy, and of those in which it left it idle. The
-    first is 0 if no run waited, the second if the other work never paused.
+    """The mean lengths (ms) of phases in which other work kept the device busy, and in which it left it idle.
 
-    Consecutive runs that waited are a busy phase; the runs between them are a quiet phase. Phases cut by the start or the end
-    of the measurement are left out if there are complete ones.
+    Consecutive runs that waited are a busy phase; the runs between them are a quiet phase. Phases cut by the start or end of
+    the measurement are omitted if there are complete ones. The first length is 0 if no run waited, the second if the other work
+    never paused.
     """
     starts, latencies, busy = np.asarray(starts_ms, dtype=float), np.asarray(latencies_ms, dtype=float), np.asarray(waited)
     edges = np.flatnonzero(np.diff(busy.astype(int))) + 1
@@ -148,7 +139,7 @@ def phases_ms(starts_ms: npt.ArrayLike, latencies_ms: npt.ArrayLike, waited: npt
 
 
 def waiting_from_ms(alone_ms: float) -> float:
-    """The latency (ms) above which a run waited, of work that takes `alone_ms` on an idle device."""
+    """The latency (ms) above which a run waited, for work that takes `alone_ms` on an idle device."""
     return WAITED * alone_ms + WAITED_MS
 
 
@@ -157,9 +148,5 @@ def _share_over(latencies_ms: Sequence[float], limit_ms: float) -> float:
 
 
 def read_reading(path: Path) -> ProbeReading:
-    """The record in `path`.
-
-    Raises:
-        UserError: it is missing, damaged or of another version.
-    """
+    """The record in `path`."""
     return files.read_record(path, ProbeReading, READING_VERSION, f"python benchmark/sharing_probe.py --out {path}")

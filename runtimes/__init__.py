@@ -1,6 +1,4 @@
-"""Runtimes: what analyses, builds, opens and runs models. A folder for each, the table that names them, and the flavours and
-targets that this machine is under them.
-"""
+"""The table of runtimes, and this machine's flavours and targets under them."""
 
 from __future__ import annotations
 
@@ -15,16 +13,13 @@ if TYPE_CHECKING:
     from hase.runtimes.runtime import Runtime
 
 # By name, the module that defines RUNTIME. It is loaded when it is asked for.
-MODULES = {"ort": "hase.benchmark.ort.runtime", "tvm": "hase.runtimes.tvm.runtime", "openvino": "hase.runtimes.openvino.runtime"}
+MODULES = {
+    "ort": "hase.benchmark.ort.runtime", "tvm": "hase.runtimes.tvm.runtime", "openvino": "hase.runtimes.openvino.runtime"}
 
 
 @functools.cache
 def runtime_named(name: str) -> Runtime:
-    """The runtime of a name.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The runtime with a name; a `UserError` if there is none."""
     if name not in MODULES:
         raise UserError(f"runtime {name}: unknown to this version; it knows {', '.join(MODULES)}")
     runtime: Runtime = import_module(MODULES[name]).RUNTIME
@@ -32,16 +27,7 @@ def runtime_named(name: str) -> Runtime:
 
 
 def flavour_of(device: str, runtime: str = DEFAULT_RUNTIME, level: str = "") -> Flavour:
-    """The flavour that this machine's `runtime` gives graphs for `cpu` or `cuda`.
-
-    Args:
-        device: `cpu` or `cuda`.
-        runtime: its name.
-        level: of optimisation; "" for the usual one.
-
-    Raises:
-        UserError: there is no such runtime.
-    """
+    """The flavour of graphs for `cpu` or `cuda` under a runtime of this machine; `level` "" is the usual optimisation."""
     described = runtime_named(runtime)
     return Flavour(
         device=device, runtime=runtime, runtime_version=".".join(described.version().split(".")[:2]),
@@ -50,16 +36,8 @@ def flavour_of(device: str, runtime: str = DEFAULT_RUNTIME, level: str = "") -> 
 
 
 def local_target(device: str, runtime: str = DEFAULT_RUNTIME, level: str = "", threads: int = 0, cores: int = 0) -> Target:
-    """The target that this machine is, with the runtime's default options.
-
-    Args:
-        device, runtime, level: of the flavour.
-        threads: on a CPU; 0: one for each physical core.
-        cores: that the threads are pinned to; 0: they are not pinned.
-
-    Raises:
-        UserError: there is no such runtime.
-    """
+    """This machine as a target, with the runtime's default options. On a CPU, `threads` 0 is one per physical core, and `cores`
+    0 means that threads are not pinned."""
     flavour = flavour_of(device, runtime, level)
     if device == "cuda":
         return Target(device_name=gpu_facts()["name"], flavour=flavour)

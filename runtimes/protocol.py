@@ -1,10 +1,8 @@
-"""The protocol between a client and a runtime's worker process: requests and replies, one JSON object per line, and both ends.
-
-`Worker` is the client's end, and `serve` the process's.
-"""
+"""The protocol between a client (`Worker`) and a runtime's worker process (`serve`): one JSON object per line."""
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,94 +10,79 @@ from typing import Literal
 
 from pydantic import Field
 
-from hase.benchmark.measuring.gpu_trace import GpuRun
-from hase.benchmark.measuring.run_times import Effort
 from hase.records.kernel_record import record_name
-from hase.records.measurement import Measurement, now
+from hase.records.measurement import Effort, Measurement, now
 from hase.records.probe_reading import ProbeReading
+from hase.records.traces import GpuRun
 from hase.runtimes import runtime_named
+from hase.utils.config import Frozen
 from hase.utils.errors import DeviceUnavailable, UserError, machine_lacks
+from hase.utils.files import no_room
 from hase.utils.fingerprint import DEFAULT_RUNTIME, Target
-from hase.utils.frozen import Frozen
-from hase.utils.processes import serve_lines
-from hase.utils.temporary import no_room
-from hase.utils.worker_process import WorkerFailed, WorkerProcess
+from hase.utils.processes import WorkerFailed, WorkerProcess, serve_lines
 
 IDLE_CANARY = Effort(warmup=2, warmup_s=0.02, budget_s=0.03, least_runs=15, most_runs=15)
 LOADED_CANARY = Effort(warmup=2, warmup_s=0.02, budget_s=0.3, least_runs=15, most_runs=300)
 
 
-class Setting(Frozen):
-    """How a runtime is to run everything that it is asked for; for runtimes that do not take it from a request's options.
+class RuntimeSetting(Frozen):
+    """How a runtime runs everything, if it does not take options from each request."""
 
-    Attributes:
-        level: the flavour's optimisation.
-        threads: of the runtime.
-        cores: the first cores of the process, to which all threads are pinned together; 0: they are not pinned.
-        memory_limit_mib: a model that needs more is not run; 0: no limit.
-        kernels: the folder with the functions of the flavour's kernels.
-    """
-
-    level: str
-    threads: int = Field(1, ge=1)
+    level: str  # the flavour's optimisation
+    threads: int = Field(1, ge=1)  # of the runtime
+    # the first cores of the process, to which all threads are pinned together; 0: they are not pinned
     cores: int = Field(0, ge=0)
-    memory_limit_mib: float = Field(0.0, ge=0)
-    kernels: str = ""
+    memory_limit_mib: float = Field(0.0, ge=0)  # a model that needs more is not run; 0: no limit
+    kernels: str = ""  # the folder with the functions of the flavour's kernels
 
     @classmethod
-    def of(cls, target: Target, kernels: Path, memory_limit_mib: float = 0.0) -> Setting | None:
-        """How a worker is to run everything for a target, whose built kernels are in a folder below `kernels`; None for a
-        runtime whose worker takes that from requests."""
+    def of(cls, target: Target, kernels: Path, memory_limit_mib: float = 0.0) -> RuntimeSetting | None:
+        """The setting for a target, with kernels below `kernels`; None if the worker takes options from requests."""
         if not runtime_named(target.flavour.runtime).takes_setting:
             return None
         return cls(level=target.flavour.optimization, threads=max(target.threads, 1), cores=target.cores,
                    kernels=str(kernels / target.flavour.name), memory_limit_mib=memory_limit_mib)
 
+    def take_cores(self) -> None:
+        """Restricts this process to its first `cores`."""
+        allowed = sorted(os.sched_getaffinity(0))
+        if self.cores > len(allowed):
+            raise UserError(f"cores: {self.cores}, but this process may use {len(allowed)}")
+        if self.cores:
+            os.sched_setaffinity(0, allowed[:self.cores])
+
 
 class Request(Frozen):
-    """One piece of work.
+    """A request to a worker: one piece of work."""
 
-    Attributes:
-        do: `alone` times a built kernel in its own session; `carrier` times several one after another in one graph; `model`
-            times a whole model and profiles its kernels, `model_labels` only profiles them; `model_gpu` traces a whole model
-            on the GPU for its label `gpu`, `model_trace` for the runs themselves; `model_graph` times it as a CUDA graph;
-            `canary` times a fixed piece of work; `sharing_probe` reads for `effort.budget_s` seconds how long tiny work
-            waits for other processes; `prepare` loads what the others need, so that none waits for it; `session` times a
-            whole model as the evaluator does; `kernels_energy` measures the energy of a batch of built kernels, one run of
-            each after another.
-        paths: the files of the kernels, or of the model.
-        record: for a model whose kernels get labels, its record.
-        dims: for a model, the sizes of its dynamic dimensions.
-        static: for a model, whether they are fixed before ONNX Runtime optimises it.
-        inputs: for a model under ONNX Runtime, a file with values of its inputs; "": made-up ones.
-        labels: for a carrier or a model, the labels of its kernels, of IN_MODEL_LABELS and (carrier only) `gpu`;
-            for `prepare`, `gpu` if it will be asked for; for a session, how it is run: `latency`, `host_io` or `cuda_graph`.
-        host: for a model on a GPU, whether the host's dispatch is timed too.
-        host_io: for a model, whether runs with numpy arrays in and out are timed too.
-        energy_s: for a model or a batch of kernels, how long a window its energy is measured in, in seconds; 0: it is not.
-        watch_host: for a model on a GPU, whether the host's probe is read between its runs: `quiet` (on an idle GPU) if only
-            those on an undisturbed host count, `all` if all do, "" if it is not read.
-        turns: the folder of the locks for exclusive GPU access; "" for a worker that shares the GPU with none.
-        setting: how it is run, where the runtime has such settings.
-    """
-
+    # `alone` times a built kernel in its own session; `carrier` times several one after another in one graph; `model` times a
+    # whole model and profiles its kernels, `model_labels` only profiles them; `model_gpu` traces a whole model on the GPU for
+    # its label `gpu`, `model_trace` for the runs themselves; `model_graph` times it as a CUDA graph; `canary` times a fixed
+    # piece of work; `sharing_probe` reads for `effort.budget_s` seconds how long tiny work waits for other processes;
+    # `prepare` loads what the others need, so that none waits for it; `session` times a whole model as the evaluator does;
+    # `kernels_energy` measures the energy of a batch of built kernels, one run of each after another
     do: Literal["alone", "carrier", "model", "model_labels", "model_gpu", "model_trace", "model_graph", "canary",
                 "sharing_probe", "prepare", "session", "kernels_energy"]
     device: str
     effort: Effort
-    paths: tuple[str, ...] = ()
-    record: str = ""
-    dims: dict[str, int] = {}
-    static: bool = False
-    inputs: str = ""
+    paths: tuple[str, ...] = ()  # the files of the kernels, or of the model
+    record: str = ""  # for a model whose kernels get labels, its record
+    dims: dict[str, int] = {}  # for a model, the sizes of its dynamic dimensions
+    static: bool = False  # for a model, whether they are fixed before ONNX Runtime optimises it
+    inputs: str = ""  # for a model under ONNX Runtime, a file with values of its inputs; "": made-up ones
+    # for a carrier or a model, the labels of its kernels, of IN_MODEL_LABELS and (carrier only) `gpu`; for `prepare`, `gpu`
+    # if it will be asked for; for a session, how it is run: `latency`, `host_io` or `cuda_graph`
     labels: tuple[str, ...] = ()
-    host: bool = False
-    host_io: bool = False
+    host: bool = False  # for a model on a GPU, whether the host's dispatch is timed too
+    host_io: bool = False  # for a model, whether runs with numpy arrays in and out are timed too
+    # for a model or a batch of kernels, how long a window its energy is measured in, in seconds; 0: it is not
     energy_s: float = 0.0
+    # for a model on a GPU, whether the host's probe is read between its runs: `quiet` (on an idle GPU) if only those on an
+    # undisturbed host count, `all` if all do, "" if it is not read
     watch_host: Literal["", "quiet", "all"] = ""
     provider_options: dict[str, str] = {}
-    turns: str = ""
-    setting: Setting | None = None
+    turns: str = ""  # the folder of the locks for exclusive GPU access; "" for a worker that shares the GPU with none
+    setting: RuntimeSetting | None = None  # how it is run, if the runtime has such settings
 
     @property
     def inputs_file(self) -> Path | None:
@@ -107,14 +90,17 @@ class Request(Frozen):
 
     @property
     def model_name(self) -> str:
-        """The name of a request's model, which its record bears too."""
+        """The name of the model, as in its record."""
         return record_name(Path(self.paths[0]).stem, self.dims, self.static)
 
 
 class Reply(Frozen):
-    """The result of a request: measurements, traced runs, a probe's reading, the memory (MiB) that a session held, or an error
-    of the unit itself (the worker goes on). `interrupted`: the error is that the machine or the process lacked something, not
-    the unit's. `unusable`: the process can't use its device any more, and is to be replaced."""
+    """The result of a request: measurements, traced runs, a probe's reading, memory (MiB) of a session, or an error of the
+    unit.
+
+    After an error of the unit the worker continues. `interrupted`: the error is not the unit's, but the machine or the process
+    lacked something. `unusable`: the process can't use its device any more and must be replaced.
+    """
 
     measurements: tuple[Measurement, ...] = ()
     runs: tuple[GpuRun, ...] = ()
@@ -127,11 +113,11 @@ class Reply(Frozen):
     ended: str = ""
 
 
-Work = Mapping[str, Callable[[Request], Reply]]  # by `Request.do`; each returns the reply, without its times
+Handlers = Mapping[str, Callable[[Request], Reply]]  # by `Request.do`; each returns the reply, without its times
 
 
-def answer(work: Work, request: Request) -> Reply:
-    """Does one piece of work, and stamps its measurements. An error of the unit itself is the reply's error."""
+def answer(work: Handlers, request: Request) -> Reply:
+    """Does one piece of work and adds times to its measurements. An error of the unit becomes the reply's error."""
     started = now()
     try:
         if request.do not in work:
@@ -151,45 +137,45 @@ def answer(work: Work, request: Request) -> Reply:
     return reply.model_copy(update={**times, "measurements": tuple(m.model_copy(update=times) for m in reply.measurements)})
 
 
-def serve(work: Work) -> None:
+def serve(work: Handlers) -> None:
     """Answers every request until the input ends."""
     serve_lines(lambda line: answer(work, Request.model_validate_json(line)).model_dump_json())
 
 
 class Worker(WorkerProcess[Request, Reply]):
-    """A worker process that speaks runtimes/protocol.py.
+    """The client's end: a process that does a runtime's work. `timeout_s` is per request."""
 
-    Args:
-        timeout_s: for one request.
-        runtime: whose work it does, by name.
-        setting: of every request.
-    """
-
-    def __init__(self, timeout_s: float, runtime: str = DEFAULT_RUNTIME, setting: Setting | None = None) -> None:
+    def __init__(self, timeout_s: float, runtime: str = DEFAULT_RUNTIME, setting: RuntimeSetting | None = None) -> None:
         super().__init__(runtime_named(runtime).worker, Reply, timeout_s)
         self._setting = setting
 
-    def _send(self, request: Request) -> None:
-        super()._send(request if self._setting is None else request.model_copy(update={"setting": self._setting}))
+    def _with_setting(self, request: Request) -> Request:
+        return request if self._setting is None else request.model_copy(update={"setting": self._setting})
+
+    def prepare(self, request: Request) -> None:
+        """Starts the process with a request whose reply is not needed (`WorkerProcess.prepare`)."""
+        super().prepare(self._with_setting(request))
 
     def ask(self, request: Request) -> Reply:
-        """The worker's reply; a process that can't use its device is ended, so that the next request starts another.
-
-        Raises:
-            WorkerFailed: see `WorkerProcess.ask`.
-        """
-        reply = super().ask(request)
+        """The worker's reply. A process that can't use its device is ended; the next request starts another."""
+        reply = super().ask(self._with_setting(request))
         if reply.unusable:
             self.stop()
         return reply
 
     def canary_ms(self, device: str, loaded: bool = False) -> tuple[float, ...]:
-        """Times of the canary on `cpu` or `cuda` in ms; see `hase.benchmark.measuring.bench.Canary.run_ms`.
-
-        Raises:
-            WorkerFailed: it does not run.
-        """
+        """Times (ms) of the canary on `cpu` or `cuda`; see `hase.benchmark.measuring.blocks.Canary.run_ms`."""
         reply = self.ask(Request(do="canary", device=device, effort=LOADED_CANARY if loaded else IDLE_CANARY))
         if reply.error:
             raise WorkerFailed("interrupted" if reply.interrupted else "failed", reply.error)
         return reply.measurements[0].samples_ms
+
+    def read_sharing_probe(self, device: str, seconds: float) -> ProbeReading | None:
+        """How long tiny work on `cpu` or `cuda` now waits for other processes."""
+        try:
+            reply = self.ask(Request(do="sharing_probe", device=device, effort=Effort(budget_s=seconds)))
+        except WorkerFailed as error:
+            raise UserError(f"the sharing probe does not run: {error}") from None
+        if reply.error:
+            raise UserError(f"the sharing probe does not run: {reply.error}")
+        return reply.probe

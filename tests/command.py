@@ -19,9 +19,8 @@ from pathlib import Path
 from unittest import mock
 
 from hase.utils import cli
-from hase.utils.cli import running
-from hase.utils.cli.running import SIGNALS
 from hase.utils.paths import ROOT
+from hase.utils.processes import SIGNALS
 
 
 @contextlib.contextmanager
@@ -53,8 +52,7 @@ def run_script(script: str, *options: str | Path) -> subprocess.CompletedProcess
     words = [script, *map(str, options)]
     main = importlib.import_module("hase." + script.removesuffix(".py").replace("/", ".")).main
     out, err = io.StringIO(), io.StringIO()
-    with (_as_before(), mock.patch.object(sys, "argv", words), mock.patch.object(running, "stop_at_signals"),
-          mock.patch.object(running, "_is_command", False), mock.patch.object(cli, "is_command", return_value=False),
+    with (_as_before(), mock.patch.object(sys, "argv", words), mock.patch.object(cli, "begin_command"),
           contextlib.chdir(ROOT), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)):
         try:
             cli.run(main)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 import tarfile
@@ -17,9 +16,8 @@ import pytest
 from chromium import browser_or_skip
 from filelock import FileLock
 from onnx import TensorProto, helper, numpy_helper
-from xdist.scheduler import LoadScopeScheduling
 
-from hase.kernel_model.building.kernel_models import kernel_build
+from hase.kernel_model.building.kernel_models import write_kernel
 from hase.kernel_model.sampling.free_shapes.table import DRAWS
 from hase.model_zoo.exporting.torch_models import group_of
 from hase.ort_analysis.graph.analysis import analyze
@@ -38,22 +36,35 @@ if TYPE_CHECKING:
 
 TORCH_MODELS = {"resnet18": 64, "mobilenet_v3_small": 64, "vit_tiny": 32}  # name: side of the image
 TORCH_BATCH = 2
+NIGHTLY = ("tests/extras/", "tests/extras/convolutions/", "tests/extras/graph_stages/", "tests/runtimes/test_tvm",
+           "tests/runtimes/test_openvino")  # their slow tests
 QUICK_S = 2.0  # what takes longer, its fixtures included, is to be marked slow
 Once = Callable[[str, Callable[[Path], object]], Path]  # the type of the fixture `once`
 
 
-@functools.cache
-def measures(file: Path) -> bool:
-    """Whether a test file measures. The scheduler knows tests by name only, so the mark is read in the file's text."""
-    return "pytest.mark.measuring" in file.read_text(encoding="utf-8")
-
-
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses by the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest first, so that two workers end at about the same time: measuring files, those with tests of minutes,
-    others with slow tests."""
-    marks = [(item.path, mark) for item in items if (mark := item.get_closest_marker("slow"))]
-    slow, minutes = {path for path, _ in marks}, {path for path, mark in marks if mark.args}
-    items.sort(key=lambda item: (not measures(item.path), item.path not in minutes, item.path not in slow))
+    """Files with slow tests come first, so that two workers end at about the same time; those that measure and others in turn,
+    so that two workers seldom wait for each other (`measures_alone`)."""
+    for item in items:
+        if item.get_closest_marker("slow") and item.path.relative_to(ROOT).as_posix().startswith(NIGHTLY):
+            item.add_marker("nightly")
+    measuring = {item.path for item in items if item.get_closest_marker("measuring")}
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    files = sorted({item.path for item in items}, key=lambda path: (path not in slow, path))
+    position = {path: (path not in slow, number) for kind in (True, False)
+                for number, path in enumerate(path for path in files if (path in measuring) is kind)}
+    items.sort(key=lambda item: (*position[item.path], item.path))
+
+
+@pytest.fixture(autouse=True)
+def measures_alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No two tests marked `measuring` run at once."""
+    if request.node.get_closest_marker("measuring") is None:
+        yield
+        return
+    with FileLock(shared_folder(tmp_path_factory) / "measuring.lock"):
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -62,21 +73,6 @@ def stays_in_its_folder() -> Iterator[None]:
     before = Path.cwd()
     yield
     assert Path.cwd() == before, "the test left its folder: use monkeypatch.chdir"
-
-
-class FileScheduling(LoadScopeScheduling):
-    """A worker runs a file from beginning to end; the measuring files are one group, so that no two measure at once.
-
-    The marker `xdist_group` would say the same, but xdist 3.8 puts it into an attribute that pytest 9.2 no longer reads.
-    """
-
-    def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        return "measuring" if measures(self.config.rootpath / file) else file
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling:
-    return FileScheduling(config, log)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -127,7 +123,7 @@ def no_cache() -> Iterator[None]:
 def beside_each_other() -> Iterator[None]:
     """Tests keep the CPU busy for each other. What they measure is not marked for that."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hase.records.blocks.BUSY_ADMITTED", 1.0)
+        patch.setattr("hase.records.measurement.BUSY_ADMITTED", 1.0)
         yield
 
 
@@ -140,15 +136,19 @@ def compiled_once() -> Iterator[None]:
         yield
 
 
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this test session that all workers see."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder  # each worker has a folder of its own in it
+
+
 @pytest.fixture(scope="session")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
     """`once(name, make)` is a folder that `make(folder)` filled once in this test session, by whichever worker came first.
 
     It belongs to all workers: tests read it, and write into copies.
     """
-    shared = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        shared = shared.parent  # each worker has a folder of its own in it
+    shared = shared_folder(tmp_path_factory)
 
     def folder_of(name: str, make: Callable[[Path], object]) -> Path:
         folder, finished = shared / name, shared / f"{name}.finished"
@@ -267,7 +267,7 @@ def build_workspace(workspace: Workspace, models: Mapping[str, onnx.ModelProto])
         files.write_json(record_path(workspace, record.flavour, record.model), record)
     flavour = flavour_of("cpu")
     for kernel in update_index(workspace, flavour).all_kernels():
-        kernel_build(kernel, workspace.kernel_onnx / flavour.name)
+        write_kernel(kernel, workspace.kernel_onnx / flavour.name)
     return flavour
 
 
@@ -285,12 +285,12 @@ def canary(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def steady_canary(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The times of the collector's canary, ms, made up so that the machine is steady; the last one is repeated."""
-    from hase.benchmark.collecting import units
+    from hase.runtimes.protocol import Worker
 
     times_ms = [1.0]
 
     def canary_ms(*_: object) -> tuple[float, ...]:
         return (times_ms.pop(0) if len(times_ms) > 1 else times_ms[0],)
 
-    monkeypatch.setattr(units, "_canary_ms", canary_ms)
+    monkeypatch.setattr(Worker, "canary_ms", canary_ms)
     return times_ms

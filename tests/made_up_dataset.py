@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from hase.model_zoo.exporting.torch_models import group_of
-from hase.records.blocks import Block
 from hase.records.dataset_files import (
     DatasetHeader,
     DatasetKernel,
@@ -24,7 +23,7 @@ from hase.records.dataset_writer import DatasetWriter
 from hase.records.kernel_record import Kernel, KernelInput, ModelRecord, Node, Tensor
 from hase.records.kernel_record_files import record_path
 from hase.records.kernel_types import describe_kernel
-from hase.records.measurement import Measurement
+from hase.records.measurement import Block, Measurement
 from hase.utils import files
 from hase.utils.fingerprint import Flavour, Machine, Target
 from hase.utils.paths import Workspace

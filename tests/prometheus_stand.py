@@ -29,7 +29,7 @@ from hase.benchmark.metrics.names import DEVICE_LABEL, HOST_LABEL, INDEX_LABEL, 
 from hase.benchmark.metrics.sources import TIME, ReplaySource
 from hase.benchmark.metrics_exporter import PaceSampler, ProbeSampler, ProcessSampler, Sampler, make_exporter
 from hase.utils.paths import ROOT
-from hase.utils.scrape_server import ScrapeServer
+from hase.utils.web_server import ScrapeServer
 
 NEEDED = "HASE_NEEDS_PROMETHEUS"  # set where a missing Prometheus is a failure
 SCRAPE_S = 0.2

@@ -8,16 +8,16 @@ import subprocess
 from pathlib import Path
 
 from hase.benchmark.collecting.config import CollectorConfig
-from hase.learned.kernels.settings import TrainingConfig
+from hase.learned.kernels.interface import TrainingConfig
 from hase.model_zoo.exporting.zoo_config import ZooConfig
-from hase.runtimes.tvm.drawn import OperatorSizes
+from hase.runtimes.tvm.operator_sampler import OperatorSizes
 from hase.utils.config import Config, read_config
 from hase.utils.paths import ROOT
 
 WORD_END, COMMAND_END = "\x1f", "\x1e"
 READS: dict[str, tuple[type[Config], str]] = {  # what a command reads, and the default
     "benchmark/collector.py": (CollectorConfig, "benchmark/config.yaml"),
-    "benchmark/repeatability.py": (CollectorConfig, "benchmark/config.yaml"),
+    "benchmark/dataset.py": (CollectorConfig, "benchmark/config.yaml"),
     "runtimes/tvm/operator_sampler.py": (OperatorSizes, "runtimes/tvm/operator_sizes.yaml"),
     "model_zoo/torchvision_exporter.py": (ZooConfig, "model_zoo/config.yaml"),
     "training/train_kernel_model.py": (TrainingConfig, "training/config.yaml"),

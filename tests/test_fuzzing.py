@@ -16,7 +16,7 @@ from optional_packages import needs
 from hase.runtimes import local_target
 from hase.utils.paths import Workspace
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 TARGET = local_target("cpu").name
 MODELS, DAMAGES = 40, 6

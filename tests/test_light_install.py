@@ -24,7 +24,7 @@ from hase.utils import no_package
 from hase.utils.cli import LEFT_OUT
 from hase.utils.paths import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 NEEDED = "HASE_NEEDS_PACKAGES"  # set where an index that can't be reached is a failure
 NO_NETWORK = ("Retrying (Retry", "Temporary failure in name resolution", "Failed to establish a new connection")

@@ -5,24 +5,29 @@ from __future__ import annotations
 import itertools
 import re
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_layers import ORDER
 
-from hase.recipes.commands_page import PAGE, all_commands, anchor, page
+from hase.learned import target_files
+from hase.recipes.figures import figure_pages, filled, read_figures
+from hase.recipes.write_pages import COMMANDS_PAGE, all_commands, commands_page
 from hase.runtimes import MODULES as RUNTIMES
-from hase.utils.paths import ROOT
+from hase.utils.paths import ROOT, SHIPPED
 
 DOCUMENTS = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("[!.]*/README.md")])  # the README links to them
-PAGES = [ROOT / "README.md", *DOCUMENTS, *sorted(ROOT.glob("recipes/*/*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCUMENTS, *sorted(ROOT.glob("docs/tables/*.md")),
+         *sorted(ROOT.glob("recipes/*/*.md"))]
 PYTHON = re.compile(r"^```python\n.*?^```", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\]\(([^)#:]+)\)")
+LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+SECTION = re.compile(r"\]\(([^)#:]*)#([^)]+)\)")
 FILE = re.compile(r"(?<![\w/<>.…-])((?:\w+/)+[\w.]+\.(?:py|sh|yaml))\b")
 # options that name what a command writes
 WRITTEN = ("--out", "--raw", "--trace", "--markdown", "--plot", "--csv", "--html", "--output-dir")
 MADE = {"resnet18.onnx", "resnet18_fp32_b16_224x224.json"}  # by the first phases, as the configs say
+TARGET = "nvidia-h200-cuda-ort1.31-all"
 NUMBER = re.compile(r"-?[\d,]*\.?\d+")
 
 
@@ -70,19 +75,13 @@ def test_a_row_that_contradicts_itself_is_detected() -> None:
 
 
 def test_the_page_of_commands_is_up_to_date() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(all_commands()), "make it anew: python recipes/commands_page.py"
+    assert COMMANDS_PAGE.read_text(encoding="utf-8") == commands_page(), "write it again: python recipes/write_pages.py"
 
 
 def test_each_command_says_what_it_writes_or_prints() -> None:
     verb = re.compile(r"\b(writes?|prints?|serves|reports|converts)\b", re.IGNORECASE)
     commands = [command for chosen in all_commands().values() for command in chosen]
     assert not [command.path for command in commands if not verb.search(f"{command.summary} {command.details}")]
-
-
-def test_links_within_the_page_of_commands_lead_somewhere() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    headings = {anchor(heading) for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
-    assert set(re.findall(r"\]\(#([^)]*)\)", text)) <= headings
 
 
 def test_no_phase_numbers_are_kept_by_hand() -> None:
@@ -101,7 +100,7 @@ def test_how_it_works_names_every_runtime() -> None:
 def test_no_other_page_has_python() -> None:
     """The Python of these pages is run by tests/test_readme.py, test_adding_a_unit.py and test_estimators.py."""
     assert {path.name for path in PAGES if PYTHON.search(path.read_text(encoding="utf-8"))} == {
-        "README.md", "predicting.md", "adding_a_unit.md", "estimators.md"}
+        "README.md", "predicting.md", "extending.md", "estimators.md"}
 
 
 def test_the_makefile_has_the_targets_of_the_readme() -> None:
@@ -118,21 +117,56 @@ def test_the_readme_is_short_and_leads_to_every_page() -> None:
 
 def test_the_readmes_tree_is_the_repository() -> None:
     """Its folders and scripts at the top, in the order in which they may import one another."""
-    tree = re.findall(r"^(\w+)(?:/|\.py) ", readme().partition("```text\nutils/")[1] + readme().partition("```text\nutils/")[2],
-                      re.MULTILINE)
-    assert [name for name in tree if name in ORDER] == [name for name in ORDER if name in tree]
-    assert set(ORDER) <= {"utils", *tree}
+    (contract, *_) = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
+    order = list(dict.fromkeys(re.findall(r"\w+", layer)[0] for layer in reversed(contract["layers"])))
+    tree = re.findall(r"^(\w+)(?:/|\.py) ", readme().partition("```text\nhase/")[2], re.MULTILINE)
+    assert [name for name in tree if name in order] == order
+
+
+def test_pages_quote_the_figures_of_the_file() -> None:
+    figures = read_figures()
+    for path in figure_pages():
+        text = path.read_text(encoding="utf-8")
+        assert filled(text, figures) == text, f"{path.name}: write the figures again: python recipes/write_pages.py"
+        assert "\n<!-- fig:" not in text, f"{path.name}: Markdown does not render a line that begins with a comment"
+
+
+def test_figures_are_those_of_the_shipped_predictors() -> None:
+    """Errors that are saved with what was learned, and the rows of docs/sharing.md that have them."""
+    sharing, energy = target_files.SHARING.read(SHIPPED / TARGET), target_files.ENERGY.needed(SHIPPED / TARGET)
+    assert sharing
+    assert sharing.probed
+    assert sharing.from_metrics
+    assert sharing.paired
+    assert energy.left_out
+    assert energy.left_out_with_latency
+    saved = {"sharing_mean": sharing.probed.mean, "sharing_p95": sharing.probed.p95,
+             "sharing_metrics_mean": sharing.from_metrics.mean, "sharing_metrics_p95": sharing.from_metrics.p95,
+             "energy_mape": energy.left_out_with_latency.mape, "energy_known_latency_mape": energy.left_out.mape}
+    figures = read_figures()
+    assert {name: figures[name].value for name in saved} == {name: f"{100 * error:.1f}" for name, error in saved.items()}
+    page = re.sub("<!--.*?-->", "", (ROOT / "docs" / "sharing.md").read_text(encoding="utf-8"))
+    for row, errors in (("the sharing probe (0.2 s) just before", sharing.probed),
+                        ("the metrics just before, alone", sharing.from_metrics), ("in a loop", sharing.paired)):
+        stated = " | ".join([str(errors.cases), *(f"{100 * error:.1f} %" for error in (errors.mean, errors.p50, errors.p95))])
+        assert [line for line in page.splitlines() if row in line and stated in line], (row, stated)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=[str(path.relative_to(ROOT)) for path in PAGES])
 def test_files_named_on_a_page_exist(path: Path) -> None:
-    """In its prose and its commands: an example in Python may name a file that the reader makes, and moved.md names old
-    files."""
+    """In its prose and its commands: an example in Python may name a file that the reader makes."""
     text = PYTHON.sub("", path.read_text(encoding="utf-8"))
-    if path.name == "moved.md":
-        text = "\n".join(row["is"] for table in tables(text) for row in table)
     links = [path.parent / link for link in LINK.findall(text)]
     assert not [str(named) for named in (*links, *(ROOT / name for name in FILE.findall(text))) if not named.exists()]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=[str(path.relative_to(ROOT)) for path in PAGES])
+def test_links_to_sections_lead_somewhere(path: Path) -> None:
+    for linked, section in SECTION.findall(path.read_text(encoding="utf-8")):
+        text = (path.parent / linked if linked else path).read_text(encoding="utf-8")
+        headings = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+                    for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
+        assert section in headings, f"{linked}#{section}"
 
 
 def test_scripts_that_take_long_can_be_read_by_the_shell() -> None:

@@ -18,7 +18,7 @@ from decoder_models import genai_folder
 from recipe_commands import commands_of
 
 from hase.model_zoo.torchvision_exporter import asked_config, command_line
-from hase.recipes.commands_page import read_command
+from hase.recipes.write_pages import read_command
 from hase.utils.fingerprint import has_cuda
 from hase.utils.paths import ROOT
 
@@ -119,7 +119,7 @@ def run_or_refuse(command: str, folder: Path) -> str:
     return printed
 
 
-@pytest.mark.slow("minutes")
+@pytest.mark.slow
 def test_the_demo_then_the_first_prediction(copy: Path) -> None:
     """What `make demo` runs after its install ends in the table; then the commands that ask for its models."""
     table = run("bash recipes/demo/run.sh out/demo", copy)
@@ -145,7 +145,7 @@ def test_the_demo_exports_what_the_first_prediction_asks_for(tmp_path: Path) -> 
     assert set(asked) <= written
 
 
-@pytest.mark.slow("minutes")
+@pytest.mark.slow
 def test_every_phase_of_the_table_and_its_examples_in_their_order(copy: Path) -> None:
     """Each command of the table, then the examples of its --help, which run as they stand: on what the steps before made."""
     phases = PHASE.findall(readme())
@@ -160,7 +160,7 @@ def test_every_phase_of_the_table_and_its_examples_in_their_order(copy: Path) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ["README.md", "docs/predicting.md"])
 def test_the_python_examples(page: str, copy: Path) -> None:
-    """After the table's commands: on the exporter's dynamic model. (docs/adding_a_unit.md and
+    """After the table's commands: on the exporter's dynamic model. (docs/extending.md and
     docs/estimators.md have tests of their own.)"""
     for code in fenced("python", (ROOT / page).read_text(encoding="utf-8")):
         program = code.replace('"model.onnx"', '"resnet18.onnx"')

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hase.recipes.commands_page import all_commands
+from hase.recipes.write_pages import all_commands
 from hase.utils.paths import ROOT
 
 pytestmark = pytest.mark.slow

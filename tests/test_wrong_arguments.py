@@ -12,7 +12,7 @@ from command import run_script
 from conftest import small_model
 
 from hase.inference import predict
-from hase.inference.core.sources import record_of
+from hase.inference.prediction.sources import record_of
 from hase.runtimes import flavour_of
 from hase.utils import files
 from hase.utils.errors import UserError
@@ -86,7 +86,7 @@ CASES = [  # the command, its exit code, and a part of the line; {here} is a wor
     ("inference/prediction_speed.py --model dyn.onnx --repeats 0", 2, "--repeats: '0' is not a whole number, 1 or more"),
     ("benchmark/metrics_exporter.py --port 70000", 2, "--port: '70000' is not a port"),
     ("benchmark/sharing_probe.py --seconds -1", 2, "--seconds: -1 is not a positive number"),
-    ("benchmark/repeatability.py --seed -1", 2, "--seed: '-1' is not a whole number"),
+    ("benchmark/dataset.py --repeat 5 --seed -1", 2, "--seed: '-1' is not a whole number"),
     ("benchmark/ort_kernel_runner.py --model dyn.onnx --budget-s nan", 2, "--budget-s: nan is not a positive number"),
     ("benchmark/ort_kernel_runner.py --model dyn.onnx --raw {here}", 2, "--raw: {here} is a folder"),
     ("benchmark/collector.py --config {here}/text.onnx", 1, "text.onnx: (the whole file): "),
@@ -101,14 +101,12 @@ CASES = [  # the command, its exit code, and a part of the line; {here} is a wor
     ("overlap_simulator.py --profile {here}/none.json", 1, "none.json: no such file"),
     ("training/train_kernel_model.py --target none", 1, "none"),
     ("training/fit_composition.py --target none", 1, "none"),
-    ("training/ablation.py --target none", 1, "none"),
     ("training/held_out.py --by family --target none", 1, "none"),
     ("training/held_out.py --by collection --target none", 1, "none"),
     ("training/held_out.py --by family --level tuned", 2, "--level goes with --by setting"),
     ("training/held_out.py --by operator --markdown page.md", 2, "--markdown needs a --target"),
     ("training/fit_sharing.py --target none --beside {here}/no", 1, "no"),
-    ("benchmark/machine_ties.py --target none", 1, "none"),
-    ("benchmark/label_table.py --target none", 1, "none"),
+    ("benchmark/dataset.py --machines --target none", 1, "none"),
     ("evaluator.py {here}/none.onnx --target h200", 1, "{here}/none.onnx: no such model"),
     ("evaluator.py {here}/nothing_here/", 1, "{here}/nothing_here: no such model"),
     ("evaluator.py dyn.onnx", 1, "is not this machine"),

@@ -1,1 +1,1 @@
-"""What is learned for a target: kernel predictors, and how kernel times make a model's time."""
+"""Fits everything that predictions read (kernels, composition and more) and measures its errors (held_out.py)."""

@@ -22,31 +22,34 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from hase.learned.composition.fitted import composition_path, read_composition
-from hase.learned.kernels.admitted import KnownEstimator, admit, find_estimator, find_estimators, read_entries, remove
-from hase.learned.kernels.estimators import KernelModel
-from hase.learned.kernels.settings import LAUNCHES, TrainingConfig
+from hase.learned import target_files
+from hase.learned.composition.fitted import read_composition
+from hase.learned.kernels.admitted import KnownEstimator, find_estimator, find_estimators, read_entries
+from hase.learned.kernels.interface import TrainingConfig, TrainingSet
 from hase.learned.kernels.sidecar import Sidecar, read_sidecar
-from hase.records.measurement import GPU_LABEL
-from hase.training.admission.checking import (
+from hase.records.measurement import GPU_LABEL, LAUNCHES
+from hase.training.estimators.in_use import InUseEstimator
+from hase.training.kernels.checking import (
     BEFORE,
     ROOFLINE,
     Floats,
     Task,
     about_admitted,
+    admit,
     environment_error,
     error_rows,
     in_use_ms,
+    remove,
     task_for,
     why_not,
 )
 from hase.training.kernels.targets import add_config, trained_targets
-from hase.training.kernels.training_set import TrainingSet, read_training_set
+from hase.training.kernels.training_set import read_training_set
 from hase.utils import cli
 from hase.utils.config import read_config
 from hase.utils.errors import UserError
 from hase.utils.locks import sole_writer
-from hase.utils.logger import get_logger
+from hase.utils.logger import get_logger, progress
 from hase.utils.paths import Workspace
 
 log = get_logger("estimators")
@@ -79,11 +82,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def only_target(workspace: Workspace, name: str | None) -> str:
-    """The target that is asked for, or the only one with predictors.
-
-    Raises:
-        UserError: there is none, or several.
-    """
+    """The named target, or the only one with predictors."""
     if name:
         return name
     targets = trained_targets(workspace)
@@ -93,12 +92,9 @@ def only_target(workspace: Workspace, name: str | None) -> str:
 
 
 def label_of(folder: Path, sidecar: Sidecar, rows: TrainingSet, asked: str | None) -> str:
-    """The label that is asked for, else that of the composition, else the GPU's or the first.
-
-    Raises:
-        UserError: it was not measured, or is no time.
-    """
-    label = asked or (read_composition(folder, sidecar.dataset_sha256).label if composition_path(folder).is_file() else
+    """The named label, else that of the composition, else the GPU's or the first."""
+    has_composition = target_files.COMPOSITION.path(folder).is_file()
+    label = asked or (read_composition(folder, sidecar.dataset_sha256).label if has_composition else
                       GPU_LABEL if GPU_LABEL in rows.times_ms else next(iter(rows.times_ms)))
     if label == LAUNCHES or label not in rows.times_ms or label not in sidecar.labels:
         measured = [name for name in rows.times_ms if name != LAUNCHES]
@@ -108,16 +104,12 @@ def label_of(folder: Path, sidecar: Sidecar, rows: TrainingSet, asked: str | Non
 
 
 def wanted_by(candidates: Sequence[KnownEstimator], types: Sequence[str] | None, kernel_type: str) -> bool:
-    """Whether kernels of a type are estimated: some estimator is for it, and it is among the types that are asked for."""
+    """Whether kernels of a type are estimated: an estimator is for it, and the user wants it."""
     return (types is None or kernel_type in types) and any(known.estimator.is_for(kernel_type) for known in candidates)
 
 
 def check_types(types: Sequence[str], candidates: Sequence[KnownEstimator], rows: TrainingSet) -> None:
-    """Checks the types that are asked for.
-
-    Raises:
-        UserError: no kernel of one was measured, or no estimator is for it.
-    """
+    """Checks the types that the user named."""
     for kernel_type in types:
         if kernel_type not in rows.types:
             raise UserError(f"--types {kernel_type}: no kernel of this type was measured on {rows.header.target.name}")
@@ -127,33 +119,33 @@ def check_types(types: Sequence[str], candidates: Sequence[KnownEstimator], rows
 
 
 def held_out(task: Task, candidates: Sequence[KnownEstimator], in_use: Floats) -> dict[str, Floats]:
-    """The held-out times by name: of what is in use, the roofline, and each estimator."""
+    """The held-out times by name: of the predictors in use, the roofline, and each estimator."""
     times_ms = {BEFORE: in_use}
     others = (known.estimator for known in candidates if known.estimator.name != ROOFLINE)
-    for estimator in cli.progress([find_estimator(ROOFLINE).estimator, *others], "checking"):
+    for estimator in progress([find_estimator(ROOFLINE).estimator, *others], "checking"):
         types = [name for name in task.types if estimator.is_for(name)]
-        if types and estimator.name != KernelModel.name:
+        if types and estimator.name != InUseEstimator.name:
             times_ms[estimator.name] = task.held_out_ms(estimator, types)
     return times_ms
 
 
 def check(workspace: Workspace, target: str, args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, str], Task]:
-    """The table of errors; for one estimator also by kernel type why it is not admitted ("": it is)."""
+    """The table of errors; for a single estimator also why it is not admitted, by kernel type ("": it is)."""
     folder, config = workspace.predictors(target), read_config(args.config, TrainingConfig, args.changes)
     sidecar, rows = read_sidecar(folder), read_training_set(workspace, target)
     candidates = [find_estimator(args.name, args.estimators)] if args.name else [
         known for known in find_estimators(args.estimators).values() if not environment_error(known.estimator, rows)]
     if args.name and (error := environment_error(candidates[0].estimator, rows)):
         raise UserError(error)
-    if args.name == KernelModel.name:
-        raise UserError(f"estimator {KernelModel.name}: it is in use already; others are compared with it")
+    if args.name == InUseEstimator.name:
+        raise UserError(f"estimator {InUseEstimator.name}: it is in use already; others are compared with it")
     check_types(args.types or (), candidates, rows)
     label = label_of(folder, sidecar, rows, args.label)
     if start := sidecar.labels[label].start:
         log.warning("the predictors of %s correct those of %s; here they are compared as if they were trained without them",
                     target, start)
     task = task_for(workspace, rows, label, partial(wanted_by, candidates, args.types), args.hold_out, config)
-    predictors = partial(KernelModel, chosen=sidecar.labels[label].chosen)
+    predictors = partial(InUseEstimator, chosen=sidecar.labels[label].chosen)
     admitted = [entry for entry in read_entries(folder) if entry.name != args.name]
     times_ms = held_out(task, candidates, in_use_ms(task, predictors, admitted, args.estimators))
     reasons = why_not(task, times_ms[args.name], times_ms[BEFORE]) if args.name else {}
@@ -167,7 +159,7 @@ def check(workspace: Workspace, target: str, args: argparse.Namespace) -> tuple[
 
 
 def report(name: str, reasons: Mapping[str, str], force: bool, dry_run: bool) -> int:
-    """Says for which types an estimator is admitted, and why not for others. Returns the exit status: 1 where for none."""
+    """Prints for which types an estimator is admitted, and why not for others. Returns the exit status."""
     better = [kernel_type for kernel_type, reason in reasons.items() if not reason]
     if better:
         log.info("%s: %s for %s", name, "would be admitted" if dry_run else "admitted", ", ".join(better))
@@ -179,7 +171,7 @@ def report(name: str, reasons: Mapping[str, str], force: bool, dry_run: bool) ->
 
 
 def listed(workspace: Workspace, target: str, named: Sequence[Path]) -> list[dict[str, Any]]:
-    """The estimators that are there, and what is admitted of them."""
+    """The available estimators, and for which types they are admitted."""
     entries = {entry.name: entry for entry in read_entries(workspace.predictors(target))}
     known = find_estimators(named)
     return [{"estimator": name, "from": known[name].source if name in known else f"{entries[name].source}, not found",

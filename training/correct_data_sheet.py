@@ -18,16 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from hase.learned.data_sheet.adjusted import adjust
-from hase.learned.data_sheet.correction import correction_of, correction_path
-from hase.learned.data_sheet.saved import read_sheet
+from hase.learned.data_sheet.ratios import correction_path, read_sheet
 from hase.learned.data_sheet.work import Floats
+from hase.learned.kernels.measured import measured_times, times_under
 from hase.learned.kernels.predictors import read_predictors
 from hase.records.dataset_files import read_header, read_kernels
 from hase.records.kernel_record import Kernel
 from hase.records.measurement import GPU_LABEL
-from hase.training.data_sheet.card import card_of, on_base
-from hase.training.kernels.training_set import measured_times, times_under
+from hase.training.fits.data_sheets import adjust, card_of, correction_of, on_base
 from hase.utils import cli, files
 from hase.utils.errors import UserError
 from hase.utils.locks import sole_writer
@@ -41,11 +39,7 @@ python training/correct_data_sheet.py --target my-card-cuda-ort1.31-all --gpu my
 
 
 def kernels_measured(workspace: Workspace, target: str, most: int) -> dict[str, tuple[Kernel, float]]:
-    """Kernels of a dataset and their times on the GPU (ms) by id; `most` of them, drawn by a fixed seed.
-
-    Raises:
-        UserError: there is no dataset, or too few kernels of it have a time.
-    """
+    """Kernels of a dataset and their times on the GPU (ms) by id; at most `most`, drawn by a fixed seed."""
     times_ms = times_under(GPU_LABEL, measured_times(workspace, target))
     if len(times_ms) < LEAST:
         raise UserError(f"{target}: {len(times_ms)} kernels have a time on the GPU; {LEAST} are needed to correct a data sheet")
@@ -84,7 +78,7 @@ def main() -> int:
 
 
 def error_row(predicted: str, predicted_ms: Floats, measured_ms: Floats) -> dict[str, Any]:
-    """Errors in per cent."""
+    """A row of the table, with errors in per cent."""
     errors = 100 * np.abs(predicted_ms / measured_ms - 1)
     return {"predicted": predicted, "kernels": len(errors), "mean_error_%": float(errors.mean()),
             "median_error_%": float(np.median(errors))}

@@ -21,8 +21,9 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from typing import Any
 
-from hase.learned.composition.fitted import Candidate, Composition, composition_path
-from hase.learned.kernels.settings import TrainingConfig
+from hase.learned import target_files
+from hase.learned.composition.fitted import Candidate, Composition
+from hase.learned.kernels.interface import TrainingConfig
 from hase.training.composition.fitting import SIMPLEST_FIRST, fit_target, kept_composition
 from hase.training.kernels.targets import Show, add_options, for_each_target, trained_targets
 from hase.utils import cli, files
@@ -40,7 +41,7 @@ python training/fit_composition.py --composition critical_path
 
 
 def candidate_table(composition: Composition) -> list[dict[str, Any]]:
-    """One row per candidate, errors in per cent; the one in use is marked, and those that no run can have."""
+    """One row per candidate, errors in per cent; marks the one in use and impossible ones."""
     def percent(ratio: float | None) -> float | None:
         return None if ratio is None else 100 * ratio
 
@@ -69,7 +70,7 @@ def main() -> int:
     config = read_config(args.config, TrainingConfig, args.changes)
 
     def fit(target: str, show: Show) -> dict[str, Any]:
-        path = composition_path(workspace.predictors(target))
+        path = target_files.COMPOSITION.path(workspace.predictors(target))
         composition = None if args.force or args.few_models else kept_composition(workspace, target, args.composition)
         if composition is None:
             composition = fit_target(workspace, target, config, args.few_models, args.composition)
@@ -82,9 +83,7 @@ def main() -> int:
         return composition.model_dump(mode="json")
 
     with sole_writer(workspace.predictors("")):
-        results = for_each_target([args.target] if args.target else trained_targets(workspace), fit, args.json)
-    if args.json:
-        cli.print_json(results)
+        for_each_target([args.target] if args.target else trained_targets(workspace), fit, args.json)
     return 0
 
 

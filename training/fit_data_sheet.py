@@ -20,16 +20,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hase.learned.data_sheet.adjusted import adjust
-from hase.learned.data_sheet.ratios import BASE, OWN, CardRatios
-from hase.learned.data_sheet.saved import FOLDER, Range, write_sheet
+from hase.learned.data_sheet.ratios import BASE, FOLDER, OWN, CardRatios, SheetRange
 from hase.learned.data_sheet.work import Floats, Work, peaks_flop_s
-from hase.records.gpu_catalogue import Gpu
-from hase.training.data_sheet.choosing import most_useful
-from hase.training.data_sheet.fit import learn
-from hase.training.data_sheet.tables import Table, card, read_tables
+from hase.records.devices import GpuDataSheet
+from hase.training.fits.data_sheets import Table, adjust, card, learn, most_useful, read_tables, write_sheet
 from hase.utils import cli
 from hase.utils.errors import UserError
+from hase.utils.logger import progress
 
 LONG_MS = 0.05
 POOL = 2500  # kernels among which those to measure are chosen
@@ -42,35 +39,35 @@ python training/fit_data_sheet.py --tables recipes/gpus/tables.csv.xz --by gener
 
 
 class Replayed(NamedTuple):
-    """Measured and predicted times (ms) of the kernels that are left when some are measured."""
+    """Measured and predicted times (ms) of the other kernels when some are measured."""
 
     measured_ms: Floats
     predicted_ms: Floats
 
 
-class LeftOut(NamedTuple):
-    """Kernels of a card that nothing was learned of: its table, and measured, predicted and naive times in ms; and by the
-    number of kernels that are measured then, those of the others."""
+class LeftOutCard(NamedTuple):
+    """Kernels of a card that was held out: its table, and measured, predicted and naive times (ms). `replayed` has the other
+    kernels' times by the number of measured kernels."""
 
     table: str
-    gpu: Gpu
+    gpu: GpuDataSheet
     measured_ms: Floats
     predicted_ms: Floats
     naive_ms: Floats
     replayed: dict[int, Replayed]
 
 
-def naive_ratio(work: Work, base: Gpu, gpu: Gpu) -> Floats:
+def naive_ratio(work: Work, base: GpuDataSheet, gpu: GpuDataSheet) -> Floats:
     """The ratio of both cards' rooflines."""
-    def roofline_s(of: Gpu) -> Floats:
-        return np.maximum(work.moved_bytes / (of.bandwidth_gb_s * 1e9), work.flops / peaks_flop_s(work, of))
+    def roofline_s(card_sheet: GpuDataSheet) -> Floats:
+        return np.maximum(work.moved_bytes / (card_sheet.bandwidth_gb_s * 1e9), work.flops / peaks_flop_s(work, card_sheet))
 
     return np.asarray(roofline_s(gpu) / roofline_s(base))
 
 
-def predicted(table: Table, gpu: Gpu, ratios: CardRatios, counts: Sequence[int] = ()) -> LeftOut:
-    """The kernels of a card in a table that has the base card, too; and again with so many of them measured. These are chosen
-    by what is known before: their work, and their times on the base card."""
+def predicted(table: Table, gpu: GpuDataSheet, ratios: CardRatios, counts: Sequence[int] = ()) -> LeftOutCard:
+    """Predicts a card's kernels from the base card in the same table, without and with `counts` measured kernels. The kernels
+    to measure are chosen by their work and their times on the base card."""
     base = card(BASE)
     both = np.isfinite(table.ms[BASE]) & np.isfinite(table.ms[gpu.slug])
     work, base_ms, measured_ms = table.work.rows(both), table.ms[BASE][both], table.ms[gpu.slug][both]
@@ -82,19 +79,19 @@ def predicted(table: Table, gpu: Gpu, ratios: CardRatios, counts: Sequence[int] 
         adjusted = adjust(ratios, work.rows(chosen), base_ms[chosen], measured_ms[chosen], base, gpu, table.name)
         replayed[count] = Replayed(measured_ms[~chosen], adjusted.times_ms(work.rows(~chosen), base_ms[~chosen], base, gpu,
                                                                           table.name))
-    return LeftOut(table.name, gpu, measured_ms, ratios.times_ms(work, base_ms, base, gpu, table.name),
+    return LeftOutCard(table.name, gpu, measured_ms, ratios.times_ms(work, base_ms, base, gpu, table.name),
                    base_ms * naive_ratio(work, base, gpu), replayed)
 
 
-def _to_measure(work: Work, base_ms: Floats, base: Gpu, count: int) -> npt.NDArray[np.int_]:
-    """The places of the kernels to measure, the most useful one first, among some that are drawn at random."""
+def _to_measure(work: Work, base_ms: Floats, base: GpuDataSheet, count: int) -> npt.NDArray[np.int_]:
+    """The indices of the kernels to measure, the most useful first, from a random selection."""
     pool = np.random.default_rng(0).choice(len(base_ms), min(POOL, len(base_ms) // 2), replace=False)
-    of_pool = work.rows(pool), base_ms[pool]
-    return np.asarray(pool[most_useful(*of_pool, *of_pool, base, count)])
+    pool_work = work.rows(pool), base_ms[pool]
+    return np.asarray(pool[most_useful(*pool_work, *pool_work, base, count)])
 
 
-def row(left_out: LeftOut, others: Sequence[LeftOut]) -> dict[str, Any]:
-    """Errors in per cent: of all kernels, and of long ones; and how many times lie in the range that other cards give."""
+def row(left_out: LeftOutCard, others: Sequence[LeftOutCard]) -> dict[str, Any]:
+    """Errors of all and of long kernels, in per cent, and how many times lie in the range from other cards."""
     errors, naive = (np.abs(times / left_out.measured_ms - 1.0) for times in (left_out.predicted_ms, left_out.naive_ms))
     long = left_out.measured_ms > LONG_MS
     return {"table": left_out.table, "left_out": left_out.gpu.name, "kernels": len(errors),
@@ -103,19 +100,19 @@ def row(left_out: LeftOut, others: Sequence[LeftOut]) -> dict[str, Any]:
             f"rooflines_over_{1e3 * LONG_MS:g}_us_%": _percent(naive[long]), **_held(left_out, others), **_of_replay(left_out)}
 
 
-def _held(left_out: LeftOut, others: Sequence[LeftOut]) -> dict[str, float]:
-    """The share of times in the range of the same table's other cards, in per cent, and the range's width; nothing where there
-    is none."""
-    of_table = [other for other in others if other.table == left_out.table and other.gpu.slug != left_out.gpu.slug]
-    if not of_table:
+def _held(left_out: LeftOutCard, others: Sequence[LeftOutCard]) -> dict[str, float]:
+    """The share of times (per cent) in the range from the same table's other cards, and its width; empty without other
+    cards."""
+    same_table = [other for other in others if other.table == left_out.table and other.gpu.slug != left_out.gpu.slug]
+    if not same_table:
         return {}
-    found, ratios = range_of(of_table), left_out.measured_ms / left_out.predicted_ms
+    found, ratios = range_of(same_table), left_out.measured_ms / left_out.predicted_ms
     return {"held_%": _percent((ratios >= found.low) & (ratios <= found.high)),
             "high_over_low": round(found.high / found.low, 2)}
 
 
-def _of_replay(left_out: LeftOut) -> dict[str, float]:
-    """Errors with some kernels measured, in per cent: of all the others, and of long ones."""
+def _of_replay(left_out: LeftOutCard) -> dict[str, float]:
+    """Errors in per cent when some kernels are measured: of all others, and of long ones."""
     columns: dict[str, float] = {}
     for count, (measured_ms, predicted_ms) in left_out.replayed.items():
         errors = np.abs(predicted_ms / measured_ms - 1.0)
@@ -128,15 +125,15 @@ def _percent(errors: npt.NDArray[Any]) -> float:
     return round(100 * float(errors.mean()), 1) if len(errors) else float("nan")
 
 
-def range_of(left_out: Sequence[LeftOut]) -> Range:
-    """The multiples of predictions that hold nine of ten times: the mean over cards, each table of a card alike, and a standard
-    deviation further, since a further card may be off by more than these are."""
-    of_cards: dict[str, list[Floats]] = {}
+def range_of(left_out: Sequence[LeftOutCard]) -> SheetRange:
+    """The multiples of predictions that contain 90 % of the times: the mean over cards, plus a standard deviation. Each table
+    of a card counts equally. The standard deviation allows for cards that err more than these."""
+    log_ranges: dict[str, list[Floats]] = {}
     for each in left_out:
-        of_cards.setdefault(each.gpu.slug, []).append(np.log(np.quantile(each.measured_ms / each.predicted_ms, (0.05, 0.95))))
-    ends = np.array([np.mean(of_card, axis=0) for of_card in of_cards.values()])
+        log_ranges.setdefault(each.gpu.slug, []).append(np.log(np.quantile(each.measured_ms / each.predicted_ms, (0.05, 0.95))))
+    ends = np.array([np.mean(left_card, axis=0) for left_card in log_ranges.values()])
     low, high = np.exp(ends.mean(axis=0) + ends.std(axis=0) * [-1.0, 1.0]).tolist()
-    return Range(low=min(low, 1.0), high=max(high, 1.0))
+    return SheetRange(low=min(low, 1.0), high=max(high, 1.0))
 
 
 def main() -> int:
@@ -154,21 +151,21 @@ def main() -> int:
     names = sorted({name for table in tables if BASE in table.ms for name in table.ms} - {BASE})
     if not names:
         raise UserError(f"{args.tables}: no table has {BASE} and another card")
-    found: list[LeftOut] = []
+    found: list[LeftOutCard] = []
     every = {name for table in tables for name in table.ms} - {BASE}
-    for name in cli.progress(names, "cards left out"):
+    for name in progress(names, "cards left out"):
         alike = [other for other in every if args.by == "generation" and card(other).generation == card(name).generation]
         ratios = learn(tables, without=(name, *alike))
         found += [predicted(table, card(name), ratios, args.replay) for table in tables
                   if BASE in table.ms and name in table.ms]
     own = tuple(sorted({BASE, *(name for table in tables if table.name == OWN for name in table.ms)}))
     capabilities = {card(name).compute_capability for name in own}
-    ranges = [range_of([of_card for of_card in found if (of_card.gpu.compute_capability in capabilities) == wanted])
+    ranges = [range_of([left_card for left_card in found if (left_card.gpu.compute_capability in capabilities) == wanted])
               for wanted in (True, False)]
     if args.by == "card":
         write_sheet(args.out, learn(tables), BASE_TARGET, (*names, BASE), own, *ranges)
-    found.sort(key=lambda of_card: (of_card.table == OWN, of_card.table))
-    cli.print_rows([row(of_card, found) for of_card in found], args.json,
+    found.sort(key=lambda left_card: (left_card.table == OWN, left_card.table))
+    cli.print_rows([row(left_card, found) for left_card in found], args.json,
                    f"errors of each {args.by} left out; nine of ten times within {ranges[0].low:.2f} to {ranges[0].high:.2f} "
                    f"times the prediction, for other compute capabilities {ranges[1].low:.2f} to {ranges[1].high:.2f}")
     return 0

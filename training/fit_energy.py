@@ -20,11 +20,12 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from typing import Any
 
+from hase.learned import target_files
 from hase.learned.composition.fitted import read_composition
-from hase.learned.energy import EnergyModel, coefficient_rows, energy_path, error_rows, model_rows, page
+from hase.learned.energy import EnergyModel
 from hase.learned.kernels.predictors import read_predictors
 from hase.training.composition.measured_models import models_sha256
-from hase.training.energy.fitting import fit_energy, measured_energies
+from hase.training.fits.energy import coefficient_rows, error_rows, fit_energy, measured_energies, model_rows, page
 from hase.training.kernels.targets import Show, for_each_target, trained_targets
 from hase.utils import cli, files
 from hase.utils.logger import get_logger
@@ -38,11 +39,7 @@ python training/fit_energy.py --workspace out/energy --predictors learned/shippe
 
 
 def fit_target(workspace: Workspace, target: str, folder: Path, limit_w: float | None = None) -> EnergyModel:
-    """What was learned of a target's energy; its predictors are in `folder`, and the device's power limit is `limit_w`.
-
-    Raises:
-        UserError: no predictors, no composition, no dataset with energy, or too few models.
-    """
+    """Learns the energy of a target; its predictors are in `folder`."""
     predictors = read_predictors(folder)
     models = measured_energies(workspace, target, predictors, read_composition(folder, predictors.sidecar.dataset_sha256))
     return fit_energy(target, models, models_sha256(workspace, target), limit_w)
@@ -67,8 +64,8 @@ def main() -> int:
     def fit(name: str, show: Show) -> dict[str, Any]:
         folder = args.predictors or workspace.predictors(name)
         fitted = fit_target(workspace, name, folder, args.limit_w)
-        files.write_json(energy_path(folder), fitted)
-        log.info("saved %s", energy_path(folder))
+        files.write_json(target_files.ENERGY.path(folder), fitted)
+        log.info("saved %s", target_files.ENERGY.path(folder))
         show(coefficient_rows(fitted), f"{name}: {len(fitted.models)} models, {fitted.kind}")
         show(error_rows(fitted), "errors of energy per run, each family held out in turn")
         if args.models:
@@ -77,9 +74,7 @@ def main() -> int:
             files.write_text(args.markdown, page(fitted))
         return fitted.model_dump(mode="json")
 
-    results = for_each_target([target] if target else trained_targets(workspace), fit, args.json)
-    if args.json:
-        cli.print_json(results)
+    for_each_target([target] if target else trained_targets(workspace), fit, args.json)
     return 0
 
 

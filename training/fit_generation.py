@@ -18,15 +18,15 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from typing import Any
 
+from hase.learned import target_files
 from hase.learned.composition.fitted import Composition, read_composition
-from hase.learned.energy import EnergyModel, read_energy
+from hase.learned.energy import EnergyModel
 from hase.learned.kernels.predictors import Predictors, read_predictors
-from hase.learned.llm import LearnedGeneration, generation_energy_path, generation_path
+from hase.learned.llm import LearnedGeneration
 from hase.records.generations import PHASES
-from hase.training.energy.fitting import fit_energy
-from hase.training.energy.fitting import measured_energies as energies_of_models
-from hase.training.llm.fitting import fit_captured, fit_generation, measured_energies
-from hase.training.llm.measured_steps import MeasuredStep, measured_steps
+from hase.training.fits.energy import fit_energy
+from hase.training.fits.energy import measured_energies as energies_of_models
+from hase.training.fits.generation import MeasuredStep, fit_captured, fit_generation, measured_energies, measured_steps
 from hase.utils import cli, files
 from hase.utils.errors import UserError
 from hase.utils.logger import get_logger
@@ -41,27 +41,23 @@ log = get_logger("generation")
 
 def fit_energies(steps: list[MeasuredStep], predictors: Predictors, composition: Composition, folder: Path, models: Workspace,
                  generation: LearnedGeneration | None = None) -> EnergyModel:
-    """The energy of language models, learned with that of other models, which `models` holds; with `generation`, also the
-    errors where latencies are predicted.
-
-    Raises:
-        UserError: nothing was learned of the energy of other models, or it was not measured.
-    """
-    name, learned = predictors.sidecar.target.name, read_energy(folder)
+    """The energy of language models, fitted together with the other models of `models`. With `generation`, also the errors for
+    predicted latencies."""
+    name, learned = predictors.sidecar.target.name, target_files.ENERGY.needed(folder)
     others = energies_of_models(models, name, predictors, composition)
     return fit_energy(name, [*others, *measured_energies(steps, generation)], learned.models_sha256, learned.limit_w)
 
 
 def shown(fitted: LearnedGeneration) -> list[dict[str, Any]]:
-    """What was learned, a row each, with its unit."""
+    """A row of the table for each learned number, with its unit."""
     rows = [("a matrix product, beside its launches", 1e3 * fitted.product_ms, "µs"),
             ("attention by a library, beside its launches", 1e3 * fitted.attention_ms, "µs"),
             *((f"genai's loop: {name.removesuffix('_ms').replace('_', ' ')}", 1e3 * value, "µs")
               for name, value in fitted.loop.model_dump().items())]
-    if of_graph := fitted.captured:
-        rows += [("a CUDA graph: pause after a launch", 1e3 * of_graph.gap_ms, "µs"),
-                 ("a CUDA graph: genai's loop", 1e3 * of_graph.step_ms, "µs"),
-                 ("a CUDA graph: million logits", 1e3 * of_graph.million_logits_ms, "µs")]
+    if captured_tokens := fitted.captured:
+        rows += [("a CUDA graph: pause after a launch", 1e3 * captured_tokens.gap_ms, "µs"),
+                 ("a CUDA graph: genai's loop", 1e3 * captured_tokens.step_ms, "µs"),
+                 ("a CUDA graph: million logits", 1e3 * captured_tokens.million_logits_ms, "µs")]
     if limit := fitted.power_limit:
         rows += [("clocks are kept for", limit.hold_ms, "ms"), ("power limit", limit.limit_w, "W"),
                  ("exponent of what is beyond it", limit.exponent, "")]
@@ -69,15 +65,15 @@ def shown(fitted: LearnedGeneration) -> list[dict[str, Any]]:
 
 
 def errors(fitted: LearnedGeneration) -> list[dict[str, Any]]:
-    """The errors of steps whose family was held out, in per cent, of all and of those whose host's pace was read meanwhile;
-    with the share of the latter that lies in its interval, fitted without that family."""
+    """Errors of steps with their family held out, in per cent: of all, and of those with a measured pace of the host. The
+    latter also with the share inside the interval that was fitted without their family."""
     rows = []
-    for phase, of in fitted.left_out.items():
-        rows.append({"step": phase, "pace": "all", **of.columns(), "held_%": None})
+    for phase, errors_of_phase in fitted.left_out.items():
+        rows.append({"step": phase, "pace": "all", **errors_of_phase.columns(), "held_%": None})
         if paced := [step for step in fitted.steps if step.phase == phase and step.paced]:
-            of = error_statistics([step.predicted_ms for step in paced], [step.measured_ms for step in paced])
+            errors_of_phase = error_statistics([step.predicted_ms for step in paced], [step.measured_ms for step in paced])
             interval = fitted.intervals.get(phase)
-            rows.append({"step": phase, "pace": "read meanwhile", **of.columns(),
+            rows.append({"step": phase, "pace": "read meanwhile", **errors_of_phase.columns(),
                          "held_%": 100 * interval.coverage if interval else None})
     if (graph := fitted.captured) and graph.left_out:
         rows.append({"step": "token, as a CUDA graph", "pace": "read meanwhile", **graph.left_out.columns(),
@@ -86,15 +82,15 @@ def errors(fitted: LearnedGeneration) -> list[dict[str, Any]]:
 
 
 def errors_of_energy(energy: EnergyModel) -> list[dict[str, Any]]:
-    """The errors of the energy of steps whose family was held out, with the latency as measured and as predicted; per cent."""
+    """Errors (per cent) of steps' energy with the family held out, for measured and for predicted latencies."""
     rows = []
     for phase in PHASES:
         steps = [model for model in energy.models if model.model.endswith(f"-{phase}")]
         for latency, name in (("as measured", "predicted_j"), ("predicted", "with_latency_j")):
             pairs = [(predicted, model.measured_j) for model in steps if (predicted := getattr(model, name)) is not None]
             if pairs:
-                of = error_statistics(*(list(column) for column in zip(*pairs, strict=True)))
-                rows.append({"step": phase, "latency": latency, **of.columns()})
+                errors_of_phase = error_statistics(*(list(column) for column in zip(*pairs, strict=True)))
+                rows.append({"step": phase, "latency": latency, **errors_of_phase.columns()})
     return rows
 
 
@@ -128,11 +124,11 @@ def main() -> int:
                 for step in measured_steps(Workspace(path), predictors, composition.probe_us, captured=True)]
     if captured and composition.cuda_graph is not None:
         fitted = fitted.model_copy(update={"captured": fit_captured(captured, composition.cuda_graph)})
-    files.write_json(generation_path(folder), fitted)
+    files.write_json(target_files.GENERATION.path(folder), fitted)
     if args.energy:
         energy = fit_energies(steps, predictors, composition, folder, Workspace(args.energy), fitted)
-        files.write_json(generation_energy_path(folder), energy)
-    log.info("saved %s", generation_path(folder))
+        files.write_json(target_files.GENERATION_ENERGY.path(folder), energy)
+    log.info("saved %s", target_files.GENERATION.path(folder))
     if args.json:
         cli.print_json(fitted.model_dump(mode="json"))
         return 0

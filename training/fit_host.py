@@ -17,14 +17,16 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 from typing import Any
 
 from hase.graph_model.simulation.pipeline import PipelineCosts
-from hase.learned.composition.fitted import composition_path, read_composition
-from hase.learned.composition.host_side import HOST_LABEL, HostCosts, fit_copies, host_costs_path, host_folder, host_predictors
+from hase.learned import target_files
+from hase.learned.composition.fitted import read_composition
+from hase.learned.composition.host_side import HOST_LABEL, HostCosts, host_folder
+from hase.learned.default_predictors import shipped_costs
 from hase.learned.kernels.predictors import ON_GPU, Predictors, read_predictors
 from hase.learned.kernels.sidecar import copy_predictors, read_sidecar
-from hase.records.copies import MEASURE, WaitTimes, read_copies
+from hase.records.dataset_files import MEASURE, WaitTimes, read_copies
 from hase.records.kernel_record import Kernel, KernelInput, Tensor
 from hase.records.kernel_types import describe_kernel
-from hase.training.composition.default_composition import shipped_costs
+from hase.training.composition.host_fit import fit_copies, host_predictors
 from hase.training.kernels.targets import trained_targets
 from hase.utils import cli, files
 from hase.utils.errors import UserError
@@ -40,18 +42,14 @@ python training/fit_host.py --workspace out/h200 --host out/h200/host
 
 
 def waiting_kernel(measured: WaitTimes) -> Kernel:
-    """The NonZero that was timed (recipes/cuda_kernels/measure_copies.py has the graph): of truth values, as in detectors,
-    whose kernels were measured. It was of floats, which take the GPU as long."""
+    """The kernel of the timed NonZero (recipes/cuda_kernels/measure_copies.py), but with booleans in place of floats. Kernels
+    with booleans were measured, since detectors use them; floats take the GPU as long."""
     x = KernelInput(dtype="bool", shape=(measured.elements,))
     return describe_kernel("NonZero", "", 17, {}, [x], [Tensor(dtype="int64", shape=(1, measured.elements))])
 
 
 def fit_costs(workspace: Workspace, target: str, predictors: Predictors) -> HostCosts | None:
-    """What copies and waiting cost; None where no copies were measured.
-
-    Raises:
-        UserError: a file can't be read.
-    """
+    """Fits the costs of copies and of waiting; None if no copies were measured."""
     measured = read_copies(workspace.dataset(target))
     if measured is None:
         log.warning("%s: no copies were measured, so defaults are used; measure them on that machine with: %s", target, MEASURE)
@@ -67,16 +65,16 @@ def fit_costs(workspace: Workspace, target: str, predictors: Predictors) -> Host
 
 
 def costs_of(folder: Path) -> PipelineCosts:
-    """The costs of a run on a target; those that come with Hase where none were fitted yet."""
+    """The costs of a run on a target; those that come with Hase if none were fitted yet."""
     try:
-        costs = read_composition(folder).costs if composition_path(folder).is_file() else None
-    except UserError:  # of other predictors: it is fitted anew after this
+        costs = read_composition(folder).costs if target_files.COMPOSITION.path(folder).is_file() else None
+    except UserError:  # of other predictors: it is fitted again after this
         costs = None
     return costs or shipped_costs()
 
 
 def row(target: str, costs: HostCosts | None, kernels: bool) -> dict[str, Any]:
-    """One row of the table."""
+    """A target's row in the table of what was learned."""
     columns: dict[str, Any] = {"target": target, "copies": "measured" if costs else "defaults",
                                "CPU kernels": "learned" if kernels else "guessed"}
     if costs:
@@ -103,7 +101,7 @@ def main() -> int:
             folder = workspace.predictors(target)
             costs = fit_costs(workspace, target, read_predictors(folder))
             if costs:
-                files.write_json(host_costs_path(folder), costs)
+                files.write_json(target_files.HOST.path(folder), costs)
             if learned:
                 copy_predictors(learned, host_folder(folder), HOST_LABEL)
             rows.append(row(target, costs, learned is not None))

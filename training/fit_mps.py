@@ -20,16 +20,17 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hase.learned import target_files
 from hase.learned.composition.fitted import read_composition
+from hase.learned.kernels.interface import TrainingConfig
 from hase.learned.kernels.predictors import read_predictors
 from hase.learned.kernels.saved_form import save_estimator
-from hase.learned.kernels.settings import TrainingConfig
-from hase.learned.sharing.mps import GPU_BOUND, STEM, MpsErrors, MpsSharing, mps_path, write_mps
+from hase.learned.sharing import GPU_BOUND, STEM, MpsErrors, MpsSharing, write_mps
 from hase.records.dataset_files import collected_targets, read_header
 from hase.records.measurement import GPU_LABEL
+from hase.training.fits.mps import MeasuredWay, MpsFit, bytes_per_ms, fit_widths, host_slowdown, read_way, records_of
 from hase.training.kernels.targets import Show, add_options, for_each_target, trained_targets
 from hase.training.kernels.training_set import read_training_set
-from hase.training.sharing.mps_fit import MeasuredWay, MpsFit, bytes_per_ms, fit_widths, host_slowdown, read_way, records_of
 from hase.utils import cli
 from hase.utils.config import read_config
 from hase.utils.errors import UserError
@@ -48,15 +49,9 @@ python training/fit_mps.py --workspace out/h200 --target nvidia-h200-cuda-ort1.3
 """
 
 
-class Measured(NamedTuple):
-    """Datasets of a card, one for each way of sharing it.
-
-    Attributes:
-        card: the target that was measured.
-        ways: what was measured under each.
-        records: of the models, by name.
-        first: the workspace of one of them; all have the same kernels.
-    """
+class MeasuredCard(NamedTuple):
+    """Datasets of a card, one for each way of sharing it; `first` is the workspace of one way, since all have the same
+    kernels."""
 
     card: str
     ways: list[MeasuredWay]
@@ -64,34 +59,27 @@ class Measured(NamedTuple):
     first: Workspace
 
     def fit(self, costs: PipelineCosts) -> MpsFit:
-        """Ready to fit to, or to judge by."""
+        """Prepares a fit, or a judgement, of sharing rules."""
         return MpsFit([way for way in self.ways if way.sharing.mps], self.records, costs)
 
 
-def read_measured(workspace: Workspace) -> Measured:
-    """The datasets in the folders of a workspace, which holds the models' records.
-
-    Raises:
-        UserError: nothing was measured, or by several cards, or a record is missing.
-    """
+def read_measured(workspace: Workspace) -> MeasuredCard:
+    """The datasets in the folders of a workspace, which holds the models' records. Raises UserError: nothing was measured, or
+    on several cards, or a record is missing."""
     folders = [folder for path in sorted(workspace.root.iterdir()) for folder in [Workspace(path)]
                if folder.dataset("").is_dir()]
-    of_cards = sorted({name for folder in folders for name in collected_targets(folder)})
-    if len(of_cards) != 1:
-        raise UserError(f"{workspace.root}: " + (f"datasets of {', '.join(of_cards)}; give a folder for each" if of_cards else
+    cards = sorted({name for folder in folders for name in collected_targets(folder)})
+    if len(cards) != 1:
+        raise UserError(f"{workspace.root}: " + (f"datasets of {', '.join(cards)}; give a folder for each" if cards else
                         "no dataset in any folder of it; measure with: recipes/h200/measure_sharing.sh"))
-    ways = [read_way(folder, of_cards[0]) for folder in folders]
+    ways = [read_way(folder, cards[0]) for folder in folders]
     models = sorted({model for way in ways if way.sharing.mps for model in way.idle_ms})
-    target = read_header(folders[0].dataset(of_cards[0])).target
-    return Measured(of_cards[0], ways, records_of(workspace, target, models), folders[0])
+    target = read_header(folders[0].dataset(cards[0])).target
+    return MeasuredCard(cards[0], ways, records_of(workspace, target, models), folders[0])
 
 
 def costs_of(workspace: Workspace, target: str) -> PipelineCosts:
-    """The costs of a target's runs.
-
-    Raises:
-        UserError: its composition is not a GPU's two tracks.
-    """
+    """The costs of a target's runs."""
     composition = read_composition(workspace.predictors(target))
     if composition.costs is None:
         raise UserError(f"{target}: its composition is {composition.kind}; runs under MPS can only be predicted with a GPU's "
@@ -100,20 +88,16 @@ def costs_of(workspace: Workspace, target: str) -> PipelineCosts:
 
 
 def fit_target(workspace: Workspace, measured: Workspace, target: str, config: TrainingConfig, jobs: int) -> MpsSharing:
-    """What is learned of a target's sharing through MPS; the estimator of widths is written beside its predictors.
-
-    Raises:
-        UserError: as `costs_of`, `read_measured`, or nothing was measured under MPS.
-    """
-    costs, of_card = costs_of(workspace, target), read_measured(measured)
-    fit = of_card.fit(costs)
+    """Learns a target's sharing through MPS, and writes the estimator of widths beside its predictors."""
+    costs, card_ways = costs_of(workspace, target), read_measured(measured)
+    fit = card_ways.fit(costs)
     rules, gpu_bound, host_bound = fit.fit(jobs)
-    width, width_error = fit_widths(read_training_set(of_card.first, of_card.card), fit.widths, config.seed)
-    kernels = {kernel.id: kernel for record in of_card.records.values() for kernel in record.kernels.values()}
+    width, width_error = fit_widths(read_training_set(card_ways.first, card_ways.card), fit.widths, config.seed)
+    kernels = {kernel.id: kernel for record in card_ways.records.values() for kernel in record.kernels.values()}
     gpu_ms = read_predictors(workspace.predictors(target)).predict(list(kernels.values()), {}, GPU_LABEL).latency_ms
-    fastest = bytes_per_ms(of_card.records.values(), dict(zip(kernels, gpu_ms, strict=True)))
-    return MpsSharing(learned_on=of_card.card, rules=rules, bytes_per_ms=fastest,
-                      host_slowdown=host_slowdown(of_card.ways), width_error=width_error, gpu_bound=gpu_bound,
+    fastest = bytes_per_ms(card_ways.records.values(), dict(zip(kernels, gpu_ms, strict=True)))
+    return MpsSharing(learned_on=card_ways.card, rules=rules, bytes_per_ms=fastest,
+                      host_slowdown=host_slowdown(card_ways.ways), width_error=width_error, gpu_bound=gpu_bound,
                       host_bound=host_bound, width=save_estimator(workspace.predictors(target), STEM, width))
 
 
@@ -124,7 +108,7 @@ def table(gpu_bound: Mapping[str, MpsErrors], host_bound: Mapping[str, MpsErrors
                 **{f"{name}_%": 100 * getattr(errors, name) for name in ("mean", "p50", "p95")}}
 
     kinds = {"GPU-bound": gpu_bound, "host-bound": host_bound}
-    return [row(models, way, errors) for models, of_kind in kinds.items() for way, errors in of_kind.items()]
+    return [row(models, way, errors) for models, kind_errors in kinds.items() for way, errors in kind_errors.items()]
 
 
 def main() -> int:
@@ -140,7 +124,7 @@ def main() -> int:
 
     def fit(target: str, show: Show) -> dict[str, Any]:
         learned = fit_target(workspace, Workspace(args.ways), target, config, args.jobs)
-        path = mps_path(workspace.predictors(target))
+        path = target_files.MPS.path(workspace.predictors(target))
         write_mps(workspace.predictors(target), learned)
         log.info("saved %s: widths of kernels are off by %.1f %% in families left out; %s", path, 100 * learned.width_error,
                  learned.rules)
@@ -150,9 +134,7 @@ def main() -> int:
         return {"mps": learned.model_dump(mode="json")}
 
     with sole_writer(workspace.predictors("")):
-        results = for_each_target([args.target] if args.target else trained_targets(workspace), fit, args.json)
-    if args.json:
-        cli.print_json(results)
+        for_each_target([args.target] if args.target else trained_targets(workspace), fit, args.json)
     return 0
 
 

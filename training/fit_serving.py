@@ -18,8 +18,9 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 from statistics import median
 from typing import Any
 
-from hase.learned.sharing.serving import ServingHost, serving_path
-from hase.training.sharing.serving_fit import learned_from
+from hase.learned import target_files
+from hase.learned.sharing import ServingHost
+from hase.training.fits.serving import learned_from
 from hase.utils import cli, files
 from hase.utils.locks import sole_writer
 from hase.utils.logger import get_logger
@@ -32,7 +33,7 @@ python training/fit_serving.py --workspace out/h200 --target nvidia-h200-cuda-or
 
 
 def shown(learned: ServingHost) -> list[dict[str, Any]]:
-    """What was learned, in a table."""
+    """A row of the table for each learned number."""
     return [{"of": "pace of the host, to the usual one (probe)", "value": learned.pace},
             {"of": "pace in runs to the probe's, lowest", "value": min(learned.paces)},
             {"of": "… median", "value": learned.middle},
@@ -54,7 +55,7 @@ def main() -> int:
     served = Workspace(cli.existing_folder("--served", args.served))
     with sole_writer(workspace.predictors("")):
         learned = learned_from(served, workspace.predictors(args.target))
-        files.write_json(path := serving_path(workspace.predictors(args.target)), learned)
+        files.write_json(path := target_files.SERVING.path(workspace.predictors(args.target)), learned)
     log.info("saved %s: from %d runs of %d models", path, learned.runs, learned.models)
     if args.json:
         cli.print_json(learned.model_dump(mode="json"))

@@ -13,7 +13,7 @@ held out of every fit in turn, and all kernels are predicted. The predictions ar
 - the background's busy share alone (inference/load_curve.py asks for such a share; here it is the one that the probe measured);
 - the prediction of the background, where that is a model in a loop.
 
-For comparison, it prints the errors of the baseline of kernels measured under load (training/sharing/shared_runs.py),
+For comparison, it prints the errors of the baseline of kernels measured under load (training/fits/time_slices.py),
 of the idle latency, of the idle latency divided by the share of time that the co-runner leaves, and of another machine's
 measurement of the same model and background.
 """
@@ -33,12 +33,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hase.learned.kernels.settings import TrainingConfig
-from hase.learned.sharing.slices import Sharing, co_runner_guessed, sharing_path
-from hase.records.backgrounds import Background
+from hase.learned import target_files
+from hase.learned.kernels.interface import TrainingConfig
+from hase.learned.sharing import Sharing, co_runner_guessed
 from hase.records.dataset_files import collected_targets, read_header, read_journal
-from hase.training.kernels.targets import Show, add_options, for_each_target, trained_targets
-from hase.training.sharing.shared_runs import (
+from hase.records.measurement import Background
+from hase.training.fits.time_slices import (
     STATISTICS,
     Pairs,
     SharedRuns,
@@ -55,11 +55,12 @@ from hase.training.sharing.shared_runs import (
     summed_ms,
     typical,
 )
+from hase.training.kernels.targets import Show, add_options, for_each_target, trained_targets
 from hase.utils import cli, files
 from hase.utils.config import read_config
 from hase.utils.errors import UserError
 from hase.utils.locks import sole_writer
-from hase.utils.logger import get_logger
+from hase.utils.logger import get_logger, progress
 from hase.utils.paths import Workspace
 
 log = get_logger("sharing")
@@ -75,22 +76,12 @@ python training/fit_sharing.py --workspace out/h200 --beside out/h200_beside --j
 """
 
 
-class Evaluation:
-    """Measured runs with backgrounds, and their predictions with the family and the background held out.
-
-    Attributes:
-        runs: those of models that are in the fit.
-        measured: their statistics, shape (runs, 3).
-    """
+class SharingEvaluation:
+    """Measured runs with backgrounds, and their predictions with the family and the background held out. `measured` has the
+    runs' statistics, shape (runs, 3)."""
 
     def __init__(self, runs: Sequence[SharedRuns], models: SimulatedModels, alone: Mapping[str, float]) -> None:
-        """Simulates every run with every length of a slice in SLICES_MS.
-
-        Args:
-            runs: of models next to backgrounds.
-            models: of the fit.
-            alone: the time (ms) of each piece of the probe's work on an idle GPU, by name.
-        """
+        """Simulates every run with every slice length in SLICES_MS; `alone` as from `alone_ms`."""
         self.runs = [run for run in runs if run.model in models.strict]
         if not self.runs:
             raise UserError("no model that was measured with a background is in the composition's fit")
@@ -99,7 +90,7 @@ class Evaluation:
         self.measured = np.array([statistics_of(run.samples_ms) for run in self.runs])
         self._as_measured = np.array([[
             self._calibrated(models.known[run.model], run).next_to(run.co_runner, slice_ms) for slice_ms in SLICES_MS]
-            for run in cli.progress(self.runs, "simulating")])
+            for run in progress(self.runs, "simulating")])
 
     @staticmethod
     def _calibrated(model: Simulated, run: SharedRuns) -> Simulated:
@@ -107,12 +98,12 @@ class Evaluation:
         return Simulated(model.tracks, model.costs, run.idle_ms - model.idle_ms())
 
     def fit_slice(self, kept: Sequence[int]) -> int:
-        """The place in SLICES_MS of the slice with the smallest error of the means of the runs `kept`."""
+        """The index in SLICES_MS of the slice with the smallest error of the means of the runs `kept`."""
         errors = np.abs(self._as_measured[kept, :, 0] / self.measured[kept, None, 0] - 1.0).mean(axis=0)
         return int(errors.argmin())
 
     def fits(self) -> list[tuple[int, Sharing]]:
-        """For each run, what is learned without its background and its family: the place of the slice, and the rest."""
+        """For each run, the index of the slice and the sharing, learned without its background and its family."""
         fit_of: dict[tuple[str, str], tuple[int, Sharing]] = {}
         for run, family in zip(self.runs, self._family, strict=True):
             if (run.background, family) not in fit_of:
@@ -123,21 +114,21 @@ class Evaluation:
         return [fit_of[run.background, family] for run, family in zip(self.runs, self._family, strict=True)]
 
     def left_out(self, fits: Sequence[tuple[int, Sharing]]) -> dict[str, Floats]:
-        """Predictions (ms) by what they are made from, each of shape (runs, 3): mean, median, 95th percentile."""
+        """Predictions (ms) by their source, each of shape (runs, 3): mean, median, 95th percentile."""
         predicted: dict[str, list[Floats]] = defaultdict(list)
-        for place, (run, (chosen, learned)) in enumerate(zip(self.runs, fits, strict=True)):
+        for index, (run, (chosen, learned)) in enumerate(zip(self.runs, fits, strict=True)):
             model = self._strict[run.model]
             idle = model.idle_ms()
             predicted[PROBED].append(model.next_to(run.co_runner, learned.slice_ms))
             predicted[FROM_SHARE].append(model.next_to(co_runner_guessed(run.co_runner.busy_share, learned), learned.slice_ms))
             predicted[FROM_METRICS].append(model.next_to(co_runner_guessed(run.busy, learned), learned.slice_ms))
-            predicted["a probe, idle latency as measured"].append(self._as_measured[place, chosen])
+            predicted["a probe, idle latency as measured"].append(self._as_measured[index, chosen])
             predicted["idle latency"].append(np.full(3, idle))
             predicted["idle latency ÷ (1 − busy share)"].append(np.full(3, idle / max(1.0 - run.busy, LEAST_LEFT)))
         return {what: np.array(values) for what, values in predicted.items()}
 
     def learned(self) -> Sharing:
-        """What is learned from all runs. Warns where the slice is at the edge of SLICES_MS, since one beyond may fit better."""
+        """Learns the sharing from all runs. Warns if the best slice is at the edge of SLICES_MS."""
         slice_ms = SLICES_MS[self.fit_slice(range(len(self.runs)))]
         if slice_ms in (SLICES_MS[0], SLICES_MS[-1]):
             log.warning("a slice of %g ms gives the smallest error, and is the edge of those tried (%g to %g ms): the GPU's "
@@ -146,9 +137,8 @@ class Evaluation:
         return typical(self.runs, slice_ms, self._alone)
 
 
-def tables(evaluation: Evaluation, left_out: Mapping[str, Floats]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Two tables of errors in per cent: one row per way of predicting, with the probe's errors for the same runs; and one row
-    per background, predicted from a probe."""
+def tables(evaluation: SharingEvaluation, left_out: Mapping[str, Floats]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Two tables of errors in per cent: by way of predicting, with the probe's errors for the same runs, and by background."""
     measured = evaluation.measured
 
     def errors(predicted: Floats, kept: Floats, prefix: str = "") -> dict[str, float]:
@@ -169,11 +159,7 @@ def tables(evaluation: Evaluation, left_out: Mapping[str, Floats]) -> tuple[list
 
 def fit_target(workspace: Workspace, workspaces: Sequence[Workspace], target: str,
                config: TrainingConfig) -> tuple[Sharing, list[dict[str, Any]], list[dict[str, Any]]]:
-    """What is learned of a target's sharing, and the two tables of `tables`.
-
-    Raises:
-        UserError: nothing was measured with backgrounds, or the target's composition is not a GPU's two tracks.
-    """
+    """Learns a target's sharing; also returns both tables of `tables`."""
     backgrounds = backgrounds_of(workspaces, target)
     datasets = [measured_in.dataset(target) for measured_in in workspaces]
     blocks = [block for dataset in datasets for block in read_journal(dataset)]
@@ -183,7 +169,7 @@ def fit_target(workspace: Workspace, workspaces: Sequence[Workspace], target: st
         raise UserError(f"{', '.join(map(str, datasets))}: no model was measured with a background "
                         "with the sharing probe read before it; add levels and stress.backgrounds to the collector's config")
     models = simulated_models(workspace, target, config)
-    evaluation = Evaluation(runs, models, alone)
+    evaluation = SharingEvaluation(runs, models, alone)
     fits, measured = evaluation.fits(), evaluation.measured
     left_out = evaluation.left_out(fits)
     learned = evaluation.learned()
@@ -205,11 +191,8 @@ def fit_target(workspace: Workspace, workspaces: Sequence[Workspace], target: st
 
 
 def backgrounds_of(workspaces: Sequence[Workspace], target: str) -> dict[str, Background]:
-    """The backgrounds of a target's datasets, by name.
-
-    Raises:
-        UserError: a dataset is missing, or two datasets use one name for different backgrounds.
-    """
+    """The backgrounds of a target's datasets, by name. Raises UserError: a dataset is missing, or two datasets use one name for
+    different backgrounds."""
     backgrounds: dict[str, Background] = {}
     for workspace in workspaces:
         for name, background in read_header(workspace.dataset(target)).backgrounds.items():
@@ -219,10 +202,10 @@ def backgrounds_of(workspaces: Sequence[Workspace], target: str) -> dict[str, Ba
     return backgrounds
 
 
-def baseline_ms(evaluation: Evaluation, workspaces: Sequence[Workspace], target: str, models: SimulatedModels,
+def baseline_ms(evaluation: SharingEvaluation, workspaces: Sequence[Workspace], target: str, models: SimulatedModels,
                 config: TrainingConfig) -> Floats:
-    """The baseline "kernels measured under load", from the first dataset that can predict the run; shape (runs, 3), one number
-    for all three statistics (ms)."""
+    """The baseline "kernels measured under load" (ms), from the first dataset that can predict the run. Shape (runs, 3), with
+    one number for all three statistics."""
     predicted_ms = np.full(len(evaluation.runs), np.nan)
     for workspace in workspaces:
         if rows := measured_under_load(workspace, target):
@@ -232,11 +215,7 @@ def baseline_ms(evaluation: Evaluation, workspaces: Sequence[Workspace], target:
 
 
 def shared_targets(workspace: Workspace, workspaces: Sequence[Workspace]) -> list[str]:
-    """The targets with predictors that were measured with backgrounds.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The targets with predictors that were measured with backgrounds."""
     names = sorted(set(trained_targets(workspace)) & {
         name for measured_in in workspaces for name in collected_targets(measured_in)
         if read_header(measured_in.dataset(name)).backgrounds})
@@ -259,7 +238,7 @@ def main() -> int:
     def fit(target: str, show: Show) -> dict[str, Any]:
         measured_in = [searched for searched in workspaces if args.target or target in collected_targets(searched)]
         sharing, by_what, by_load = fit_target(workspace, measured_in, target, config)
-        path = sharing_path(workspace.predictors(target))
+        path = target_files.SHARING.path(workspace.predictors(target))
         files.write_json(path, sharing)
         log.info("saved %s: a slice of %g ms, waits of up to %g ms, a switch of %g ms", path, sharing.slice_ms,
                  sharing.longest_wait_ms, sharing.switch_ms)
@@ -268,9 +247,7 @@ def main() -> int:
         return {"sharing": sharing.model_dump(mode="json"), "latency_by": by_what, "backgrounds": by_load}
 
     with sole_writer(workspace.predictors("")):
-        results = for_each_target([args.target] if args.target else shared_targets(workspace, workspaces), fit, args.json)
-    if args.json:
-        cli.print_json(results)
+        for_each_target([args.target] if args.target else shared_targets(workspace, workspaces), fit, args.json)
     return 0
 
 

@@ -25,11 +25,9 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from hase.learned.kernels.settings import TrainingConfig
+from hase.learned.kernels.interface import TrainingConfig
 from hase.training.composition.held_out_errors import judge_targets
-from hase.training.kernels.form_table import form_report
-from hase.training.kernels.operator_table import operator_report
-from hase.training.kernels.settings_left_out import left_out_rows, settings_of
+from hase.training.kernels.left_out_tables import form_report, operator_report, setting_error_rows, settings_of
 from hase.training.kernels.targets import add_options, for_each_target, trained_targets
 from hase.utils import cli
 from hase.utils.config import read_config
@@ -38,8 +36,8 @@ from hase.utils.paths import Workspace
 EXAMPLES = """
 python training/held_out.py --by collection --target nvidia-h200-cuda-ort1.31-all
 python training/held_out.py --by family --without-forests --at-most 12 --workspace out/h200 --json
-python training/held_out.py --by operator --target nvidia-h200-cuda-ort1.31-all --markdown docs/operators.md
-python training/held_out.py --by form --target nvidia-h200-cuda-ort1.31-all --markdown docs/forms.md
+python training/held_out.py --by operator --target nvidia-h200-cuda-ort1.31-all --markdown docs/tables/operators.md
+python training/held_out.py --by form --target nvidia-h200-cuda-ort1.31-all --markdown docs/tables/forms.md
 python training/held_out.py --by setting --level tuned
 """
 ONLY_BY = {  # which options go with what
@@ -48,18 +46,16 @@ ONLY_BY = {  # which options go with what
 
 
 def judge_kernels(workspace: Workspace, args: argparse.Namespace, config: TrainingConfig) -> None:
-    """Prints the errors of operators or forms that were left out, of one target or all."""
+    """Prints the errors of left-out operators or forms of one target or all."""
     targets, report = [args.target] if args.target else trained_targets(workspace), {
         "operator": operator_report, "form": form_report}[args.by]
-    reports = for_each_target(targets, lambda target, show: report(workspace, target, config, args.markdown, show), args.json)
-    if args.json:
-        cli.print_json(reports)
+    for_each_target(targets, lambda target, show: report(workspace, target, config, args.markdown, show), args.json)
 
 
 def judge_settings(workspace: Workspace, args: argparse.Namespace, config: TrainingConfig) -> None:
-    """Prints the errors under settings that were left out."""
+    """Prints the errors under left-out settings."""
     settings = settings_of(workspace, args.level or "fused")
-    cli.print_rows([row for target in settings for row in left_out_rows(settings, target, config)], args.json,
+    cli.print_rows([row for target in settings for row in setting_error_rows(settings, target, config)], args.json,
                    "settings left out")
 
 

@@ -5,7 +5,7 @@ training/predictors/<target>/ the boosters of each label, a sidecar that describ
 Also writes training/kernel_errors/<target>.json, the error of each kernel when it is held out, for kernel_sampler.py --errors.
 
 With --start-from, what another target's predictors say is corrected, where that lowers the error
-(learned/kernels/transfer.py).
+(learned/kernels/estimators.py).
 
 XGBoost learns log(time / roofline), once for all kernel types together and once per type with enough kernels. Cross-validation
 chooses between the two for each type. With `estimators: [xgboost, random_forest]` in the settings a random forest predicts the
@@ -27,10 +27,12 @@ from typing import Any
 
 import numpy as np
 
-from hase.kernel_model.sampling.kernel_errors import KernelError, KernelErrors, write_errors
-from hase.learned.kernels.estimators import KernelModel, learning_problem
+from hase.kernel_model.sampling.usefulness import KernelError, KernelErrors, write_errors
+from hase.learned import target_files
+from hase.learned.kernels.estimators import KernelModel
+from hase.learned.kernels.interface import TrainingConfig, TrainingSet
+from hase.learned.kernels.measured import measured_times
 from hase.learned.kernels.predictors import StartFrom
-from hase.learned.kernels.settings import LAUNCHES, TrainingConfig
 from hase.learned.kernels.sidecar import (
     Carried,
     Sidecar,
@@ -38,22 +40,21 @@ from hase.learned.kernels.sidecar import (
     installed_packages,
     read_sidecar,
     save_predictors,
-    sidecar_path,
 )
-from hase.learned.kernels.uncertainty import save_uncertainty
 from hase.records.dataset_files import collected_targets, read_kernels
 from hase.records.kernel_record import Kernel
-from hase.records.measurement import GPU_LABEL
-from hase.training.data_sheet.carried_rows import WithCarried, with_carried
-from hase.training.kernels.doubt import learn_doubt
+from hase.records.measurement import GPU_LABEL, LAUNCHES
+from hase.training.fits.data_sheets import WithCarried, with_carried
+from hase.training.kernels.fitting import learning_problem
 from hase.training.kernels.label_training import Trained, train_label
+from hase.training.kernels.left_out import learn_doubt, save_uncertainty
 from hase.training.kernels.targets import Show, add_options, for_each_target
-from hase.training.kernels.training_set import TrainingSet, measured_times, read_training_set
+from hase.training.kernels.training_set import read_training_set
 from hase.utils import cli
 from hase.utils.config import read_config
 from hase.utils.errors import UserError
 from hase.utils.locks import sole_writer
-from hase.utils.logger import get_logger
+from hase.utils.logger import get_logger, progress
 from hase.utils.paths import Workspace
 
 log = get_logger("training")
@@ -68,10 +69,10 @@ python training/train_kernel_model.py --start-from nvidia-h200-cuda-ort1.31-all 
 
 def kept_sidecar(workspace: Workspace, rows: TrainingSet, config: TrainingConfig,
                  carried: Carried | None = None) -> Sidecar | None:
-    """The sidecar on disk, if its predictors were trained on the same rows (carried ones, too) with the same settings and
-    packages, and the file of kernel errors is there; else None."""
+    """The sidecar on disk if training again would give the same; else None. That is with the same rows (carried ones, too),
+    settings and packages, and if the file of kernel errors exists."""
     folder = workspace.predictors(rows.header.target.name)
-    if not sidecar_path(folder).is_file() or not workspace.kernel_errors(folder.name).is_file():
+    if not target_files.PREDICTORS.path(folder).is_file() or not workspace.kernel_errors(folder.name).is_file():
         return None
     try:
         sidecar = read_sidecar(folder)
@@ -83,8 +84,7 @@ def kept_sidecar(workspace: Workspace, rows: TrainingSet, config: TrainingConfig
 
 
 def save_errors(workspace: Workspace, rows: TrainingSet, described: Mapping[str, Kernel], trained: Trained) -> None:
-    """Writes the error of one label's predictors on each kernel of the dataset when it is held out of training. `rows` has no
-    kernels that belong to held-out families alone, so neither has the file."""
+    """Writes the error of one label's predictors on each kernel, held out of training."""
     header, families = rows.header, dict(zip(rows.ids.tolist(), rows.groups, strict=True))
     write_errors(workspace.kernel_errors(header.target.name), KernelErrors(
         target=header.target, label=trained.label, held_out=header.held_out, dataset_sha256=rows.sha256, kernels=tuple(
@@ -94,8 +94,7 @@ def save_errors(workspace: Workspace, rows: TrainingSet, described: Mapping[str,
 
 
 def save(workspace: Workspace, learned: TrainingSet | WithCarried, trained: list[Trained], config: TrainingConfig) -> Sidecar:
-    """Writes the predictors of a target, their sidecar, and their errors by kernel. The errors are those of label `gpu`, or of
-    the first label where the GPU's time was not measured."""
+    """Writes a target's predictors, their sidecar, and their errors by kernel for label `gpu`, or else the first label."""
     rows, carried = (learned.rows, learned) if isinstance(learned, WithCarried) else (learned, None)
     described = {entry.kernel.id: entry.kernel for entry in read_kernels(
         workspace.dataset(rows.header.target.name), set(rows.ids.tolist()))}
@@ -120,22 +119,21 @@ def save(workspace: Workspace, learned: TrainingSet | WithCarried, trained: list
 
 
 def doubt_of(rows: TrainingSet, trained: list[Trained], seed: int) -> KernelModel | None:
-    """How far off the GPU's predictors may be on a kernel; None where the GPU's time was not measured."""
-    times = {of_label.label: of_label.times_ms for of_label in trained}
+    """How far off the GPU's predictors may be on a kernel; None if the GPU's time was not measured."""
+    times = {label_result.label: label_result.times_ms for label_result in trained}
     return learn_doubt(rows, times[GPU_LABEL], times.get(LAUNCHES, {}), seed) if GPU_LABEL in times else None
 
 
 def head(rows: TrainingSet, label: str, count: int = 5) -> list[dict[str, Any]]:
-    """The first rows as numbers: sizes, the code of the kernel type and the load, which the estimators read, and the time that
-    they learn."""
+    """The first rows as numbers: inputs of the estimators (sizes, code of the kernel type, load), and the time to learn."""
     codes = learning_problem(rows.rows(np.isfinite(rows.times_ms[label])), label).type_codes
     columns = [name for name in HEAD_COLUMNS if name in rows.schema.names]
     table = []
-    for place in range(min(count, len(rows))):
-        row: dict[str, Any] = {name: float(rows.features[place, rows.schema.index(name)]) for name in columns}
-        row["type_code"] = codes.get(str(rows.types[place]))
-        row |= {name: float(rows.load[place, column]) for column, name in enumerate(rows.metrics)}
-        table.append(row | {f"{label}_ms": float(rows.times_ms[label][place])})
+    for row_index in range(min(count, len(rows))):
+        row: dict[str, Any] = {name: float(rows.features[row_index, rows.schema.index(name)]) for name in columns}
+        row["type_code"] = codes.get(str(rows.types[row_index]))
+        row |= {name: float(rows.load[row_index, column]) for column, name in enumerate(rows.metrics)}
+        table.append(row | {f"{label}_ms": float(rows.times_ms[label][row_index])})
     return table
 
 
@@ -182,12 +180,12 @@ def main() -> int:
         show(head(rows, next(iter(rows.times_ms))), f"{target}: the first rows as numbers")
         sidecar = None if args.force else kept_sidecar(workspace, rows, config, carried.about if carried else None)
         if sidecar is None:
-            trained = [train_label(rows, label, config, start and start.of(target, label))
-                       for label in cli.progress(list(rows.times_ms), f"training {target}")]
+            trained = [train_label(rows, label, config, start and start.for_label(target, label))
+                       for label in progress(list(rows.times_ms), f"training {target}")]
             sidecar = save(workspace, carried or rows, trained, config)
-            log.info("saved %s", sidecar_path(workspace.predictors(target)))
+            log.info("saved %s", target_files.PREDICTORS.path(workspace.predictors(target)))
         else:
-            log.info("kept %s: nothing changed since", sidecar_path(workspace.predictors(target)))
+            log.info("kept %s: nothing changed since", target_files.PREDICTORS.path(workspace.predictors(target)))
         for label, about in sidecar.labels.items():
             show(error_table(label, about.errors), f"{target}, label {label}: kernels left out of training")
             if about.errors and not args.json:
@@ -196,9 +194,7 @@ def main() -> int:
             label: [errors.model_dump() for errors in about.errors] for label, about in sidecar.labels.items()}}
 
     with sole_writer(workspace.predictors("")):
-        results = for_each_target([args.target] if args.target else collected_targets(workspace), train, args.json)
-    if args.json:
-        cli.print_json(list(results.values()))
+        for_each_target([args.target] if args.target else collected_targets(workspace), train, args.json, as_list=True)
     return 0
 
 

@@ -1,1 +1,1 @@
-"""The ground floor: logging, command lines, configs, files, paths, fingerprints, ORT sessions. Knows no kernels."""
+"""Basic tools: files, configs, errors, logs, processes, model files, pages. They know nothing about kernels."""

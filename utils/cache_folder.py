@@ -1,7 +1,7 @@
-"""What is kept from one command to the next: a folder of entries in the user's cache, by key.
+"""A cache in the user's cache folder that later commands reuse.
 
-It may be emptied at any time. Entries are written at once, each with its digest, so that processes may share the folder, and an
-entry that is damaged counts as missing. Above MOST_BYTES those that were not used for longest are removed.
+The folder may be emptied at any time. Entries are written atomically with a digest, so processes may share the folder, and a
+damaged entry counts as missing. Above MOST_BYTES the least recently used entries are removed.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+from hase.utils.files import temporary_file
 from hase.utils.logger import get_logger
 from hase.utils.paths import ROOT
-from hase.utils.temporary import temporary_file
 
 VARIABLE = "HASE_CACHE"  # environment: the folder, or `off`
 OFF = "off"
 MOST_BYTES = 256 << 20
-LEFT_SHARE = 0.8  # of MOST_BYTES, once entries are removed, so that this is seldom done
-BLOCK_BYTES = 4096  # what an entry takes on the disk at least
+LEFT_SHARE = 0.8  # share of MOST_BYTES to keep when entries are removed, so that this is rare
+BLOCK_BYTES = 4096  # least size of an entry on disk
 DIGEST_BYTES = 32
 log = get_logger("cache")
 _keeps_json = ContextVar("keeps_json", default=True)
 
 
 def cache_folder() -> Path | None:
-    """The folder, which need not exist: HASE_CACHE, else `hase` in XDG_CACHE_HOME or ~/.cache; None where nothing is kept."""
+    """The folder, which may not exist yet: HASE_CACHE, else `hase` in XDG_CACHE_HOME or ~/.cache; None if caching is off."""
     named = os.environ.get(VARIABLE, "")
     if named:
         return None if named == OFF else Path(named).absolute()
@@ -44,13 +44,13 @@ def cache_folder() -> Path | None:
         return None
 
 
-def key_of(*parts: object) -> str:
+def entry_key(*parts: object) -> str:
     """The name of an entry that depends on these parts, as their `repr` shows them."""
     return hashlib.sha256(repr(parts).encode("utf-8", "backslashreplace")).hexdigest()
 
 
 def read_entry(key: str) -> bytes | None:
-    """What is kept under a key; None where nothing is, or it is damaged."""
+    """The entry under a key; None if it is missing or damaged."""
     if (folder := cache_folder()) is None:
         return None
     try:
@@ -67,7 +67,7 @@ def read_entry(key: str) -> bytes | None:
 
 
 def write_entry(key: str, data: bytes) -> None:
-    """Keeps something under a key. Where that fails (no space, no permission), nothing is kept."""
+    """Stores an entry under a key; failures (no space, no permission) are ignored."""
     if (folder := cache_folder()) is None:
         return
     try:
@@ -82,7 +82,7 @@ def write_entry(key: str, data: bytes) -> None:
 
 @contextmanager
 def keeping_no_json() -> Iterator[None]:
-    """Within the block, `kept_json` reads and writes nothing: for what nobody will ask for again, as in a search."""
+    """Switches `kept_json`'s cache off while the block runs, for results that nobody will need again, as in a search."""
     before = _keeps_json.set(False)
     try:
         yield
@@ -91,7 +91,7 @@ def keeping_no_json() -> Iterator[None]:
 
 
 def kept_json(key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The JSON object under a key, made by `make` and kept if it is missing."""
+    """The JSON object under a key, computed by `make` and stored if missing."""
     if not _keeps_json.get():
         return make()
     if (data := read_entry(key)) is not None:
@@ -103,16 +103,15 @@ def kept_json(key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 @functools.cache
-def code_of(*folders: str) -> tuple[tuple[str, int, int], ...]:
-    """Size and time of change of each file of Hase's code, and of its tables, in folders of the repository: part of the key of
-    what these make."""
+def code_version(*folders: str) -> tuple[tuple[str, int, int], ...]:
+    """Size and modification time of each code and table file in some folders, for the keys of results of that code."""
     return tuple(sorted((str(path.relative_to(ROOT)), stat.st_size, stat.st_mtime_ns) for folder in folders
                         for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".json", ".yaml")
                         for stat in [path.stat()]))
 
 
 def _remove_oldest(folder: Path) -> None:
-    """Removes the entries that were not used for longest, if all take more than MOST_BYTES."""
+    """Removes the least recently used entries if all together exceed MOST_BYTES."""
     entries = []
     with os.scandir(folder) as found:
         for entry in found:

@@ -1,8 +1,8 @@
-"""Reads a YAML config into a validated pydantic class. Errors name the file, the key, and what is allowed.
+"""Reads YAML configs into validated pydantic classes, and holds the base classes of configs and records.
 
-A config may extend another one: `extends: other.yaml`, a path relative to its own folder. It then states only what differs.
-Mappings are merged key by key; any other value, a list too, replaces that of the other file. `--set KEY=VALUE` of a command
-(`hase.utils.cli.add_config`) changes one more value: `--set kernel.budget_s=0.1`.
+Errors name the file, the key, and what is allowed. A config may extend another one with `extends: other.yaml`, relative to its
+own folder. Mappings are merged key by key; other values, including lists, are replaced. `--set KEY=VALUE` changes one more
+value: `--set kernel.budget_s=0.1`.
 """
 
 from __future__ import annotations
@@ -13,25 +13,23 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin
+from typing import Any, NamedTuple, Self, TypeVar, Union, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from hase.utils.errors import UserError
+from hase.utils.lazy import yaml
 
-_SHORTLY = reprlib.Repr()  # a few lines of YAML, whose aliases repeat each other, can stand for gigabytes of text
+_SHORTLY = reprlib.Repr()  # a few lines of YAML with nested aliases can expand to gigabytes
 _SHORTLY.maxstring = _SHORTLY.maxother = 200
 EXTENDS = "extends"  # the key that names the config which a config extends
+C = TypeVar("C", bound=BaseModel)
 
 
 class Config(BaseModel):
     """Base of every config class: immutable; a key that is not a field is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-C = TypeVar("C", bound=BaseModel)
 
 
 def _field_names(schema: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
@@ -67,42 +65,24 @@ def _describe(error: Any, schema: type[BaseModel]) -> str:
 
 
 class _Layer(NamedTuple):
-    """What one file or one `--set` says.
-
-    Attributes:
-        source: its name in error messages.
-        data: as in the YAML.
-    """
+    """The values of one file or one `--set`, with the name of their source in errors."""
 
     source: str
     data: Any
 
 
 def validate(data: Any, schema: type[C], where: str) -> C:
-    """`data` as a `schema`.
-
-    Raises:
-        UserError: naming `where`, each key that does not fit, and what is allowed.
-    """
+    """`data` as a `schema`."""
     return _validated([_Layer(where, data)], schema)
 
 
 def read_config(path: Path, schema: type[C], changes: Sequence[str] = ()) -> C:
-    """The config in a YAML file, validated.
-
-    Args:
-        path: the file.
-        schema: its class.
-        changes: values of `--set`, as `KEY=VALUE`, for example `kernel.budget_s=0.1`; later ones win.
-
-    Raises:
-        UserError: no such file, no YAML, a config that extends itself, or a key or value that `schema` does not allow.
-    """
+    """The validated config in a YAML file. `changes` are values of `--set` (`kernel.budget_s=0.1`); later ones win."""
     return _validated([*_layers(path), *map(_change, changes)], schema)
 
 
 def _validated(layers: Sequence[_Layer], schema: type[C]) -> C:
-    """The layers merged, later ones over earlier ones, as a `schema`. Errors name the layer that they come from."""
+    """The layers merged, later ones first, as a `schema`. Errors name the layer at fault."""
     try:
         data = layers[0].data
         for layer in layers[1:]:
@@ -120,20 +100,20 @@ def _validated(layers: Sequence[_Layer], schema: type[C]) -> C:
 
 
 def _without_consequences(errors: Sequence[Any]) -> list[Any]:
-    """pydantic's errors, without those that say a list is too short because of the entries that are refused already."""
+    """pydantic's errors, without "list too short" errors that only follow from refused entries."""
     return [error for error in errors if error["type"] != "too_short" or not any(
         len(entry["loc"]) > len(error["loc"]) and entry["loc"][:len(error["loc"])] == error["loc"] for entry in errors)]
 
 
 def _merged(base: Any, changed: Any) -> Any:
-    """`base` with what `changed` says: mappings key by key, anything else in place of the base's."""
+    """`base` overridden by `changed`: mappings key by key, anything else as a whole."""
     if not (isinstance(base, Mapping) and isinstance(changed, Mapping)):
         return changed
     return {**base, **{key: _merged(base[key], value) if key in base else value for key, value in changed.items()}}
 
 
 def _depth(data: Any, location: Sequence[int | str]) -> int:
-    """How many parts of a location, from its first on, are keys in nested mappings."""
+    """How many leading parts of a location are keys in nested mappings."""
     for depth, part in enumerate(location):
         if not isinstance(data, Mapping) or part not in data:
             return depth
@@ -142,7 +122,7 @@ def _depth(data: Any, location: Sequence[int | str]) -> int:
 
 
 def _layers(path: Path, extended_by: tuple[Path, ...] = ()) -> list[_Layer]:
-    """A config file after those that it extends, the first base first."""
+    """A config file and the files that it extends, the first base first."""
     if os.path.realpath(path) in map(os.path.realpath, extended_by):
         circle = " extends ".join(map(str, (*extended_by, path)))
         raise UserError(f"{extended_by[-1]}: {EXTENDS}: a config can't extend itself ({circle}); remove one {EXTENDS}")
@@ -190,3 +170,16 @@ def _parse_yaml(text: str, source: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         raise UserError(f"{source}{line}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
+
+class Frozen(BaseModel):
+    """An immutable record that refuses unknown fields, NaN and infinity; fields may be given by name or alias."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True, allow_inf_nan=False,
+                              ser_json_inf_nan="constants")  # a Pad may pad with -Infinity; null could not be read again
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Like pydantic's, but without cached properties, since they were computed from the old fields."""
+        copy = super().model_copy(update=update, deep=deep)
+        for name in copy.__dict__.keys() - type(copy).model_fields.keys():
+            del copy.__dict__[name]
+        return copy

@@ -1,6 +1,6 @@
-"""The one error class whose message is meant for the user; anything else that escapes is a bug and keeps its traceback.
+"""Errors whose message is meant for the user, and the system errors that the user can fix.
 
-Also which errors say that the machine lacked something.
+Any other exception that reaches the user is a bug and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -9,37 +9,57 @@ import errno
 import os
 
 MACHINE_LACKS = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # disk space, open files, memory
+OS_ERROR_ADVICE = {
+    errno.ENOSPC: "the disk is full; free some space and run the same command again: what was finished is kept",
+    errno.EMFILE: "too many open files; raise the limit (ulimit -n) and run the same command again: what was finished is kept",
+    errno.ENFILE: "this machine has too many open files; end some programs and run the same command again",
+    errno.ENOMEM: "no memory is left; end some programs and run the same command again: what was finished is kept",
+    errno.EDQUOT: "the disk quota is used up; free some space and run the same command again",
+    errno.EACCES: "no permission; choose another --workspace or change the permissions",
+    errno.EPERM: "not permitted; choose another --workspace or change the permissions",
+    errno.EROFS: "the file system is read-only; choose another --workspace",
+    errno.EEXIST: "a file stands where a folder is needed",
+    errno.ENOTDIR: "a part of this path is a file, not a folder",
+    errno.ENOENT: "no such file or folder",
+    errno.EISDIR: "this is a folder, a file was expected",
+    errno.ENAMETOOLONG: "the name is too long",
+    errno.ELOOP: "links lead in a circle",
+}
 
 
 class UserError(Exception):
-    """Something the user can mend: the message says what is wrong, where, and what to do."""
+    """An error that the user can fix: the message says what is wrong, where, and what to do."""
 
 
 class OpenSizes(UserError):
-    """Dimensions of a model are open.
+    """Dimensions of a model have no sizes yet. `options` are command-line options that set sizes that fit."""
 
-    Attributes:
-        said: which; the message adds the options.
-        options: of a command, that give them sizes which fit the model.
-    """
-
-    def __init__(self, said: str, options: str) -> None:
-        super().__init__(f"{said}, for example {options}")
-        self.said, self.options = said, options
+    def __init__(self, problem: str, options: str) -> None:
+        super().__init__(f"{problem}, for example {options}")
+        self.problem, self.options = problem, options
 
 
 class DeviceUnavailable(UserError):
-    """This process can't use a device; where the machine has it, another process may be able to."""
+    """This process can't use a device, although another process on the same machine may be able to."""
 
 
 def machine_lacks(error: BaseException | None) -> bool:
-    """Whether an error, or one that led to it, says that the machine lacked disk space, memory or open files.
-
-    Libraries report such an error as text of their own, so the system's message is looked for, too.
-    """
+    """Whether an error or its cause means that the machine lacked disk space, memory or open files. Libraries wrap such errors
+    in texts of their own, so the system's message is searched for as well."""
     while error is not None:
         if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in MACHINE_LACKS) or any(
                 os.strerror(number) in str(error) for number in MACHINE_LACKS):
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def explain(error: OSError) -> str:
+    """A readable message for an operating-system error: the file, what is wrong, what to do."""
+    where = f"{error.filename}: " if error.filename else ""
+    return where + OS_ERROR_ADVICE.get(error.errno or 0, error.strerror or str(error))
+
+
+def user_can_mend(error: BaseException) -> bool:
+    """Whether `explain` can turn an error of the operating system into one line: it has advice, or names a file."""
+    return isinstance(error, OSError) and (error.errno in OS_ERROR_ADVICE or error.filename is not None)

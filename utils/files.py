@@ -1,4 +1,9 @@
-"""Reads and writes files: atomically, with digests, and in archives."""
+"""Reads and writes files: atomically, with digests, temporary files, and archives.
+
+A process removes its temporary files and folders when it ends; SIGKILL prevents this. So each temporary folder is locked
+(flock) while its process lives, and the next process that makes one removes those that no living process locks. Without flock
+(Windows) a process removes only its own.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +13,14 @@ import io
 import json
 import lzma
 import os
+import secrets
 import shutil
 import tarfile
+import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -20,7 +28,7 @@ from typing import Any, TypeAlias, TypeVar
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from hase.utils.errors import UserError
-from hase.utils.temporary import temporary_file
+from hase.utils.locks import try_lock
 
 M = TypeVar("M", bound=BaseModel)
 _CHUNK = 1 << 20
@@ -28,16 +36,21 @@ Signature: TypeAlias = "tuple[str, int, int, int, int]"
 _digests: dict[Signature | None, str] = {}
 _evicting = threading.Lock()
 DIGEST = "digest"  # the key of the SHA-256 that a versioned record, or a line, holds of itself
-LINE_DIGITS = 16  # of its SHA-256 that a line holds
+LINE_DIGITS = 16  # digits of the SHA-256 in a line
+PREFIX = "hase-temp-"
+UNLOCKED_PREFIX = "hase-new-"  # a folder that is not locked yet: empty, and soon renamed
+UNLOCKED_S = 3600.0  # an older one of these was left by a killed process
+LONGEST_STEM = 200  # bytes of a file name to repeat in its temporary name, which must not get too long
+LEAST_FREE_BYTES = 16 << 20  # the failed write may have freed a few MiB since
+_TRIES = 50  # a thread or process may still write into a folder that is being removed
+_PAUSE_S = 0.005
+_present: set[Path] = set()
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a temporary path in the folder of `path`. If the block succeeds, the file there replaces `path` at once; else it
-    is removed.
-
-    The temporary name keeps the suffix, for writers that look at it.
-    """
+    """Yields a temporary path beside `path`. If the block succeeds, the file atomically replaces `path`; otherwise it is
+    removed. The temporary name keeps the suffix, for writers that look at it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with temporary_file(path) as temporary:
         temporary.touch(mode=0o600, exist_ok=False)
@@ -60,14 +73,11 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes a pydantic model or plain data as indented JSON, completely or not at all.
-
-    A versioned record gets its digest (see `with_digest`).
-    """
+    """Writes a model or plain data as indented JSON, completely or not at all; a versioned record gets its digest."""
     if isinstance(value, BaseModel):
         text = value.model_dump_json(indent=1)
         if "version" in type(value).model_fields:
-            text = f'{text.removesuffix("}").rstrip()},\n "{DIGEST}": "{digest_of(json.loads(text))}"\n}}'
+            text = f'{text.removesuffix("}").rstrip()},\n "{DIGEST}": "{content_digest(json.loads(text))}"\n}}'
         write_text(path, text + "\n")
     else:
         write_text(path, json.dumps(value, indent=1, default=str) + "\n")
@@ -93,7 +103,7 @@ def _csv_lines(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str
 
 
 def append_line(path: Path, line: str) -> None:
-    """Appends one line and forces it to disk. A line that a kill cut short is removed first; `read_lines` ignores it."""
+    """Appends one line and forces it to disk. A last line that a kill cut short is removed first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as log:
         end = log.seek(0, os.SEEK_END)
@@ -114,15 +124,7 @@ def append_line(path: Path, line: str) -> None:
 
 
 def read_lines(path: Path, appended: bool = True) -> list[str]:
-    """The complete lines of `path`. No file: no lines.
-
-    Args:
-        path: the file.
-        appended: whether `append_line` writes the file: a kill may then have cut the last line short, which is left out.
-
-    Raises:
-        UserError: a complete line is not UTF-8 text, or the last one was cut short in a file that is written as a whole.
-    """
+    """The complete lines of `path`; none without a file. With `appended`, a last line that a kill cut short is left out."""
     if not path.exists():
         return []
     whole, _, cut_short = path.read_bytes().rpartition(b"\n")  # cut first: a line may end within a character
@@ -136,18 +138,16 @@ def read_lines(path: Path, appended: bool = True) -> list[str]:
 
 
 def line_with_digest(line: str) -> str:
-    """A line that holds a JSON object with at least one key, with its digest as a last key.
-
-    `line_without_digest` checks it, since a damaged number could look like a good one.
-    """
+    """A line with a non-empty JSON object, with its digest added as the last key. `line_without_digest` checks it, since a
+    damaged number could look like a valid one."""
     return f'{line[:-1]},"{DIGEST}":"{_line_digest(line)}"}}'
 
 
 def line_without_digest(line: str) -> str:
-    """The line as it was before `line_with_digest`; a line without a digest (of an earlier Hase) as it is.
+    """The line before `line_with_digest`; lines without a digest (from an older Hase) are unchanged.
 
     Raises:
-        ValueError: the digest is not that of the line.
+        ValueError: the digest does not match.
     """
     begins, ends = f',"{DIGEST}":"', '"}'
     tail = line[-len(begins) - LINE_DIGITS - len(ends):]
@@ -175,21 +175,12 @@ def complete_bytes(path: Path) -> int:
 
 
 def append_records(path: Path, records: Iterable[BaseModel]) -> None:
-    """Appends records that belong together as one line, so that an interruption keeps all of them or none."""
+    """Appends records as one line, so that an interruption keeps all or none of them."""
     append_line(path, f"[{','.join([record.model_dump_json() for record in records])}]")
 
 
 def read_records(path: Path, schema: type[M], remedy: str) -> list[M]:
-    """All records that `append_records` wrote; none if there is no file.
-
-    Args:
-        path: the file.
-        schema: their class.
-        remedy: what to do about a damaged file; the error names it.
-
-    Raises:
-        UserError: a line is damaged.
-    """
+    """All records that `append_records` wrote; none without a file. Errors name the `remedy` for a damaged file."""
     line_of: TypeAdapter[list[M]] = TypeAdapter(list[schema])  # type: ignore[valid-type]
     try:
         return [record for line in read_lines(path) for record in line_of.validate_json(line)]
@@ -207,8 +198,8 @@ def sha256(path: Path) -> str:
 
 
 def signature(path: Path) -> Signature | None:
-    """Size, inode and times of change of a file: they change with its content, and one of the times can't be set back. None if
-    there is no such file."""
+    """Size, inode and times of change of a file (one can't be set back): any change of content changes them. None without a
+    file."""
     try:
         stat = path.stat()
     except OSError:
@@ -217,7 +208,7 @@ def signature(path: Path) -> Signature | None:
 
 
 def kept_sha256(path: Path) -> str:
-    """Like `sha256`, but computed once per process while the file's signature stays: a model is often read at several sizes."""
+    """Like `sha256`, but computed once per process while the file's signature stays the same."""
     before = signature(path)
     if (kept := _digests.get(before)) is not None:
         return kept
@@ -228,11 +219,7 @@ def kept_sha256(path: Path) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON document in `path`.
-
-    Raises:
-        UserError: no such file, or it is not JSON.
-    """
+    """The JSON document in `path`."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -244,17 +231,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_record(path: Path, schema: type[M], version: int, remake: str) -> M:
-    """A versioned JSON record.
-
-    Args:
-        path: the file.
-        schema: its class; the record's `version` field must equal `version`.
-        version: the only version this code reads.
-        remake: the command that makes a new file; errors name it.
-
-    Raises:
-        UserError: the file is missing, damaged, edited, without a digest, of another version, or of another kind.
-    """
+    """Reads a JSON record of exactly this version; errors name `remake`, the command that creates the file again."""
     try:
         data = read_json(path)
     except UserError as error:
@@ -271,28 +248,25 @@ def read_record(path: Path, schema: type[M], version: int, remake: str) -> M:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise UserError(f"{path}: damaged at {where}: {first['msg']}; make it anew: {remake}") from None
-    if digest != digest_of(data):
+    if digest != content_digest(data):
         raise UserError(f"{path}: damaged or changed by hand: its {DIGEST} does not match its contents; make it anew: {remake}")
     return record
 
 
-def digest_of(document: Any) -> str:
-    """The SHA-256 of a JSON document's contents, in hex. Layout and order of keys do not matter."""
+def content_digest(document: Any) -> str:
+    """The SHA-256 of a JSON document's contents, in hex, independent of layout and key order."""
     return hashlib.sha256(json.dumps(document, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def with_digest(document: Mapping[str, Any]) -> dict[str, Any]:
-    """A versioned record's document with the digest of its contents, in place of any that it has.
-
-    `read_record` checks it, since a damaged number could look like a good one.
-    """
+    """A versioned record's document with the digest of its contents, which `read_record` checks for damage."""
     contents = {key: value for key, value in document.items() if key != DIGEST}
-    return contents | {DIGEST: digest_of(contents)}
+    return contents | {DIGEST: content_digest(contents)}
 
 
 def cached(cache: dict[Any, Any], key: Any, make: Callable[[], Any], limit: int = 256) -> Any:
-    """`cache[key]`, made by `make` if it is missing. Beyond `limit` entries the oldest is dropped. Threads may share a cache;
-    two of them may then make the same entry."""
+    """`cache[key]`, computed by `make` if missing. Beyond `limit` entries the oldest is dropped. Threads may share a cache; two
+    of them may then compute the same entry."""
     try:
         return cache[key]
     except KeyError:
@@ -305,7 +279,7 @@ def cached(cache: dict[Any, Any], key: Any, make: Callable[[], Any], limit: int 
 
 
 def pack(archive: Path, members: Iterable[tuple[str, bytes]]) -> None:
-    """Writes files, given by name and contents, to a `.tar.xz`. The same files in the same order give the same bytes."""
+    """Writes files to a `.tar.xz`. The same files in the same order give the same bytes."""
     with replacing(archive) as part, tarfile.open(part, "w:xz", preset=9) as packed:
         for name, contents in members:
             header = tarfile.TarInfo(name)
@@ -314,13 +288,116 @@ def pack(archive: Path, members: Iterable[tuple[str, bytes]]) -> None:
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Writes the files of an archive into a folder.
-
-    Raises:
-        UserError: it is no archive, it is damaged, or a member would lie outside of the folder.
-    """
+    """Writes the files of an archive into a folder."""
     try:
         with tarfile.open(archive) as packed:
             packed.extractall(folder, filter="data")
     except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
         raise UserError(f"{archive}: not an archive, or damaged ({error})") from None
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A temporary folder that is removed with its contents when the block ends."""
+    remove_left_over()
+    name = secrets.token_hex(8)
+    made, folder = (Path(tempfile.gettempdir()) / f"{prefix}{name}" for prefix in (UNLOCKED_PREFIX, PREFIX))
+    lock = None
+    _present.update((made, folder))  # before they exist: a signal may come at any moment
+    try:
+        made.mkdir(mode=0o700)
+        lock = try_lock(made)
+        made.rename(folder)
+        yield folder
+    finally:
+        _remove(made)
+        _remove(folder)
+        if lock is not None:
+            os.close(lock)
+
+
+@contextmanager
+def shared_folder(name: str) -> Iterator[Path]:
+    """A temporary folder shared by all processes of this machine that name it, removed when the last block ends."""
+    remove_left_over()
+    folder = Path(tempfile.gettempdir()) / f"{PREFIX}{name}"
+    lock = _shared(folder)
+    try:
+        yield folder
+    finally:
+        os.close(lock)
+        if (last := try_lock(folder)) is not None:
+            _remove(folder)
+            os.close(last)
+
+
+def _shared(folder: Path) -> int:
+    """Creates a folder if needed and takes a shared lock on it; returns the lock's descriptor."""
+    for _ in range(_TRIES):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        with suppress(FileNotFoundError):  # a process that was the last one has just removed it
+            lock = try_lock(folder, shared=True)
+            if lock is not None:
+                if folder.is_dir() and folder.stat().st_ino == os.fstat(lock).st_ino:
+                    return lock
+                os.close(lock)
+        time.sleep(_PAUSE_S)
+    raise UserError(f"{folder}: can't be locked; another process holds it")
+
+
+@contextmanager
+def temporary_file(path: Path) -> Iterator[Path]:
+    """A path for a new file in the folder of `path`, with its suffix; the file is removed when the block ends."""
+    begins = path.stem.encode("utf-8", "replace")[:LONGEST_STEM].decode("utf-8", "ignore")
+    temporary = path.with_name(f".{begins}.{secrets.token_hex(4)}.tmp{path.suffix}")
+    _present.add(temporary)
+    try:
+        yield temporary
+    finally:
+        _remove(temporary)
+
+
+def remove_temporaries() -> None:
+    """Removes this process's temporary files and folders. Only for a process that is about to end."""
+    for path in list(_present):
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        for _ in range(_TRIES):
+            shutil.rmtree(path, ignore_errors=True)
+            if not path.exists():
+                break
+            time.sleep(_PAUSE_S)
+    else:
+        path.unlink(missing_ok=True)
+    _present.discard(path)
+
+
+def remove_left_over() -> list[Path]:
+    """Removes this user's temporary folders that no living process holds; returns them."""
+    removed = []
+    temporary = Path(tempfile.gettempdir())
+    for folder in [*temporary.glob(f"{PREFIX}*"), *temporary.glob(f"{UNLOCKED_PREFIX}*")]:
+        with suppress(OSError):  # another process has removed it
+            about = folder.lstat()
+            young = time.time() - about.st_mtime < UNLOCKED_S
+            if about.st_uid != _user() or (folder.name.startswith(UNLOCKED_PREFIX) and young):
+                continue
+            lock = try_lock(folder)
+            if lock is None:
+                continue
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+            removed.append(folder)
+    return removed
+
+
+def no_room() -> bool:
+    """Whether the disk of temporary files is almost full."""
+    return shutil.disk_usage(tempfile.gettempdir()).free < LEAST_FREE_BYTES
+
+
+def _user() -> int:
+    return os.geteuid() if hasattr(os, "geteuid") else 0

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from hase.utils.config import Frozen
 from hase.utils.errors import UserError
 from hase.utils.lazy import pynvml
 from hase.utils.paths import FileNamePart
@@ -25,22 +26,17 @@ WITHOUT_GPU = "HASE_WITHOUT_GPU"  # in the environment: act like a machine witho
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"  # in the environment: the GPUs that CUDA may use, by index or UUID
 MACHINE_ID = Path("/etc/machine-id")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # Linux makes a new one at each start
-SharingMode = Literal["time_slices", "mps", "mig"]  # how processes share a GPU; a CPU's target says the first
+SharingMode = Literal["time_slices", "mps", "mig"]  # how processes share a GPU; the first one for a CPU
 DEFAULT_RUNTIME = "ort"
-FROM_SHEET = "-from-data-sheet"  # how the name of a device ends that stands for a card by its data sheet
+FROM_SHEET = "-from-data-sheet"  # suffix of the device name of a card known only by its data sheet
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Flavour(_Frozen):
-    """What shaped an optimised graph. Two machines with one flavour get the same graph of a model.
+class Flavour(Frozen):
+    """What determines an optimised graph: two machines with one flavour get the same graph of a model.
 
     Attributes:
-        device: `cpu` or `cuda`.
-        runtime: what optimises the graph and runs it: a name of the table in runtimes/__init__.py.
-        runtime_version: the runtime's, major and minor, e.g. `1.31`.
+        runtime: a name in the table of runtimes/__init__.py.
+        runtime_version: major and minor, e.g. `1.31`.
         optimization: the runtime's graph optimisation level.
         instruction_set: the CPU's vector width class, which sets the block size of NCHWc layouts; "" on CUDA.
     """
@@ -57,7 +53,7 @@ class Flavour(_Frozen):
         return "-".join(part for part in parts if part)
 
 
-class Machine(_Frozen):
+class Machine(Frozen):
     """The device and software of one measurement."""
 
     device_name: str
@@ -70,15 +66,15 @@ class Machine(_Frozen):
     versions: dict[str, str]
 
 
-class Target(_Frozen):
-    """What a predictor holds for: device model, flavour, provider options, threads and sharing mode. Another mode than time
-    slices was never measured, and is refused where it matters (utils/sharing_mode.py)."""
+class Target(Frozen):
+    """What a predictor is valid for: device model, flavour, provider options, threads and sharing mode. Only time slices were
+    measured; other sharing modes are refused where they matter (utils/sharing_mode.py)."""
 
     device_name: str
     flavour: Flavour
     provider_options: dict[str, str] = {}
     threads: int = 0  # intra-op threads; 0 on CUDA
-    cores: int = Field(0, exclude_if=lambda cores: not cores)  # that the threads are pinned to, all together; 0: not pinned
+    cores: int = Field(0, exclude_if=lambda cores: not cores)  # number of cores that the threads are pinned to; 0: not pinned
     sharing: SharingMode = "time_slices"
 
     @property
@@ -100,7 +96,7 @@ def has_cuda() -> bool:
 
 
 def _nvml_there() -> bool:
-    """Whether pynvml could find the driver's library. Importing pynvml takes 0.1 s, so Linux is asked first; elsewhere: yes."""
+    """Whether pynvml could find the driver's library. Importing pynvml takes 0.1 s, so this asks Linux; elsewhere True."""
     if sys.platform != "linux":
         return True
     try:
@@ -112,8 +108,7 @@ def _nvml_there() -> bool:
 
 @functools.cache
 def gpu_facts() -> dict[str, str]:
-    """Name, uuid, driver and clocks of the NVIDIA GPU that CUDA takes first; empty where there is none, or where WITHOUT_GPU is
-    set."""
+    """Name, uuid, driver and clocks of the NVIDIA GPU that CUDA takes first; empty without one, or if WITHOUT_GPU is set."""
     if os.environ.get(WITHOUT_GPU):
         return {}
     if "pynvml" not in sys.modules and not _nvml_there():
@@ -135,11 +130,7 @@ def gpu_facts() -> dict[str, str]:
 
 
 def _first_visible_gpu() -> Any:
-    """NVML's handle of the first GPU that VISIBLE_GPUS leaves to CUDA, None if none. NVML ignores the variable.
-
-    Raises:
-        NVMLError: there is no such GPU.
-    """
+    """NVML's handle of the first GPU that VISIBLE_GPUS leaves to CUDA, or None. NVML ignores the variable."""
     first = os.environ.get(VISIBLE_GPUS, "0").split(",")[0].strip()
     if first.isdecimal():
         return pynvml.nvmlDeviceGetHandleByIndex(int(first))
@@ -151,11 +142,7 @@ def _first_visible_gpu() -> Any:
 
 
 def driver_fails(whose: str, error: Exception) -> UserError:
-    """The error for an NVML call that failed, for example because the GPU was lost.
-
-    Args:
-        whose: what was asked for; the message begins with it.
-    """
+    """The error for a failed NVML call, for example because the GPU was lost; its message begins with `whose`."""
     return UserError(f"{whose}: the driver does not answer ({error}); nvidia-smi should list the GPU")
 
 
@@ -187,14 +174,13 @@ def physical_cores() -> int:
 
 
 def allowed_cores() -> int:
-    """The number of cores, hyperthreads counted, that this process is restricted to (as by taskset); 0 where it may use all, or
-    where the system does not say."""
+    """How many logical cores this process is restricted to (e.g. by taskset); 0 if it may use all, or if unknown."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
     return allowed if allowed < (psutil.cpu_count() or 1) else 0
 
 
 def instruction_set() -> str:
-    """The widest vector class of this CPU for which ORT has CPU kernels of their own."""
+    """The widest vector class of this CPU for which ORT has dedicated CPU kernels."""
     flags = _cpu_info()[1]
     for name, flag in (("avx512", "avx512f"), ("avx2", "avx2"), ("avx", "avx"), ("neon", "asimd")):
         if flag in flags:
@@ -214,7 +200,7 @@ def package_version(*names: str) -> str:
 
 @functools.cache
 def ort_version() -> str:
-    """ONNX Runtime's full version. Where its package metadata exists, it is not imported for that."""
+    """ONNX Runtime's full version, from its package metadata if possible, without importing it."""
     import_path = None
     try:
         spec = find_spec("onnxruntime")
@@ -230,11 +216,7 @@ def ort_version() -> str:
 
 
 def resolve_device(device: str) -> str:
-    """The device that `auto`, `cuda` or `cpu` stands for: `cuda` or `cpu`.
-
-    Raises:
-        UserError: CUDA is asked for and this machine has none.
-    """
+    """The device, `cuda` or `cpu`, that `auto`, `cuda` or `cpu` means on this machine."""
     if device == "auto":
         return "cuda" if has_cuda() else "cpu"
     if device == "cuda" and not has_cuda():
@@ -244,7 +226,7 @@ def resolve_device(device: str) -> str:
 
 
 def graph_device(device: str) -> str:
-    """The device whose graph `auto`, `cuda` or `cpu` stands for. That of `cuda` is derived without a GPU, too."""
+    """The device whose graph `auto`, `cuda` or `cpu` means. CUDA graphs can also be derived without a GPU."""
     return resolve_device(device) if device == "auto" else device
 
 
@@ -254,7 +236,7 @@ def boot_id() -> str:
 
 
 def machine(device: str) -> Machine:
-    """The machine that this process runs on, described as its `cpu` or its `cuda` device."""
+    """This machine, described as its `cpu` or its `cuda` device."""
     cpu = cpu_name()
     gpu = gpu_facts() if device == "cuda" else {}
     identity = MACHINE_ID.read_text(encoding="utf-8").strip() if MACHINE_ID.exists() else ""  # may be there and empty

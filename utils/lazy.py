@@ -1,13 +1,13 @@
-"""Packages that are slow to import: bound at the top of a module, loaded when they are first used.
+"""Slow packages that are imported at the top of a module but loaded only when first used.
 
     from hase.utils.lazy import onnx
     from hase.utils.lazy import pandas as pd
 
-An import of torch takes seconds and one of onnx a fifth of one, but `--help` and a prediction of a recorded model need neither.
+Importing torch takes seconds and onnx 0.2 s, but `--help` and a prediction of a recorded model need neither.
 
-`importlib.util.LazyLoader` does not fit. It puts half a module into `sys.modules`, where other libraries that look there load
-it; two threads that use it at once fail (python/cpython#114763, in Python before 3.11.9); and it fails at the import where the
-package is missing, as torch is in a light install.
+`importlib.util.LazyLoader` does not fit: it puts an unloaded module into `sys.modules`, where other libraries trigger its
+loading; it fails with two threads (python/cpython#114763, before Python 3.11.9); and it fails at once if the package is
+missing, as torch is in a light install.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     import sklearn.isotonic
     import sklearn.linear_model
     import sklearn.neural_network
+    import timm
     import torch
     import torch.profiler
     import torchvision
@@ -73,20 +74,16 @@ if TYPE_CHECKING:
     import tvm.relax.frontend.torch
     import tvm_ffi
     import xgboost
+    import yaml
 
 __all__ = ["ai3", "bcrypt", "jinja2", "matplotlib", "multiprocessing", "networkx", "onnx", "onnx_ir", "onnxruntime",
            "onnxruntime_genai", "openvino", "optuna", "pandas", "pyarrow", "pynvml", "ray", "requests", "rich", "scipy",
-           "sklearn", "torch", "torchvision", "transformers", "tvm", "tvm_ffi", "xgboost"]
+           "sklearn", "timm", "torch", "torchvision", "transformers", "tvm", "tvm_ffi", "xgboost", "yaml"]
 
 
 class LazyPackage:
-    """Stands for a package, which it imports when an attribute is first read. A submodule is an attribute too.
-
-    The package is looked up anew each time (half a microsecond), so that a test may replace it in `sys.modules`.
-
-    Raises:
-        ModuleNotFoundError: at that first use, the package is not installed.
-    """
+    """Stands for a package and imports it when an attribute is first read. A submodule is an attribute too. It looks the
+    package up each time (0.5 us), so that a test may replace it in `sys.modules`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -109,8 +106,8 @@ class LazyPackage:
 
 
 def _imported(name: str) -> ModuleType:
-    """Imports a package. Ctrl-C and SIGTERM wait until it is there: C++ code that is being loaded calls Python, and takes the
-    process down, or makes another error of it, if an exception comes out."""
+    """Imports a package. Ctrl-C and SIGTERM wait until it is loaded. C++ code calls Python while it is loaded; an exception
+    there may crash the process or become another error."""
     if threading.current_thread() is not threading.main_thread():
         return __import__(name)  # signals are raised in the main thread alone
     came: list[Callable[[], object]] = []

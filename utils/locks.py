@@ -1,10 +1,10 @@
 """Locks between processes: one writer per folder, one measuring process per device.
 
-A lock is `flock` on an open file, so the system releases it when the process ends, however it ends. Child processes do not
-inherit it. The file stays and says which process holds the lock or held it last. Without `flock` (Windows) nothing is locked.
+A lock is `flock` on an open file, so the system releases it when the process ends for any reason. Child processes do not
+inherit it. The file remains and names the last holder. Without `flock` (Windows) nothing is locked.
 
-A lock that another process holds is an error, or is waited for (`wait_for_locks`). Commands lock the dataset before the device,
-so that no two of them wait for each other.
+A lock held by another process is an error, unless `wait_for_locks` was called. Commands lock the dataset before the device, to
+avoid deadlocks.
 """
 
 from __future__ import annotations
@@ -46,11 +46,7 @@ _guard = threading.Lock()
 
 
 class InUse(UserError):
-    """Another process holds a lock.
-
-    Attributes:
-        by: what is in use by which process; the message says what to do, too.
-    """
+    """Another process holds a lock. `by` says what is in use and by which process; the message adds what to do."""
 
     def __init__(self, by: str, advice: str) -> None:
         super().__init__(f"{by}; {advice}")
@@ -58,16 +54,14 @@ class InUse(UserError):
 
 
 def wait_for_locks() -> None:
-    """From now on this process, and those that it starts, wait for locks that others hold; otherwise each is an error."""
+    """Makes this process and its children wait for locks that others hold, instead of failing."""
     os.environ[WAIT_VARIABLE] = "1"
 
 
 def try_lock(path: Path, flags: int = os.O_RDONLY, shared: bool = False) -> int | None:
-    """Locks an existing file or folder and returns a descriptor; closing it releases the lock. None if another process holds
-    the lock, or if this system has no locks. Several processes may hold a `shared` lock.
+    """Locks an existing file or folder and returns a descriptor; closing it releases the lock.
 
-    Raises:
-        OSError: it can't be opened or locked.
+    Returns None if another process holds the lock, or if the system has no locks. Several processes may hold a `shared` lock.
     """
     if fcntl is None:
         return None
@@ -83,7 +77,7 @@ def try_lock(path: Path, flags: int = os.O_RDONLY, shared: bool = False) -> int 
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process holds the lock of a file; False where there is no such file, or no locks on this system."""
+    """Whether a process holds the lock of a file; False without a file or without locks on this system."""
     if fcntl is None or not path.is_file():
         return False
     if (descriptor := try_lock(path)) is None:
@@ -94,20 +88,13 @@ def is_held(path: Path) -> bool:
 
 @contextmanager
 def locked(path: Path, what: str) -> Iterator[None]:
-    """Holds the lock of the file `path` while the block runs; makes the file if needed. A process may take a lock several
-    times.
-
-    Args:
-        path: the lock's file.
-        what: what the lock is for; errors name it.
+    """Holds the lock of the file `path`, creating it if needed, while the block runs. A process may take a lock several times.
 
     Raises:
-        InUse: another process holds it; it is named. After `wait_for_locks` this is a line in the log, and the lock is waited
-            for.
-        UserError: the file is another user's, and can't be read or written.
+        InUse: another process holds it, and `wait_for_locks` was not called.
     """
     path = path.absolute()
-    said = ""
+    reported = ""
     while True:
         try:
             _take(path, what)
@@ -115,8 +102,8 @@ def locked(path: Path, what: str) -> Iterator[None]:
         except InUse as error:
             if not os.environ.get(WAIT_VARIABLE):
                 raise
-            if said != (said := error.by):
-                log.warning("waiting: %s", said)
+            if reported != (reported := error.by):
+                log.warning("waiting: %s", reported)
         time.sleep(LOOK_EVERY_S)
     try:
         yield
@@ -128,7 +115,7 @@ def locked(path: Path, what: str) -> Iterator[None]:
 
 
 def _take(path: Path, what: str) -> None:
-    """Takes the lock, or counts one more block that holds it."""
+    """Takes the lock, or counts one more holder in this process."""
     with _guard:
         if fcntl is not None and not _held[path]:
             _open[path] = _acquire(path, what)
@@ -179,7 +166,7 @@ def _of_another_user(path: Path, what: str) -> UserError:
 
 
 def _holder(path: Path) -> str:
-    """Who holds a lock, as its file says."""
+    """The holder of a lock, as named in its file."""
     try:
         holder = json.loads(path.read_text(encoding="utf-8"))
         return f"process {holder['pid']} ({holder['command']}, since {holder['since']})"
@@ -189,13 +176,8 @@ def _holder(path: Path) -> str:
 
 @contextmanager
 def sole_writer(folder: Path) -> Iterator[None]:
-    """A block during which this process alone writes into `folder`; makes the folder if needed.
-
-    Half-written files that a killed process left there, or in a folder below, are removed first.
-
-    Raises:
-        UserError: another process writes there; the message names it.
-    """
+    """Lets only this process write to `folder` while the block runs; creates the folder if needed. First removes half-written
+    files of killed processes in the folder and below."""
     with locked(folder / WRITER, f"{folder}: this folder"):
         for level in ("", "*/") if _held[(folder / WRITER).absolute()] == 1 else ():
             for left_over in folder.glob(f"{level}.*.tmp*"):  # named so by files.replacing
@@ -205,16 +187,8 @@ def sole_writer(folder: Path) -> Iterator[None]:
 
 
 def measuring(device: str) -> AbstractContextManager[None]:
-    """A block during which this process alone measures on a device of this machine; the processes of all users count.
-
-    Stressor, exporter and sharing probe do not take this lock, since they run during measurements.
-
-    Args:
-        device: `cpu`, or `cuda` for the first GPU.
-
-    Raises:
-        UserError: another process measures; the message names it.
-    """
+    """Lets only this process, of all users, measure on a device (`cpu`, or `cuda` for the first GPU) while the block runs.
+    Stressor, exporter and sharing probe do not take this lock, since they run during measurements."""
     name = "cpu"
     if device == "cuda":
         name = gpu_facts().get("uuid", "cuda")
@@ -222,7 +196,7 @@ def measuring(device: str) -> AbstractContextManager[None]:
 
 
 def _folder_of_devices() -> Path:
-    """The folder of the devices' locks: the same for all users of this machine, whatever their TMPDIR."""
+    """The folder of the device locks; the same for all users of this machine, whatever their TMPDIR."""
     if named := os.environ.get(FOLDER_VARIABLE):
         return Path(named)
     return Path("/tmp") if os.name == "posix" else Path(tempfile.gettempdir())

@@ -1,20 +1,26 @@
-"""Logging for every phase: short lines on stderr, full lines in a rotating file."""
+"""Logs and progress: short lines on stderr, full lines in a rotating file."""
 
 from __future__ import annotations
 
 import logging
 import logging.handlers
 import sys
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from hase.utils.lazy import rich
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s[%(process)d]: %(message)s"
 MAX_LOG_BYTES = 5_000_000
 KEPT_LOGS = 3
+_PROGRESS_EVERY_S = 15.0  # between two progress lines if stderr is not a terminal
+T = TypeVar("T")
 
 
 class _Colour(logging.Formatter):
-    """Console lines: only the message; from WARNING up with the level (in colour on a terminal)."""
+    """Formats console lines: only the message; from WARNING up with the level (in colour on a terminal)."""
 
     COLOURS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[31m"}
 
@@ -31,7 +37,7 @@ class _Colour(logging.Formatter):
 
 
 class _CurrentStderr(logging.StreamHandler):
-    """Writes to the current `sys.stderr`, so that a progress display that replaced it keeps the lines in order."""
+    """Writes to the current `sys.stderr`, so that a progress display can replace it."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -53,13 +59,7 @@ def is_quiet() -> bool:
 
 
 def configure(log_file: Path | None, *, verbose: bool = False, quiet: bool = False) -> None:
-    """Sends Hase's log to stderr and, if it can be written, to `log_file` (rotated at 5 MB; three files are kept).
-
-    Args:
-        log_file: the file for full lines, or None for the console only.
-        verbose: DEBUG lines on the console too.
-        quiet: only errors on the console.
-    """
+    """Sends Hase's log to stderr and, if it can be written, to `log_file` (rotated at 5 MB; three files are kept)."""
     root = logging.getLogger("hase")
     root.setLevel(logging.DEBUG)
     root.propagate = False
@@ -80,3 +80,25 @@ def configure(log_file: Path | None, *, verbose: bool = False, quiet: bool = Fal
         return
     handler.setFormatter(logging.Formatter(LOG_FORMAT))
     root.addHandler(handler)
+
+
+def progress(items: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
+    """Yields `items` with a progress bar on stderr; off a terminal a line every 15 s, and nothing with --quiet."""
+    if is_quiet():
+        yield from items
+        return
+    if total is None:
+        total = len(items) if hasattr(items, "__len__") else None  # type: ignore[arg-type]
+    if sys.stderr.isatty():
+        console = rich.console.Console(stderr=True)
+        yield from rich.progress.track(items, description, total=total, console=console, transient=True)
+        return
+    log = get_logger("progress")
+    began = logged = time.monotonic()
+    for done, item in enumerate(items):
+        now = time.monotonic()
+        if now - logged > _PROGRESS_EVERY_S and done:
+            logged = now
+            eta = f", {(now - began) / done * (total - done):.0f} s left" if total else ""
+            log.info("%s: %d%s%s", description, done, f" of {total}" if total else "", eta)
+        yield item

@@ -1,7 +1,7 @@
-"""The files of a model: its own, and those that hold its weights; and what an exporter wrote into it.
+"""The files of an ONNX model: weights in other files, protobuf encoding, and the exporter's metadata.
 
-A model itself names the files of its weights. If it named a device or a pipe, whoever opens it might wait for ever; if it named
-a path elsewhere, it could read what its author must not see.
+A model names the files of its weights, so the names are checked. Opening a device or a pipe could block for ever, and a path
+outside the model's folder could read secret files.
 """
 
 from __future__ import annotations
@@ -12,38 +12,33 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hase.utils.errors import UserError
 from hase.utils.lazy import onnx
 from hase.utils.ort_sessions import model_errors
-from hase.utils.wire_format import BYTES, fields
 
 if TYPE_CHECKING:
     import numpy as np
 
+
 _EXTERNAL_KEY = b"location"  # the key of the file in which a weight is stored
-SEARCHED_BYTES = 1 << 26  # of a file; to search a larger one takes longer than to ask the process that reads it
-_ZIP = b"PK"  # how a program of torch begins, which TVM reads too
+SEARCHED_BYTES = 1 << 26  # file size; searching a larger file takes longer than asking the process that reads it
+_ZIP = b"PK"  # first bytes of a torch program, which TVM reads too
 SHOWN = 200  # characters of a file name in errors
 _PACKED_BITS = {"INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "UINT2": 2}  # bits per element
-DEEPEST = 16  # graphs within graphs; each of them doubles the time that the analysis takes
+DEEPEST = 16  # nested graphs; each level doubles the time of the analysis
 DEFAULT_DIMS_KEY = "hase.default_dims"  # metadata of a dynamic model: default sizes, used where the user gives none
-GROUP_KEY = "hase.group"  # metadata of every model: the name of its variants, which are held out together
-COLLECTION_KEY = "hase.collection"  # metadata of every model: where its architecture comes from, for example `timm`
+GROUP_KEY = "hase.group"  # metadata of every model: common name of its variants, which are held out together
+COLLECTION_KEY = "hase.collection"  # metadata of every model: source of its architecture, e.g. `timm`
 METADATA_FIELD = 14  # of ModelProto in onnx.proto
+VARINT, FIXED_64, BYTES, FIXED_32 = 0, 1, 2, 5  # wire types
+FIXED_BYTES = {FIXED_64: 8, FIXED_32: 4}
+LONGEST_VARINT = 10  # bytes
 
 
 def check_plain_file(path: Path, whose: str = "") -> None:
-    """Checks that `path` is a plain file or a link to one, with a name that ONNX Runtime can open.
-
-    Args:
-        path: the file.
-        whose: put before the path in errors.
-
-    Raises:
-        UserError: it is missing, or a folder, a device or a pipe, or its name is not UTF-8.
-    """
+    """Checks that `path` is a plain file, or a link to one, that ONNX Runtime can open; errors begin with `whose`."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -55,16 +50,12 @@ def check_plain_file(path: Path, whose: str = "") -> None:
     except UnicodeEncodeError:
         raise UserError(f"{whose}{path}: its name is not UTF-8, and ONNX Runtime opens no such file; rename it") from None
     if not stat.S_ISREG(mode):
-        what = "a folder" if stat.S_ISDIR(mode) else "a device, a pipe or a socket"
-        raise UserError(f"{whose}{path}: this is {what}, a plain file is expected")
+        kind = "a folder" if stat.S_ISDIR(mode) else "a device, a pipe or a socket"
+        raise UserError(f"{whose}{path}: this is {kind}, a plain file is expected")
 
 
 def may_name_files(model: Path) -> bool:
-    """Whether the ONNX file `model` may name other files. It is not parsed.
-
-    Raises:
-        UserError: it is missing or not a plain file.
-    """
+    """Whether the ONNX file `model` may name other files. It is not parsed."""
     check_plain_file(model)
     with model.open("rb") as file:
         if not (size := os.fstat(file.fileno()).st_size) or file.read(len(_ZIP)) == _ZIP:
@@ -76,18 +67,10 @@ def may_name_files(model: Path) -> bool:
 
 
 def external_files(model: Path, proto: onnx.ModelProto, missing_ok: bool = False) -> list[Path]:
-    """The files besides its own that hold weights of `proto`, each checked.
-
-    Args:
-        model: the file from which `proto` was read; for a model in memory a name without folder: its weights are then in the
-            current folder.
-        missing_ok: whether files may be missing; they are among the result.
-
-    Raises:
-        UserError: a file is outside the model's folder (or a link to such a file), is missing, or is not a plain file.
-    """
+    """The checked files with weights of `proto`, besides its own file `model`. For a model in memory, `model` is a name without
+    a folder, and its weights are in the current folder. With `missing_ok` the result may contain missing files."""
     paths = []
-    for location in sorted({place for tensor in every_tensor(proto) for place in locations(tensor)} - {model.name}):
+    for location in sorted({index for tensor in every_tensor(proto) for index in locations(tensor)} - {model.name}):
         path = model.parent / location
         try:
             folders = (model.parent.resolve(), model.resolve().parent)  # a link's folder, and its target's
@@ -108,14 +91,8 @@ def external_files(model: Path, proto: onnx.ModelProto, missing_ok: bool = False
 
 
 def read_whole_model(model: Path | bytes) -> onnx.ModelProto:
-    """A model, in a file or serialised, with all its weights in memory, each of their files checked.
-
-    onnx's own loader refuses files with several names (hard links), as the caches of model hubs and of Hase have them.
-
-    Raises:
-        UserError: not an ONNX model, or a file of its weights is missing, not a plain file, outside the model's folder, or too
-            short.
-    """
+    """Reads a model, from a file or bytes, with all its weights in memory, after checking their files. onnx's own loader
+    refuses files with several names (hard links), which the caches of model hubs and of Hase contain."""
     if isinstance(model, bytes):
         return onnx.load_from_string(model)
     with model_errors(str(model)):
@@ -128,15 +105,7 @@ def read_whole_model(model: Path | bytes) -> onnx.ModelProto:
 
 
 def with_values(tensor: onnx.TensorProto, folder: Path) -> onnx.TensorProto:
-    """A tensor with its values in memory: the tensor itself if they are there already.
-
-    Args:
-        tensor: its values are in it, or in a file that `external_files` has checked.
-        folder: of its model.
-
-    Raises:
-        UserError: the file is too short, or the tensor is not valid.
-    """
+    """A tensor with its values in memory, read if needed from a file that `external_files` has checked."""
     if not locations(tensor):
         return tensor
     path = folder / locations(tensor)[0]
@@ -148,11 +117,7 @@ def with_values(tensor: onnx.TensorProto, folder: Path) -> onnx.TensorProto:
 
 
 def tensor_bytes(tensor: onnx.TensorProto) -> int:
-    """The bytes that a tensor's values take.
-
-    Raises:
-        UserError: its type is unknown, or a size is negative.
-    """
+    """The bytes that a tensor's values take."""
     try:
         packed = _PACKED_BITS.get(onnx.TensorProto.DataType.Name(tensor.data_type))
         bits = packed or 8 * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
@@ -164,33 +129,25 @@ def tensor_bytes(tensor: onnx.TensorProto) -> int:
 
 
 def place_in_file(tensor: onnx.TensorProto, path: Path) -> tuple[int, int]:
-    """Where the values of a tensor begin in the file to which it refers, and how many bytes they take.
-
-    Raises:
-        UserError: the file is too short, or the tensor is not valid.
-    """
+    """The offset of a tensor's values in the file to which it refers, and their length in bytes."""
     given = next((entry.value for entry in tensor.external_data if entry.key == "offset"), "") or "0"
     try:
-        offset, length, there = int(given), tensor_bytes(tensor), path.stat().st_size
+        offset, length, file_bytes = int(given), tensor_bytes(tensor), path.stat().st_size
     except ValueError:
         raise UserError(f"{path}: weight {tensor.name[:SHOWN]} has the offset {given[:SHOWN]!r}, which is not a number of "
                         "bytes") from None
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    if offset < 0 or offset + length > there:
+    if offset < 0 or offset + length > file_bytes:
         raise UserError(f"{path}: too short for weight {tensor.name[:SHOWN]}, which takes {length} bytes from {offset} on")
     return offset, length
 
 
-def array_of(tensor: onnx.TensorProto) -> np.ndarray:
-    """The values of a tensor that are in memory.
-
-    Raises:
-        UserError: it is damaged: they are not as many as its shape says, or none of its type.
-    """
+def tensor_array(tensor: onnx.TensorProto) -> np.ndarray:
+    """The values of a tensor that are in memory."""
     try:
         return onnx.numpy_helper.to_array(tensor)
-    except (ValueError, TypeError, LookupError, OverflowError) as error:  # whatever onnx and numpy meet in them
+    except (ValueError, TypeError, LookupError, OverflowError) as error:  # any damage that onnx and numpy find
         raise UserError(f"the model is damaged: its constant {tensor.name[:SHOWN]} of shape {list(tensor.dims)} can't be read "
                         f"({error})") from None
 
@@ -207,13 +164,13 @@ def locations(tensor: onnx.TensorProto) -> list[str]:
 
 def every_tensor(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
     """Every constant of a model, including those in attributes, in inner graphs and in functions."""
-    yield from tensors_of(proto.graph)
+    yield from graph_tensors(proto.graph)
     for function in proto.functions:
         yield from _of_nodes(function.node, 0)
 
 
-def tensors_of(graph: onnx.GraphProto, depth: int = 0) -> Iterator[onnx.TensorProto]:
-    """Every constant of a graph, which lies in `depth` graphs."""
+def graph_tensors(graph: onnx.GraphProto, depth: int = 0) -> Iterator[onnx.TensorProto]:
+    """Every constant of a graph; `depth` is its nesting level."""
     yield from graph.initializer
     for sparse in graph.sparse_initializer:
         yield from (sparse.values, sparse.indices)
@@ -229,17 +186,13 @@ def _of_nodes(nodes: Any, depth: int) -> Iterator[onnx.TensorProto]:
             for sparse in (attribute.sparse_tensor, *attribute.sparse_tensors):
                 yield from (sparse.values, sparse.indices)
             if attribute.HasField("g"):
-                yield from tensors_of(attribute.g, depth + 1)
+                yield from graph_tensors(attribute.g, depth + 1)
             for graph in attribute.graphs:
-                yield from tensors_of(graph, depth + 1)
+                yield from graph_tensors(graph, depth + 1)
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """The metadata in an ONNX file by key; empty where the file is none, or cut short. Takes a millisecond at any size.
-
-    Raises:
-        UserError: an entry of it is damaged.
-    """
+    """The metadata in an ONNX file by key; empty if there is none or the file is cut short. Takes 1 ms at any file size."""
     if not path.stat().st_size:
         return {}
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content, memoryview(content) as view:
@@ -251,3 +204,64 @@ def read_metadata(path: Path) -> dict[str, str]:
     with model_errors(str(path)):
         entries = [onnx.StringStringEntryProto.FromString(part) for part in parts]
         return {entry.key: entry.value for entry in entries}
+
+
+class WireField(NamedTuple):
+    """A field of a protobuf message: its number, wire type, start, and the start and end of its contents."""
+
+    number: int
+    wire: int
+    begin: int
+    contents: int
+    end: int
+
+
+def fields(content: memoryview, begin: int, end: int) -> Iterator[WireField]:
+    """The fields of the message between two offsets.
+
+    Raises:
+        ValueError: there is no message.
+    """
+    index = begin
+    while index < end:
+        tag, contents = _varint(content, index, end)
+        wire = tag & 7
+        if wire == VARINT:
+            stop = _varint(content, contents, end)[1]
+        elif wire == BYTES:
+            size, contents = _varint(content, contents, end)
+            stop = contents + size
+        elif wire in FIXED_BYTES:
+            stop = contents + FIXED_BYTES[wire]
+        else:
+            raise ValueError(f"wire type {wire}")
+        if stop > end:
+            raise ValueError("cut short")
+        yield WireField(tag >> 3, wire, index, contents, stop)
+        index = stop
+
+
+def _varint(content: memoryview, index: int, end: int) -> tuple[int, int]:
+    """Reads a protobuf varint (seven bits per byte, lowest first); returns the number and the index after it."""
+    value = 0
+    for count in range(min(LONGEST_VARINT, end - index)):
+        byte = content[index + count]
+        value |= (byte & 127) << 7 * count
+        if byte < 128:
+            return value, index + count + 1
+    raise ValueError("cut short")
+
+
+def varint(number: int) -> bytes:
+    """A non-negative number as a protobuf varint."""
+    made = bytearray()
+    while number > 127:
+        made.append(number & 127 | 128)
+        number >>= 7
+    made.append(number)
+    return bytes(made)
+
+
+def with_contents(number: int, contents: bytes) -> bytes:
+    """A field that holds these bytes."""
+    return varint(number << 3 | BYTES) + varint(len(contents)) + contents

@@ -1,10 +1,9 @@
-"""An ONNX model's graph without its large tensors: each of them stays where it is, and is read only if somebody asks for it.
+"""Reads an ONNX model's graph without its large tensors, which stay in their file until needed.
 
-ONNX lets a tensor refer to a place in a file. So a large tensor inside the model's own file becomes one that refers to its
-place there, and what is left is small, whatever the size of the model. ONNX Runtime maps such tensors into memory, and reads
-those that an optimiser needs.
+In ONNX a tensor may refer to a part of a file. So a large tensor inside the model's own file becomes a reference to that part,
+and the rest is small for any model. ONNX Runtime maps such tensors into memory and reads those that an optimiser needs.
 
-A tensor whose values are missing, or do not matter, is *hollow*: it refers to a file of zeros that consists of holes.
+A tensor whose values are missing or do not matter is *hollow*: it refers to a sparse file of zeros.
 """
 
 from __future__ import annotations
@@ -19,23 +18,26 @@ from pathlib import Path
 from hase.utils.errors import UserError
 from hase.utils.lazy import onnx
 from hase.utils.model_files import (
+    BYTES,
     DEEPEST,
     SHOWN,
+    WireField,
     check_plain_file,
     every_tensor,
     external_files,
+    fields,
     locations,
     place_in_file,
     tensor_bytes,
+    with_contents,
     with_values,
 )
 from hase.utils.ort_sessions import model_errors
-from hase.utils.wire_format import BYTES, Field, fields, with_contents
 
 LARGE_BYTES = 1024  # a tensor of more bytes is left where it is
 MOST_BYTES = 2**31 - 1  # of a file that ONNX Runtime loads
 MOST_TENSOR_BYTES = 1 << 40
-MOST_LOADED_BYTES = 1 << 30  # of weights that a GPU loads only to show its graph: its session loads all before it saves that
+MOST_LOADED_BYTES = 1 << 30  # of weights to load into a GPU only for its graph: a session loads all before it saves the graph
 ZEROS = "hase.zeros"  # the name of the file to which hollow tensors refer
 # The messages that may hold tensors: by the number of a field, the message in it (onnx.proto).
 HOLDS = {
@@ -49,34 +51,25 @@ PLAIN_DATA = {9: "", 4: "FLOAT", 10: "DOUBLE"}
 
 @functools.cache
 def root() -> Path:
-    """The folder to which the locations of tensors are relative: that of all folders, on the drive of temporary files."""
+    """The folder to which tensor locations are relative: the root folder of the drive of temporary files."""
     return Path(Path(tempfile.gettempdir()).absolute().anchor)
 
 
 def at_root() -> dict[str, str]:
-    """The entry with which a session of a model in memory finds its tensors there."""
+    """The session entry that makes a model in memory find its tensors relative to `root()`."""
     return {"session.model_external_initializers_file_folder_path": str(root())}
 
 
 def read_graph(model: Path, missing_ok: bool = False) -> onnx.ModelProto:
-    """The model in a file. Its large tensors refer to their places in files, relative to `root()`; small ones are in memory.
-
-    Args:
-        model: an ONNX file.
-        missing_ok: whether files of its weights may be missing; tensors in them are then hollow.
-
-    Raises:
-        UserError: it is missing, no plain file, or no ONNX model; or a file of its weights is missing, not a plain file,
-            outside the model's folder, or too short; or shapes may depend on values in a file that is missing.
-    """
+    """Reads an ONNX file; large tensors refer to parts of files relative to `root()`, small ones are in memory. With
+    `missing_ok`, tensors in missing files of weights become hollow; it is an error if shapes may depend on them."""
     proto = read_as_written(model)
     find_tensors(proto, model, missing_ok)
     return proto
 
 
 def read_saved(path: Path) -> onnx.ModelProto:
-    """Like `read_graph`, for what a session saved of such a graph: its tensors lie where they lay, in the new file, or beside
-    it."""
+    """Like `read_graph`, for a graph that a session saved: its tensors are in their old files, in the new one, or beside it."""
     proto = read_as_written(path)
     for tensor in every_tensor(proto):
         for written in (path, weights_beside(path)):
@@ -86,35 +79,18 @@ def read_saved(path: Path) -> onnx.ModelProto:
 
 
 def weights_beside(path: Path) -> Path:
-    """The file in which a session saves weights beside a graph, if it does."""
+    """The file beside a graph in which a session may save weights."""
     return path.with_name(f"{path.name}.weights")
 
 
 def weight_files(model: Path, missing_ok: bool = False) -> list[Path]:
-    """The files besides its own that hold the weights of an ONNX file, each checked.
-
-    Args:
-        model: the ONNX file.
-        missing_ok: whether files may be missing; they are among the result.
-
-    Raises:
-        UserError: as `read_graph`.
-    """
+    """The checked files with weights of an ONNX file, besides its own; with `missing_ok` including missing ones."""
     return external_files(model, read_as_written(model), missing_ok)
 
 
 def find_tensors(proto: onnx.ModelProto, model: Path, missing_ok: bool = False) -> None:
-    """Looks for the tensors of a model that lie in files, and changes `proto`: large ones then refer to a place relative to
-    `root()`, and the values of small ones are read.
-
-    Args:
-        proto: the model.
-        model: its file; for a model in memory a name without folder.
-        missing_ok: as for `read_graph`.
-
-    Raises:
-        UserError: as `read_graph`.
-    """
+    """Changes `proto` so that large tensors in files refer to parts of files relative to `root()`; small ones are read. For a
+    model in memory, `model` is a name without a folder."""
     external_files(model, proto, missing_ok)
     for tensor in every_tensor(proto):
         for location in locations(tensor):
@@ -131,11 +107,7 @@ def find_tensors(proto: onnx.ModelProto, model: Path, missing_ok: bool = False) 
 
 
 def _check_not_needed(tensor: onnx.TensorProto, path: Path) -> None:
-    """Checks that shapes and fusions don't depend on the values of a tensor that is missing: it is large, or holds no single
-    number, no indices and no conditions.
-
-    Raises:
-        UserError: they may.
+    """Checks that shapes and fusions don't need a missing tensor's values: it is large, or not a scalar, indices or conditions.
     """
     types = onnx.TensorProto
     decides = math.prod(tensor.dims) <= 1 or tensor.data_type in (types.INT32, types.INT64, types.BOOL)
@@ -145,7 +117,7 @@ def _check_not_needed(tensor: onnx.TensorProto, path: Path) -> None:
 
 
 def can_be_named(path: Path) -> bool:
-    """Whether a model can name an absolute path: it is UTF-8, and on the drive of temporary files."""
+    """Whether a model can refer to an absolute path: UTF-8, and on the drive of temporary files."""
     try:
         return bool(str(path).encode()) and path.anchor == root().anchor
     except UnicodeEncodeError:
@@ -158,7 +130,7 @@ def location_of(path: Path) -> str:
 
 
 def refer(tensor: onnx.TensorProto, location: str, offset: int, length: int) -> None:
-    """Makes a tensor one whose values lie in a file."""
+    """Makes a tensor refer to values in a file."""
     for name in ("raw_data", "float_data", "double_data", "int32_data", "int64_data", "uint64_data", "external_data"):
         tensor.ClearField(name)
     tensor.data_location = onnx.TensorProto.EXTERNAL
@@ -167,12 +139,12 @@ def refer(tensor: onnx.TensorProto, location: str, offset: int, length: int) -> 
 
 
 def hollow(tensor: onnx.TensorProto) -> None:
-    """Makes a tensor of zeros out of one, with the same type and shape. `put_zeros` makes their file."""
+    """Makes a tensor hollow: zeros of the same type and shape. `put_zeros` creates their file."""
     refer(tensor, ZEROS, 0, tensor_bytes(tensor))
 
 
 def bytes_in_files(proto: onnx.ModelProto) -> int:
-    """The bytes of a model's tensors that lie in files; each reference counts."""
+    """The bytes of a model's tensors in files; a part that is referenced twice counts twice."""
     return sum(tensor_bytes(tensor) for tensor in every_tensor(proto) if locations(tensor))
 
 
@@ -181,11 +153,7 @@ def is_hollow(tensor: onnx.TensorProto) -> bool:
 
 
 def put_zeros(proto: onnx.ModelProto, folder: Path) -> None:
-    """Makes the hollow tensors of a model refer to a file in a folder, which is made, or extended, as far as it is needed.
-
-    Raises:
-        UserError: a tensor is larger than any file may be.
-    """
+    """Makes a model's hollow tensors refer to a file of zeros in a folder; creates or extends the file."""
     path = folder / ZEROS
     tensors = list(filter(is_hollow, every_tensor(proto)))
     for tensor in tensors:
@@ -199,20 +167,12 @@ def put_zeros(proto: onnx.ModelProto, folder: Path) -> None:
 
 
 def values_of(tensor: onnx.TensorProto) -> onnx.TensorProto:
-    """A tensor of a graph that `read_graph` read, with its values in memory.
-
-    Raises:
-        UserError: its file is too short, or it is not valid.
-    """
+    """A tensor of a graph that `read_graph` read, with its values in memory."""
     return with_values(tensor, root())
 
 
 def read_as_written(model: Path) -> onnx.ModelProto:
-    """The model in a file, whose large tensors refer to their places in it; those in other files are as the model says.
-
-    Raises:
-        UserError: it is missing, no plain file, or no ONNX model.
-    """
+    """The model in a file. Its large tensors refer to parts of that file; tensors in other files are left unchanged."""
     check_plain_file(model)
     if model.stat().st_size > MOST_BYTES:
         raise UserError(f"{model}: larger than 2 GiB, which no ONNX file may be; save the model with its weights in a separate "
@@ -222,7 +182,7 @@ def read_as_written(model: Path) -> onnx.ModelProto:
 
 
 def _without_large_tensors(model: Path) -> bytes:
-    """The contents of an ONNX file, with its large tensors referring to their places in it."""
+    """The contents of an ONNX file with large tensors replaced by references into the file."""
     if not model.stat().st_size:
         return b""
     with model.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content, memoryview(content) as view:
@@ -233,7 +193,7 @@ def _without_large_tensors(model: Path) -> bytes:
 
 
 def _shortened(content: memoryview, begin: int, end: int, kind: str, location: str, depth: int) -> Iterator[bytes]:
-    """The parts of a message without the values of its large tensors. `depth`: in how many graphs it lies.
+    """The parts of a message without the values of its large tensors; `depth` is its nesting level.
 
     Raises:
         ValueError: there is no message.
@@ -258,13 +218,13 @@ def _shortened(content: memoryview, begin: int, end: int, kind: str, location: s
 
 
 def _reference(content: memoryview, begin: int, end: int, location: str) -> bytes:
-    """A tensor in a file as one that refers to its values there; as it is where they are few, or not as many as it says.
+    """A tensor in a file as a reference to its values there; unchanged if it has few values, or fewer than its shape needs.
 
     Raises:
         ValueError: there is no message.
     """
-    about: list[Field] = []
-    data: list[Field] = []
+    about: list[WireField] = []
+    data: list[WireField] = []
     for part in fields(content, begin, end):
         (data if part.wire == BYTES and part.number in PLAIN_DATA else about).append(part)
     tensor = onnx.TensorProto.FromString(b"".join(bytes(content[part.begin:part.end]) for part in about))

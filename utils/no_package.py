@@ -1,6 +1,6 @@
-"""What `pip install .` calls in place of a build: it says that Hase is not installed, and what to do.
+"""A build backend that makes `pip install .` fail with a message that says what to do instead.
 
-Hase's scripts and their folders have names such as `utils` and `records`, which would be in the way of other packages.
+Hase can't be installed, since names of its folders, such as `utils` and `records`, would clash with other packages.
 """
 
 from __future__ import annotations
@@ -18,4 +18,4 @@ def refuse(*_: Any, **__: Any) -> NoReturn:
 
 
 get_requires_for_build_wheel = get_requires_for_build_editable = get_requires_for_build_sdist = refuse
-build_wheel = build_editable = build_sdist = refuse  # what PEP 517 and PEP 660 ask of a build
+build_wheel = build_editable = build_sdist = refuse  # required by PEP 517 and PEP 660

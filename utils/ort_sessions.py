@@ -23,6 +23,22 @@ PROVIDER_NAMES = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"
 # The CPU provider fuses activations into these; the CUDA provider does not. With them off, level EXTENDED on a machine
 # without a GPU gives the graph that the CUDA provider runs (docs/how_it_works.md says how that was checked).
 CPU_ONLY_FUSIONS = ("ConvActivationFusion", "GemmActivationFusion", "MatMulActivationFusion")
+NO_MODEL = "not an ONNX model"
+FILE_KINDS = (  # files often mistaken for ONNX: identifying bytes, their offset (None: anywhere), what to do
+    (b"version https://git-lfs", 0, "a git-lfs pointer in place of the model; fetch the model with: git lfs pull"),
+    (b"<!doctype html", None, "a web page, not the model behind it; download the file itself"),
+    (b"<html", None, "a web page, not the model behind it; download the file itself"),
+    (b"ortm", 4, "a model in ONNX Runtime's own format (.ort); give the ONNX file that it was made from"),
+    (b"/data.pkl", None, "a model of PyTorch (.pt); export it with torch.onnx.export, and give the .onnx file"),
+    (b"\x80\x02", 0, "a Python pickle, as PyTorch writes (.pt); export it with torch.onnx.export, and give the .onnx file"),
+    (b'{"', 8, "weights alone (.safetensors); export the model to ONNX"),
+    (b"tfl3", 4, "a model of TensorFlow Lite; convert it to ONNX"),
+    (b"\x89hdf", 0, "a model of Keras (HDF5); convert it to ONNX"),
+    (b"gguf", 0, "a model of llama.cpp (GGUF); give an ONNX export of it"),
+    (b"pk\x03\x04", 0, "a ZIP archive; unpack it, and give the .onnx file in it"),
+    (b"\x1f\x8b", 0, "compressed (gzip); unpack it first"),
+)
+FILE_START = 512  # bytes in which they stand
 
 
 @functools.cache
@@ -42,24 +58,19 @@ def open_session(
     """An inference session with ORT's defaults, changed only by the arguments.
 
     Args:
-        model: a file, or a serialised model.
-        device: `cpu` or `cuda`.
         optimize: `all`, `extended`, `basic` or `none`.
-        disabled: optimisers to switch off, by ORT's name.
+        disabled: ORT's names of optimisers to switch off.
         dims: sizes of dynamic dimensions, fixed before optimising.
         save_to: where ORT writes the optimised graph.
         profile_prefix: turns ORT's profiler on; its file begins with this path.
-        provider_options: options of the CUDA provider.
-        name: what errors call the model; by default its path.
-        entries: further session config entries.
-        threads: that share an operator's work on the CPU; 0 for ORT's own choice. On the CPU it is one for each core where this
-            process may use only some of them: ORT counts all, and pins its threads to cores that it was to leave alone.
-        weights: values by name, of constants that the model describes as lying in another file.
-        plan_memory: whether ORT takes memory for all constants at once, which fails where they are larger than the memory.
+        name: the model's name in errors; by default its path.
+        threads: threads per operator on the CPU. 0 is ORT's choice, or one per allowed core if this process may use only some
+            cores: ORT would count all cores and pin threads to forbidden ones.
+        weights: values by name, for constants that the model declares as external.
+        plan_memory: let ORT allocate memory for all constants at once, which fails if they exceed the memory.
 
     Raises:
-        UserError: the model can't be loaded.
-        DeviceUnavailable: the CUDA provider does not come up.
+        DeviceUnavailable: the CUDA provider can't be initialised.
     """
     runtime = _load_runtime(device)
     options = runtime.SessionOptions()
@@ -89,7 +100,7 @@ def open_session(
         with model_errors(name or (str(model) if isinstance(model, Path) else "the model")):
             session = runtime.InferenceSession(source, options, providers=providers, disabled_optimizers=list(disabled))
     except UserError as error:
-        if device == "cuda" and not _cuda_comes_up():  # the CPU's provider alone refuses what only the GPU's has kernels for
+        if device == "cuda" and not _cuda_comes_up():  # the CPU provider alone would refuse GPU-only operators
             raise DeviceUnavailable(NO_CUDA) from error
         raise
     if device == "cuda" and "CUDAExecutionProvider" not in session.get_providers():
@@ -98,7 +109,7 @@ def open_session(
 
 
 def _cuda_comes_up() -> bool:
-    """Whether the CUDA provider comes up in this process, for a model that every provider can run."""
+    """Whether the CUDA provider can be initialised in this process, tried with a trivial model."""
     value = onnx.helper.make_tensor_value_info
     graph = onnx.helper.make_graph([onnx.helper.make_node("Identity", ["x"], ["y"])], "probe",
                                    [value("x", onnx.TensorProto.FLOAT, [1])], [value("y", onnx.TensorProto.FLOAT, [1])])
@@ -111,21 +122,21 @@ def _cuda_comes_up() -> bool:
 
 
 def outputs_by_schema(model: bytes) -> list[onnxruntime.NodeArg]:
-    """A model's outputs with the types and shapes that ONNX Runtime infers from the operators' schemas while it loads the
-    model. It need not have kernels of these operators. Empty where it refuses the model: opening a session says why."""
+    """A model's outputs with types and shapes that ORT infers from the operators' schemas, even without kernels for them. Empty
+    if ORT refuses the model; opening a session then gives the reason."""
     runtime = _load_runtime("cpu")
     options = runtime.SessionOptions()
     options.log_severity_level = FATAL
     try:
-        # what onnxruntime.InferenceSession does before it chooses kernels
+        # as onnxruntime.InferenceSession does before it chooses kernels
         return list(runtime.capi._pybind_state.InferenceSession(options, model, False, False).outputs_meta)
     except Exception:  # noqa: BLE001 - ONNX Runtime raises any exception
         return []
 
 
 def ort_value(array: np.ndarray, device: str = "cpu") -> onnxruntime.OrtValue:
-    """An array as ONNX Runtime's value on `cpu` or `cuda`; on `cpu` it shares the memory of the array. ONNX Runtime takes the
-    bits of types that numpy itself lacks (bfloat16, float8)."""
+    """An array as ONNX Runtime's value on `cpu` (sharing the memory) or `cuda`. ONNX Runtime reads the raw bits of types that
+    numpy lacks (bfloat16, float8)."""
     if not array.dtype.name.startswith(("bfloat16", "float8")):
         return onnxruntime.OrtValue.ortvalue_from_numpy(array, device, 0)
     bits, code = array.view(f"uint{8 * array.dtype.itemsize}"), onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
@@ -138,8 +149,7 @@ def ort_value(array: np.ndarray, device: str = "cpu") -> onnxruntime.OrtValue:
 
 def open_nodes(nodes: Sequence[onnx.NodeProto], inputs: Sequence[str], shape: Sequence[int], device: str,
                name: str) -> onnxruntime.InferenceSession:
-    """A session of a graph of these nodes, without fusions. Its inputs and its output, that of the last node, are float32
-    tensors of the same `shape`."""
+    """A session of a graph of these nodes, without fusions. All tensors are float32 and have the same `shape`."""
     names = (*inputs, nodes[-1].output[0])
     values = [onnx.helper.make_tensor_value_info(value, onnx.TensorProto.FLOAT, shape) for value in names]
     graph = onnx.helper.make_graph(nodes, name, values[:-1], values[-1:])
@@ -147,33 +157,15 @@ def open_nodes(nodes: Sequence[onnx.NodeProto], inputs: Sequence[str], shape: Se
     return open_session(model.SerializeToString(), device, optimize="none", name=name)
 
 
-NO_MODEL = "not an ONNX model"
-FILE_KINDS = (  # what people take for an ONNX file: the bytes that tell it, where they stand (None: anywhere), what to do
-    (b"version https://git-lfs", 0, "a git-lfs pointer in place of the model; fetch the model with: git lfs pull"),
-    (b"<!doctype html", None, "a web page, not the model behind it; download the file itself"),
-    (b"<html", None, "a web page, not the model behind it; download the file itself"),
-    (b"ortm", 4, "a model in ONNX Runtime's own format (.ort); give the ONNX file that it was made from"),
-    (b"/data.pkl", None, "a model of PyTorch (.pt); export it with torch.onnx.export, and give the .onnx file"),
-    (b"\x80\x02", 0, "a Python pickle, as PyTorch writes (.pt); export it with torch.onnx.export, and give the .onnx file"),
-    (b'{"', 8, "weights alone (.safetensors); export the model to ONNX"),
-    (b"tfl3", 4, "a model of TensorFlow Lite; convert it to ONNX"),
-    (b"\x89hdf", 0, "a model of Keras (HDF5); convert it to ONNX"),
-    (b"gguf", 0, "a model of llama.cpp (GGUF); give an ONNX export of it"),
-    (b"pk\x03\x04", 0, "a ZIP archive; unpack it, and give the .onnx file in it"),
-    (b"\x1f\x8b", 0, "compressed (gzip); unpack it first"),
-)
-FILE_START = 512  # bytes in which they stand
-
-
 def kind_of_file(path: Path) -> str:
-    """What a file is that is no ONNX model, and what to do; "" if that is not known, or if there is no such file."""
+    """What a file is, if not an ONNX model, and what to do; "" if unknown or missing."""
     try:
         with path.open("rb") as file:
             start = file.read(FILE_START).lower()
     except (OSError, ValueError):  # ValueError: a name that no file can have
         return ""
-    return "an empty file" if not start else next((kind for begins, place, kind in FILE_KINDS
-                 if (begins in start if place is None else start.startswith(begins, place))), "")
+    return "an empty file" if not start else next((kind for begins, index, kind in FILE_KINDS
+                 if (begins in start if index is None else start.startswith(begins, index))), "")
 
 
 class model_errors:  # lower case, as it is used like a function: `with model_errors(path):`
@@ -195,13 +187,13 @@ class model_errors:  # lower case, as it is used like a function: `with model_er
         if running or module.startswith("onnxruntime.") or module.startswith("google.protobuf") or (
                 module.startswith("onnx") and kind.__name__ in ("ValidationError", "InferenceError", "Fail")):
             message = advise(str(error))
-            if message.startswith(NO_MODEL) and (of_file := kind_of_file(Path(self.name))):
-                message = f"{NO_MODEL}: this is {of_file}"
+            if message.startswith(NO_MODEL) and (file_kind := kind_of_file(Path(self.name))):
+                message = f"{NO_MODEL}: this is {file_kind}"
             raise UserError(f"{self.name}: {message}") from None
 
 
 def advise(message: str) -> str:
-    """ORT's message, shortened to its last sentence, after what it means for the user if that is known."""
+    """The last sentence of ORT's message, preceded by what it means for the user, if that is known."""
     short = " ".join(message.split())
     short = short.split(" : ")[-1] if short.startswith("[ONNXRuntimeError]") else short
     short = short if len(short) <= 300 else short[:300] + " …"

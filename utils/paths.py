@@ -1,8 +1,7 @@
-"""The path of every artifact, with the scripts that write it and those that read it; and names that become file names.
+"""The path of every artifact, and safe file names.
 
-A name of a kernel, model, flavour or predictor that is read from a file is not trusted. A field of a schema that becomes a file
-name is a `FileName`: a record whose name points to another folder is refused when it is read. Names taken from a model go
-through `as_file_name`.
+Names of kernels, models, flavours or predictors that are read from a file are not trusted. A field of a schema that becomes a
+file name is a `FileName`, which refuses names that point to another folder. Names from a model go through `as_file_name`.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ from hase.utils.errors import UserError
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = ROOT / "learned" / "shipped"  # predictors that come with Hase, in the same layout as those of a workspace
 ESTIMATORS = ROOT / "training" / "estimators"  # estimators that come with Hase, a file each
-SIDECAR = "predictors.json"  # describes the predictors of a target. Training writes it last: without it they do not count
-ADMITTED = "estimators.json"  # estimators that were admitted for a target, beside its sidecar
 COMPOSITION = "composition.json"  # how kernel times add up to a model's time
 OPTIMIZED_SUFFIX = ".ort.onnx"  # ORT's optimised graph of a model: `<model>.<flavour>.ort.onnx`; never taken for a model
 LONGEST_BYTES = 240  # of a name: file systems allow 255, and a suffix is added
@@ -33,7 +30,7 @@ _UNSAFE = re.compile(r'[/\\\x00-\x1f\x7f]')  # separates folders, or is not prin
 
 @dataclass(frozen=True)
 class Workspace:
-    """A folder that holds what the phases write, with the same layout as the repository (which is the default)."""
+    """A folder for what the phases write. It has the same layout as the repository, which is the default."""
 
     root: Path = ROOT
 
@@ -59,12 +56,12 @@ class Workspace:
 
     def dataset(self, target: str) -> Path:
         """Measurements of one target. Written by collector, merge_datasets and predict_model_latency --measure-missing; read by
-        machine_ties, label_table, repeatability, training, the predictor and evaluator."""
+        dataset.py, label_table, training, the predictor and evaluator."""
         return self.root / "benchmark" / "dataset" / target
 
     def served_sets(self, target: str) -> Path:
-        """Latencies of requests to sets of models: a line for each set and way of sharing; the samples lie in a folder beside
-        it. Written by served_sets."""
+        """Request latencies of sets of models: a line per set and way of sharing, with the samples in a folder beside it.
+        Written by served_sets."""
         return self.root / "benchmark" / "served_sets" / f"{target}.jsonl"
 
     @property
@@ -90,30 +87,24 @@ class Workspace:
 
     @property
     def this_device(self) -> Path:
-        """The time that was used to measure this device. Written and read by recipes/this_device."""
+        """How long measuring this device took so far. Written and read by recipes/this_device."""
         return self.root / "benchmark" / "this_device" / "spent.json"
 
     def model_dag(self, flavour: str) -> Path:
-        """DAG files of one flavour. Written by dag_critical_path; read by people: overlap_simulator builds its own graphs
-        from kernel records."""
+        """DAG files of one flavour. Written by dag_critical_path for people; overlap_simulator builds its own graphs."""
         return self.root / "graph_model" / "model_DAG" / flavour
 
     def predictors(self, target: str) -> Path:
-        """What is learned for one target. Written by train_kernel_model (uncertainty.json too), fit_composition
-        (composition.json), fit_sharing (sharing.json), fit_energy (energy.json), fit_generation (generation.json and
-        generation_energy.json), check_estimator (estimators.json) and predict_model_latency --measure-missing (measured times);
-        read by the predictor."""
+        """What is learned for one target: `learned/target_files.py` lists the files with their writers and readers."""
         return self.root / "training" / "predictors" / target
 
     @property
     def data_sheets(self) -> Path:
-        """What measured kernels say of GPUs that are predicted from their data sheets, a file for each. Written by
-        correct_data_sheet; read by the predictor."""
+        """Corrections of GPUs' data sheets, one file per GPU. Written by correct_data_sheet; read by the predictor."""
         return self.root / "training" / "data_sheets"
 
     def kernel_errors(self, target: str) -> Path:
-        """The predictors' error on each kernel that was held out. Not in the predictors' folder, since it is not shipped.
-        Written by train_kernel_model; read by kernel_sampler."""
+        """The predictors' error on each held-out kernel; not shipped. Written by train_kernel_model; read by kernel_sampler."""
         return self.root / "training" / "kernel_errors" / f"{target}.json"
 
     @property
@@ -122,11 +113,7 @@ class Workspace:
         return self.root / "evaluation"
 
     def find_model(self, name: Path) -> Path:
-        """The model file `name`; a bare name is also looked for among the exported models.
-
-        Raises:
-            UserError: it is in neither place; the message lists the models that exist.
-        """
+        """The model file `name`; a bare name is also looked for among the exported models."""
         for candidate in (name, self.models / name):
             if os.path.isfile(candidate):  # Path.is_file raises an error for a name that no file can have
                 return candidate
@@ -141,12 +128,7 @@ class Workspace:
         )
 
     def find_models(self, names: Iterable[Path]) -> list[Path]:
-        """The model files that `names` stand for: files, folders of them, or patterns such as `zoo/*.onnx`; a bare `models` is
-        also looked for in model_zoo.
-
-        Raises:
-            UserError: there is no such file, or the folder holds no models.
-        """
+        """The model files for `names`: files, folders, or patterns; a bare `models` is also looked for in model_zoo."""
         models: list[Path] = []
         for name in names:
             folder = next((p for p in (name, self.root / "model_zoo" / name) if os.path.isdir(p)), None)
@@ -161,20 +143,15 @@ class Workspace:
         return models
 
     def _matching(self, pattern: Path) -> list[Path]:
-        """The models whose paths match a pattern, sorted; a bare one is also looked for among the exported models. Empty where
-        there are none, or where it is no pattern."""
+        """The models whose paths match a pattern, sorted; possibly none. A bare pattern also searches the exported models."""
         if not glob.has_magic(str(pattern)) or os.path.isfile(pattern):
             return []
-        places = (map(Path, glob.glob(str(place))) for place in (pattern, self.models / pattern))
-        return next((found for paths in places if (found := sorted(filter(is_model_file, paths)))), [])
+        indices = (map(Path, glob.glob(str(index))) for index in (pattern, self.models / pattern))
+        return next((found for paths in indices if (found := sorted(filter(is_model_file, paths)))), [])
 
 
 def targets_in(folder: Path, holding: str, none: str) -> list[str]:
-    """The targets, by name, whose folders in `folder` hold the file `holding`.
-
-    Raises:
-        UserError: there is none; `none` says what is missing and how to make it.
-    """
+    """The targets, by name, whose folders in `folder` hold the file `holding`."""
     targets = sorted(path.parent.name for path in folder.glob(f"*/{holding}") if path.is_file())
     if not targets:
         raise UserError(f"{folder}: {none}")
@@ -188,7 +165,7 @@ def model_files(folders: Iterable[Path], suffixes: Sequence[str] = (".onnx",)) -
 
 
 def is_model_file(path: Path, suffixes: Sequence[str] = (".onnx", ".json")) -> bool:
-    """Whether a file's name is that of a model or of a record; not of ORT's optimised graph or a file that is being written."""
+    """Whether a file name is that of a model or record, not of ORT's optimised graph or an unfinished file."""
     return path.name.endswith(tuple(suffixes)) and not path.name.endswith(OPTIMIZED_SUFFIX) and not path.name.startswith(".")
 
 
@@ -215,8 +192,7 @@ FileNamePart = Annotated[str, AfterValidator(_checked_part)]  # a part of a file
 
 
 def as_file_name(name: str) -> str:
-    """`name` as a `FileName`: characters that are not allowed become "_", and a name that is too long is cut and gets a
-    hash."""
+    """`name` as a `FileName`: forbidden characters become "_", and a long name is cut and gets a hash."""
     safe = _UNSAFE.sub("_", name).encode("utf-8", "replace").decode()
     if safe in ("", ".", ".."):
         safe = f"_{safe}"

@@ -1,6 +1,6 @@
-"""A connection to a Ray cluster: this process becomes the driver of a job, and code of this repository travels to the nodes.
+"""Connects to a Ray cluster as the driver of a job, and sends code of this repository to the nodes.
 
-The packages that the code needs are to be installed there.
+The packages that the code needs must be installed on the nodes.
 """
 
 from __future__ import annotations
@@ -14,31 +14,29 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from hase.utils.cli.running import SIGNALS
 from hase.utils.errors import UserError
 from hase.utils.lazy import ray
 from hase.utils.logger import get_logger
 from hase.utils.paths import ROOT
+from hase.utils.processes import SIGNALS
 
 log = get_logger("ray")
-AUTO = "auto"  # the address of the cluster that this machine belongs to; where there is none, one is started here
+AUTO = "auto"  # this machine's cluster; if there is none, one is started here
 RAY = {"ray": "requirements-ray.txt"}  # the package, and the file that lists it
-STORE_BYTES = 200 << 20  # of the object store of a cluster that is started here
+PACKAGE = ("hase/__init__.py", "pyproject.toml")  # with these, a node finds the package as in a clone
+STORE_BYTES = 200 << 20  # object store of a cluster started here
 CONNECT_S = 5.0
 NO_CLUSTER = "no Ray cluster can be reached there; name HOST:PORT as `ray start --head` prints it"
 
 
 @contextmanager
 def connected(address: str, code: Collection[str], packages: Mapping[str, str] = RAY) -> Iterator[None]:
-    """Makes this process the driver of a job on a cluster, until the block ends.
+    """Makes this process the driver of a job on a cluster while the block runs.
 
     Args:
-        address: of the cluster, HOST:PORT, or AUTO.
-        code: what travels to the nodes, by its name in the repository.
-        packages: that are needed here and there, and the file with requirements that lists each.
-
-    Raises:
-        UserError: a package is missing, there is no such cluster, or it has other versions.
+        address: HOST:PORT, or AUTO.
+        code: files and folders of the repository to send to the nodes.
+        packages: packages needed here and on the nodes, each with its requirements file.
     """
     check_packages(packages)
     _connect(address, code)
@@ -49,11 +47,7 @@ def connected(address: str, code: Collection[str], packages: Mapping[str, str] =
 
 
 def check_packages(packages: Mapping[str, str] = RAY) -> None:
-    """Checks that packages are installed.
-
-    Raises:
-        UserError: one is not.
-    """
+    """Raises `UserError` if one of the packages is not installed."""
     for package, requirements in packages.items():
         try:
             import_module(package)
@@ -63,11 +57,7 @@ def check_packages(packages: Mapping[str, str] = RAY) -> None:
 
 
 def _connect(address: str, code: Collection[str]) -> None:
-    """Connects.
-
-    Raises:
-        UserError: there is no such cluster, or it has other versions.
-    """
+    """Connects."""
     if "://" in address:
         raise UserError(f"--ray {address}: run this on a node of the cluster, with --ray auto or with HOST:PORT of the "
                         "cluster's head")
@@ -75,7 +65,9 @@ def _connect(address: str, code: Collection[str]) -> None:
         _check_answers(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    left_out = [f"/{path.name}" for path in ROOT.iterdir() if path.name not in code]
+    travels = {*PACKAGE, *code, "hase"}
+    left_out = [f"/{name}" for path in (*ROOT.iterdir(), *(ROOT / "hase").iterdir())
+                if (name := path.relative_to(ROOT).as_posix()) not in travels]
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR,
                                "runtime_env": {"working_dir": str(ROOT), "excludes": left_out}}
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
@@ -96,11 +88,7 @@ def _connect(address: str, code: Collection[str]) -> None:
 
 
 def _check_answers(address: str) -> None:
-    """Checks that something listens at HOST:PORT; Ray itself would try for minutes.
-
-    Raises:
-        UserError: nothing does.
-    """
+    """Checks that something listens at HOST:PORT; Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), CONNECT_S).close()

@@ -1,4 +1,4 @@
-"""How processes share a GPU: in time slices, through MPS, or each in its own instance (MIG); and how many there are."""
+"""How processes share a GPU (time slices, MPS, or instances with MIG), and how many there are."""
 
 from __future__ import annotations
 
@@ -33,14 +33,11 @@ UNMEASURED = {  # by mode: why it is different, and how to switch it off
 
 
 def sharing_mode() -> SharingMode:
-    """How the first NVIDIA GPU is shared now. Asked each time, since a daemon may start or stop.
+    """How the first NVIDIA GPU is shared now. Not cached, since an MPS daemon may start or stop.
 
-    Source: NVML API reference. MIG is on by `nvmlDeviceGetMigMode`. MPS is on where `nvmlDeviceGetMPSComputeRunningProcesses`
-    lists a process on this GPU, or where an MPS control daemon answers to this process: CUDA then runs it through MPS
-    too (manual page of nvidia-cuda-mps-control). Neither: time slices, the driver's default.
-
-    Raises:
-        UserError: there is no NVIDIA GPU, or its driver fails.
+    Source: NVML API reference. MIG: `nvmlDeviceGetMigMode`. MPS: `nvmlDeviceGetMPSComputeRunningProcesses` lists a process on
+    this GPU, or an MPS control daemon answers this process, since CUDA then uses MPS (manual page of nvidia-cuda-mps-control).
+    Otherwise time slices, the driver's default.
     """
     try:
         if facts := gpu_facts():
@@ -59,7 +56,7 @@ def _asked(gpu: object) -> SharingMode:
 
 
 def _where_known() -> contextlib.suppress:
-    """A block that does nothing where the GPU or its driver lacks what is asked of NVML."""
+    """A block that ignores NVML errors about features that the GPU or its driver lacks."""
     return contextlib.suppress(pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound)
 
 
@@ -71,10 +68,10 @@ def _mps_clients(gpu: object) -> set[int]:
 
 
 def mps_daemon_answers() -> bool:
-    """Whether an MPS control daemon listens where CUDA would look for it from this process.
+    """Whether an MPS control daemon listens where CUDA in this process would look for it.
 
-    The daemon's socket file stays when it ends, so the file alone proves nothing. A datagram socket is connected to it: if
-    somebody listens, Linux refuses that as the wrong type, and the daemon does not notice.
+    The socket file may outlive the daemon. So a datagram socket is connected to it: if a daemon listens, Linux refuses the
+    connection as the wrong type, and the daemon does not notice.
     """
     if sys.platform != "linux":  # nor does MPS run elsewhere
         return False
@@ -88,15 +85,10 @@ def mps_daemon_answers() -> bool:
 
 
 def other_processes(own: bool) -> int:
-    """The number of processes, other than this one, that have the first NVIDIA GPU open to compute, MPS's clients among them.
+    """The number of other compute processes on the first NVIDIA GPU, including MPS's clients.
 
-    Source: NVML API reference, `nvmlDeviceGetComputeRunningProcesses` and `nvmlDeviceGetMPSComputeRunningProcesses`.
-
-    Args:
-        own: whether this process has the GPU open, too, so that it must be listed.
-
-    Raises:
-        UserError: there is no NVIDIA GPU, its driver fails, or it lists other processes than it should, as within a container.
+    Source: NVML API reference, `nvmlDeviceGetComputeRunningProcesses` and `nvmlDeviceGetMPSComputeRunningProcesses`. With
+    `own`, this process uses the GPU too and must be listed.
     """
     facts = gpu_facts()
     if not facts:
@@ -113,11 +105,7 @@ def other_processes(own: bool) -> int:
 
 
 def check_sharing_mode(mode: SharingMode) -> None:
-    """Refuses every mode but time slices, since no other was measured.
-
-    Raises:
-        UserError: `mode` is not time slices.
-    """
+    """Refuses all modes but time slices, since no other was measured."""
     if mode in UNMEASURED:
         different, leave = UNMEASURED[mode]
         raise UserError(f"sharing mode {mode}: how processes wait for each other was measured in time slices only; under "
@@ -125,19 +113,16 @@ def check_sharing_mode(mode: SharingMode) -> None:
 
 
 def _percents_in(text: str) -> tuple[int, ...]:
-    """The shares of the GPU's threads, each 1 to 100, that `mps`, `mps:50` or `mps:25/75` names; none for any other text."""
+    """The percentages of the GPU's threads in `mps`, `mps:50` or `mps:25/75`; none for any other text."""
     found = _MPS.fullmatch(text)
     percents = tuple(map(int, (found[1] or str(ALL_THREADS)).split("/"))) if found else ()
     return percents if all(1 <= percent <= ALL_THREADS for percent in percents) else ()
 
 
 class GpuSharing(NamedTuple):
-    """A way in which what is measured and its co-runners share a GPU.
+    """How a measured process and its co-runners share a GPU: in time slices, or through MPS.
 
-    Attributes:
-        mps: whether through MPS; else in time slices.
-        percent: the share of the GPU's threads (1–100) that a process that is measured may use.
-        co_runner_percent: the same of each co-runner.
+    `percent` is the share of the GPU's threads (1–100) for the measured process, `co_runner_percent` that of each co-runner.
     """
 
     mps: bool = False
@@ -146,11 +131,9 @@ class GpuSharing(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """From `slices`, `mps`, `mps:50` (every process may use half of the threads) or `mps:25/75` (a quarter for what is
-        measured, three quarters for each co-runner).
+        """Parses `slices`, `mps`, `mps:50` (half of the threads per process) or `mps:25/75` (measured process, each co-runner).
 
-        Raises:
-            ValueError: it is none of these.
+        Raises ValueError for any other text.
         """
         if text == SLICES:
             return cls()
@@ -161,7 +144,7 @@ class GpuSharing(NamedTuple):
         return cls(True, percents[0], percents[-1])
 
     def co_runner_environment(self) -> Mapping[str, str]:
-        """What the environment of a co-runner has that this process's does not."""
+        """The additional environment variables of a co-runner."""
         return {THREADS: str(self.co_runner_percent)} if self.mps else {}
 
 
@@ -174,13 +157,13 @@ SharingText = Annotated[str, AfterValidator(_checked)]  # a way of sharing, as p
 
 
 class SetSharing(NamedTuple):
-    """A way in which the models of a set share a GPU, each in a process of its own.
+    """How the models of a set, each in its own process, share a GPU.
 
     Attributes:
-        mps: whether through MPS; else in time slices, or in instances where these are named.
-        percents: the share of the GPU's threads (1–100) that each model may use, in the set's order, or one for every model.
-        instances: the kind of instance (MIG) that each model has to itself, in the set's order; none where there are no
-            instances. Nothing can be measured in them yet, so `parse` knows none.
+        mps: through MPS; otherwise in time slices or instances.
+        percents: the share of the GPU's threads (1–100) per model, in the set's order, or one for all models.
+        instances: the kind of MIG instance per model, in the set's order, or none. They can't be measured yet, so `parse` does
+            not know them.
     """
 
     mps: bool = False
@@ -189,10 +172,9 @@ class SetSharing(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """From `slices`, `mps`, `mps:50` (each model may use half of the threads) or `mps:25/25/50` (a share for each model).
+        """Parses `slices`, `mps`, `mps:50` (half of the threads per model) or `mps:25/25/50` (one share per model).
 
-        Raises:
-            ValueError: it is none of these.
+        Raises ValueError for any other text.
         """
         if text == SLICES:
             return cls()
@@ -203,7 +185,7 @@ class SetSharing(NamedTuple):
         return cls(True, percents)
 
     def __str__(self) -> str:
-        """As people write it; `parse` reads it, but for instances."""
+        """The text that `parse` reads (instances excepted)."""
         if self.instances:
             return f"mig:{'/'.join(self.instances)}"
         if not self.mps:
@@ -211,26 +193,21 @@ class SetSharing(NamedTuple):
         return "mps" if self.percents == (ALL_THREADS,) else f"mps:{'/'.join(map(str, self.percents))}"
 
     def percent_of(self, model: int) -> int:
-        """The share of the threads that a model of the set may use, by its place."""
+        """The share of the threads for a model of the set, by its index."""
         return self.percents[model if len(self.percents) > 1 else 0]
 
     def fits(self, models: int) -> bool:
-        """Whether it says what each of so many models gets."""
+        """Whether it has shares for this number of models."""
         return len(self.percents) in (1, models)
 
     def environments(self, models: int) -> list[dict[str, str]]:
-        """What the environment of each model's process has that this process's does not."""
+        """The additional environment variables of each model's process."""
         return [{THREADS: str(self.percent_of(model))} if self.mps else {} for model in range(models)]
 
 
 def share_of_this_process() -> SetSharing:
-    """Sharing through MPS, where each process may use as much of the GPU's threads as this one.
-
-    Source: NVIDIA's guide to MPS, `CUDA_MPS_ACTIVE_THREAD_PERCENTAGE`: unset, a client may use all threads.
-
-    Raises:
-        UserError: the environment's share is not a number from 1 to 100.
-    """
+    """Sharing through MPS in which each process may use the same share of the GPU's threads as this one. Source: NVIDIA's guide
+    to MPS, `CUDA_MPS_ACTIVE_THREAD_PERCENTAGE`: if unset, a client may use all threads."""
     text = os.environ.get(THREADS, str(ALL_THREADS))
     try:
         percent = float(text)  # MPS takes fractions, too
@@ -246,4 +223,4 @@ def _checked_of_set(text: str) -> str:
     return text
 
 
-SetSharingText = Annotated[str, AfterValidator(_checked_of_set)]  # how the models of a set share a GPU, as people write it
+SetSharingText = Annotated[str, AfterValidator(_checked_of_set)]  # how the models of a set share a GPU, in user input

@@ -1,1 +1,1 @@
-"""What the collector measures, in which order, and how it times it."""
+"""Collects a dataset: config, plans, and the processes and actors that measure."""

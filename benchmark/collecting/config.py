@@ -1,4 +1,4 @@
-"""The collector's config: benchmark/config.yaml, validated."""
+"""The collector's config, validated from benchmark/config.yaml."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from hase.benchmark.measuring.run_times import Effort
-from hase.benchmark.metrics.power_sensors import NoPowerSensor, open_power_sensor
+from hase.benchmark.metrics.power import NoPowerSensor, open_power_sensor
 from hase.benchmark.metrics.source import MetricSource
 from hase.benchmark.metrics.sources import SourceName, open_source
-from hase.records.backgrounds import COMPUTE, Background
-from hase.records.environment import Environment, environment_of
-from hase.records.measurement import DRIFT_ADMITTED, ENERGY, Label, Variant
+from hase.records.devices import Environment, current_environment
+from hase.records.measurement import COMPUTE, DRIFT_ADMITTED, ENERGY, Background, Effort, Label, Variant
 from hase.runtimes import MODULES, local_target, runtime_named
 from hase.utils.config import Config
 from hase.utils.errors import UserError
@@ -49,8 +47,7 @@ class StressConfig(Config):
 
 
 class SettingConfig(Config):
-    """How a runtime with settings runs what is measured; see `Setting`. Without a level it is the runtime's usual one; with 0
-    threads there is one for each physical core."""
+    """How a runtime with settings (see `RuntimeSetting`) runs kernels and models; 0 threads: one per physical core."""
 
     level: str = ""
     threads: int = Field(0, ge=0)
@@ -59,7 +56,7 @@ class SettingConfig(Config):
 
 
 class CollectorConfig(Config):
-    """See the comments in benchmark/config.yaml."""
+    """The collector's config; benchmark/config.yaml explains each entry."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
     runtime: str = DEFAULT_RUNTIME
@@ -129,39 +126,27 @@ class CollectorConfig(Config):
         return names
 
     def gpu_sharing(self, device: str) -> GpuSharing:
-        """How processes share the device, `cpu` or `cuda`.
-
-        Raises:
-            UserError: a CPU is to be shared through MPS.
-        """
+        """How processes share `cpu` or `cuda`. Raises UserError if a CPU should be shared through MPS."""
         sharing = GpuSharing.parse(self.sharing)
         if sharing.mps and device == "cpu":
             raise UserError(f"sharing {self.sharing}: this is a way of sharing a GPU, and the target is a CPU; leave it out")
         return sharing
 
     def open_source(self, device: str) -> MetricSource:
-        """The source of metrics for `cpu` or `cuda`.
-
-        Raises:
-            UserError: this machine does not have it, or it lacks one of the metrics.
-        """
+        """The source of metrics for `cpu` or `cuda`. Raises UserError if this machine lacks it, or it lacks a metric."""
         return open_source(device, self.metrics, self.source, dcgm_address=self.dcgm_address, replay=self.replay,
                            replay_step_s=self.replay_step_s)
 
     def takes_kernels(self, level: float) -> bool:
-        """Whether kernels are measured at a level too, not only whole models."""
+        """Whether kernels are measured at this level, not only whole models."""
         return self.kernel_levels is None or level in self.kernel_levels
 
     def loads(self) -> list[tuple[float, Background | None]]:
-        """What to measure under, one after another: each level with every background, and idle levels with None."""
+        """The loads to measure under, in order: each level with every background, and idle levels with None."""
         return [(level, background) for level in self.levels for background in (self.stress.backgrounds if level else (None,))]
 
     def backgrounds_on(self, device: str) -> dict[str, Background]:
-        """The backgrounds by name; none if only idle levels are measured.
-
-        Raises:
-            UserError: `cpu` or `cuda` can't have one of them.
-        """
+        """Backgrounds by name; none if only idle levels are measured. Raises UserError if the device cannot run one."""
         if not any(self.levels):
             return {}
         for background in self.stress.backgrounds:
@@ -169,30 +154,22 @@ class CollectorConfig(Config):
         return {background.name: background for background in self.stress.backgrounds}
 
     def target(self, device: str) -> Target:
-        """The target that this machine is on `cpu` or `cuda`, with the config's runtime and setting.
-
-        Raises:
-            UserError: the runtime is not installed.
-        """
+        """The target of `cpu` or `cuda` on this machine, with the config's runtime and setting."""
         runtime, setting = runtime_named(self.runtime), self.setting
         runtime.check()
         return local_target(device, self.runtime, setting.level, setting.threads, setting.cores)
 
     def environment(self, target: Target) -> Environment | None:
-        """The environment to be kept with a dataset; None under a runtime without settings, whose targets say it all."""
+        """The environment to record with a dataset; None for a runtime without settings, whose target says everything."""
         has_setting = runtime_named(self.runtime).takes_setting
-        return environment_of(target, self.setting.memory_limit_mib) if has_setting else None
+        return current_environment(target, self.setting.memory_limit_mib) if has_setting else None
 
     def variants_on(self, device: str) -> tuple[str, ...]:
-        """The further ways in which whole models are run on `cpu` or `cuda`.
-
-        Raises:
-            UserError: the runtime has not all of them there.
-        """
+        """Further ways to run whole models on `cpu` or `cuda`. Raises UserError if the runtime lacks one."""
         return self._chosen("variants", device, self.variants)
 
     def with_energy_on(self, device: str) -> CollectorConfig:
-        """This config for `cpu` or `cuda`; without energy, and with a warning that says why, where the device has no sensor."""
+        """This config for `cpu` or `cuda`; without energy, and with a warning, if the device has no power sensor."""
         if self.energy_s and not runtime_named(self.runtime).measures_energy:
             log.warning("no energy is measured: %s can't measure it", runtime_named(self.runtime).title)
             return self.model_copy(update={"energy_s": 0.0})
@@ -205,23 +182,15 @@ class CollectorConfig(Config):
         return self
 
     def model_labels_on(self, device: str) -> tuple[str, ...]:
-        """The labels of an idle whole model in addition to its latency: variants, and its energy."""
+        """Labels of an idle whole model besides its latency: variants and energy."""
         return (*self.variants_on(device), *((ENERGY,) if self.energy_s else ()))
 
     def labels_on(self, device: str) -> tuple[str, ...]:
-        """The labels that every kernel gets on `cpu` or `cuda`; a kernel without the first one counts as not measured.
-
-        Raises:
-            UserError: the runtime takes not all of them there.
-        """
+        """Labels of every kernel on `cpu` or `cuda`; a kernel without the first counts as not measured."""
         return self._chosen("labels", device, self.labels or None)
 
     def _chosen(self, what: Literal["labels", "variants"], device: str, chosen: tuple[str, ...] | None) -> tuple[str, ...]:
-        """The labels or variants of the config, else those that the runtime takes by default on `cpu` or `cuda`.
-
-        Raises:
-            UserError: it has not all of them there.
-        """
+        """Labels or variants from the config, else the runtime's default. Raises UserError if the runtime lacks one."""
         runtime = runtime_named(self.runtime)
         on_device = runtime.on(device)
         possible, by_default = {"labels": (on_device.labels, on_device.default_labels),

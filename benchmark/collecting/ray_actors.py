@@ -1,65 +1,64 @@
-"""Actors on a Ray cluster: one for each GPU, or for each host where CPUs are measured.
+"""Actors on a Ray cluster: one per GPU, or one per host for CPUs.
 
-Each takes the same lock of its device as a collector without Ray, and measures with the same `Measurer`. Ray never repeats
-anything by itself (no restarts, no retries): what a lost actor had not finished is planned again by the driver, which alone
-writes. The code of this repository travels to the nodes; the packages that it needs are to be installed there.
+Each takes the same device lock as a collector without Ray, and measures with the same `Measurer`. Ray repeats nothing by itself
+(no restarts, no retries): the driver plans again what a lost actor had not finished, and only the driver writes. This
+repository's code travels to the nodes; the packages that it needs must be installed there.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import os
 import secrets
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from hase.benchmark.collecting.config import CollectorConfig
-from hase.benchmark.collecting.devices import Device, open_device
-from hase.benchmark.collecting.files_by_content import Sender, SentFile, at_paths, receive
+from hase.benchmark.collecting.devices import FoundDevice, open_device
+from hase.benchmark.collecting.plans import Item, KernelItem, ModelItem
 from hase.benchmark.collecting.units import measurer, start_workers
-from hase.benchmark.collecting.work import Item
-from hase.benchmark.measuring.actors import Actor, Actors, Finished, Measurer, Task
-from hase.records.backgrounds import Background
-from hase.records.blocks import Block
+from hase.benchmark.measuring.blocks import Attempt, Measurer
+from hase.benchmark.measuring.driver import Actor, Actors, Finished
+from hase.records.measurement import Background, Block
 from hase.runtimes import runtime_named
-from hase.utils import cli
+from hase.utils import files
 from hase.utils.errors import UserError
-from hase.utils.lazy import ray
+from hase.utils.files import shared_folder
+from hase.utils.lazy import onnx, ray
 from hase.utils.locks import WAIT_VARIABLE, InUse, wait_for_locks
 from hase.utils.logger import get_logger
+from hase.utils.model_files import external_files, may_name_files
 from hase.utils.paths import Workspace
 from hase.utils.ray_cluster import check_packages, connected
-from hase.utils.temporary import shared_folder
+from hase.utils.text import first_and_count
 
 log = get_logger("collector")
-CODE = ("hase/__init__.py", "utils", "records", "runtimes", "model_zoo", "ort_analysis", "kernel_model", "benchmark")
-START_S = 120.0  # for an actor to start; where others use its device's node, it does not
-IN_USE_S = 10.0  # for an actor of a driver that was killed to end
-LOOK_EVERY_S = 1.0  # so long the driver waits before it looks whether it is to stop
-THREADS_VARIABLE = "OMP_NUM_THREADS"  # in the environment: Ray sets it, and so would change what is measured
+CODE = ("utils", "records", "runtimes", "model_zoo", "ort_analysis", "kernel_model", "benchmark")
+START_S = 120.0  # limit for an actor's start; it waits while others use its node
+IN_USE_S = 10.0  # limit for the end of a killed driver's actor
+LOOK_EVERY_S = 1.0  # how often a waiting driver checks whether to stop
+THREADS_VARIABLE = "OMP_NUM_THREADS"  # environment variable that Ray sets, which would change the measurement
+PIECE_BYTES = 32 << 20  # per sent piece of a file; several fit into a small object store
 T = TypeVar("T")
 
 
-class Reply(NamedTuple):
-    """What an actor answers.
-
-    Attributes:
-        value: the answer.
-        error: why there is none, for the user; "" where there is one.
-        messages: level and text of what it logged meanwhile.
-    """
+class ActorReply(NamedTuple):
+    """An actor's answer."""
 
     value: Any
-    error: str
-    messages: tuple[tuple[int, str], ...]
+    error: str  # why there is no value, for the user; else ""
+    messages: tuple[tuple[int, str], ...]  # level and text of what it logged meanwhile
 
 
-class Measured(NamedTuple):
-    """A block that was measured, as compressed JSON so that it travels within the reply; None where the time was over."""
+class CompressedBlock(NamedTuple):
+    """A measured block as compressed JSON, so that it travels within the reply; None if time was over."""
 
     block: bytes | None
     seconds: float
@@ -76,20 +75,13 @@ class _Messages(logging.Handler):
         self._kept.append((record.levelno, record.getMessage()))
 
     def take(self) -> tuple[tuple[int, str], ...]:
-        """What was kept since the last time."""
+        """Everything kept since the last call."""
         kept, self._kept = tuple(self._kept), []
         return kept
 
 
 class RemoteMeasurer:
-    """The actor's own side: a process of Ray that measures one device.
-
-    Args:
-        device: `cpu` or `cuda`.
-        name: for messages.
-        folder: the name of the folder for files that all actors of a machine share.
-        threads: the driver's value of THREADS_VARIABLE.
-    """
+    """The actor's side: a Ray process that measures one device; `folder` is shared by all actors of a machine."""
 
     def __init__(self, device: str, name: str, folder: str, threads: str | None) -> None:
         os.environ.pop(THREADS_VARIABLE, None)
@@ -102,12 +94,12 @@ class RemoteMeasurer:
         self._folder = self._open.enter_context(shared_folder(folder))
         self._measurer: Measurer[Item] | None = None
 
-    def describe(self, config: CollectorConfig) -> Reply:
-        """The `Device`."""
+    def describe(self, config: CollectorConfig) -> ActorReply:
+        """Answers with the `FoundDevice`."""
         return self._reply(lambda: open_device(config, self._device, self._name)[0])
 
-    def open(self, config: CollectorConfig, wait: bool) -> Reply:
-        """Takes the device's lock and starts the processes that measure."""
+    def open(self, config: CollectorConfig, wait: bool) -> ActorReply:
+        """Takes the device's lock and starts the measuring processes."""
         def opened() -> None:
             if wait:
                 wait_for_locks()
@@ -126,29 +118,29 @@ class RemoteMeasurer:
         return self._reply(opened)
 
     def load(self, level: float, background: Background | None, best_canary_ms: float, left_s: float,
-             sent: Sequence[SentFile]) -> Reply:
+             sent: Sequence[SentFile]) -> ActorReply:
         """Puts the device under a load; no block begins after `left_s` seconds."""
         return self._reply(lambda: self._under.enter_context(self._ready.loaded(
             level, self._here(background, sent), best_canary_ms, time.monotonic() + left_s)))
 
-    def measure(self, task: Task[Item], sent: Sequence[SentFile]) -> Reply:
-        """One attempt at a block: `Measured`."""
-        def measured() -> Measured:
-            planned = task.planned
-            here = task._replace(planned=planned._replace(units=[self._here(item, sent) for item in planned.units]))
+    def measure(self, attempt: Attempt[Item], sent: Sequence[SentFile]) -> ActorReply:
+        """Makes one attempt at a block; answers with a `CompressedBlock`."""
+        def measured() -> CompressedBlock:
+            planned = attempt.planned
+            here = attempt._replace(planned=planned._replace(units=[self._here(item, sent) for item in planned.units]))
             began_s = time.monotonic()
             block = self._ready.measure(here)
             seconds = time.monotonic() - began_s
-            return Measured(zlib.compress(block.model_dump_json().encode()) if block else None, seconds)
+            return CompressedBlock(zlib.compress(block.model_dump_json().encode()) if block else None, seconds)
 
         return self._reply(measured)
 
-    def unload(self) -> Reply:
+    def unload(self) -> ActorReply:
         """Ends the load."""
         return self._reply(self._under.close)
 
-    def close(self) -> Reply:
-        """Ends everything, and removes what is left on the machine."""
+    def close(self) -> ActorReply:
+        """Ends everything, and removes its files from the machine."""
         self._under.close()
         return self._reply(self._open.close)
 
@@ -159,30 +151,21 @@ class RemoteMeasurer:
         return self._measurer
 
     def _here(self, item: T, sent: Sequence[SentFile]) -> T:
-        """An item whose files lie on this machine: those that were sent are fetched first, so that nothing is fetched while
-        something is measured."""
-        places = receive(self._folder, sent, ray.get)
-        return at_paths(item, lambda path: places.get(str(path), path))
+        """An item with its files on this machine; files are fetched first, so that no transfer disturbs a measurement."""
+        paths = receive(self._folder, sent, ray.get)
+        return at_paths(item, lambda path: paths.get(str(path), path))
 
-    def _reply(self, work: Callable[[], Any]) -> Reply:
+    def _reply(self, work: Callable[[], Any]) -> ActorReply:
         try:
             value, error = work(), ""
         except UserError as raised:
             value, error = None, str(raised)
-        return Reply(value, error, self._messages.take())
+        return ActorReply(value, error, self._messages.take())
 
 
 @contextmanager
 def ray_devices(address: str, config: CollectorConfig) -> Iterator[RayDevices]:
-    """The devices of a Ray cluster, for `collect`. Its actors end with the block.
-
-    Args:
-        address: of the cluster, HOST:PORT, or `auto`.
-        config: of the collector.
-
-    Raises:
-        UserError: the package ray is missing, there is no such cluster, or it has no device that could be measured.
-    """
+    """Devices of the Ray cluster at `address` (HOST:PORT or `auto`), for `collect`; the actors end with the block."""
     check_packages()
     if runtime_named(config.runtime).takes_setting or config.replay:
         raise UserError("--ray measures ONNX Runtime alone, with metrics that each machine reads itself: leave --ray out, or "
@@ -192,11 +175,7 @@ def ray_devices(address: str, config: CollectorConfig) -> Iterator[RayDevices]:
 
 
 class RayDevices:
-    """The devices of the cluster that this process is connected to (see benchmark/collecting/devices.py).
-
-    Raises:
-        UserError: none could be measured.
-    """
+    """The devices of the cluster that this process is connected to. Raises UserError if none can be measured."""
 
     def __init__(self, config: CollectorConfig) -> None:
         nodes = [node for node in ray.nodes() if node["Alive"]]
@@ -207,74 +186,69 @@ class RayDevices:
         handles: dict[str, tuple[Any, str]] = {}  # by name: the actor, and its node
         for node in nodes:
             for number in range(int(node["Resources"].get("GPU", 0)) if device == "cuda" else 1):
-                place = f"{node['NodeManagerHostname']}/{node['NodeID'][:6]}" + (f"/GPU {number}" if device == "cuda" else "")
+                name = f"{node['NodeManagerHostname']}/{node['NodeID'][:6]}" + (f"/GPU {number}" if device == "cuda" else "")
                 if resources := _resources(node, device):
-                    handles[place] = (ray.remote(RemoteMeasurer).options(max_restarts=0, max_task_retries=0, **resources)
-                                      .remote(device, place, folder, threads), node["NodeID"])
+                    handles[name] = (ray.remote(RemoteMeasurer).options(max_restarts=0, max_task_retries=0, **resources)
+                                      .remote(device, name, folder, threads), node["NodeID"])
         if not handles:
             raise UserError(f"the Ray cluster has no {'GPU' if device == 'cuda' else 'node with CPUs'} to measure")
-        self._handles, self._devices = handles, dict[str, Device]()
-        self.answers({place: handle.describe.remote(config) for place, (handle, _) in handles.items()},
+        self._handles, self._devices = handles, dict[str, FoundDevice]()
+        self.answers({name: handle.describe.remote(config) for name, (handle, _) in handles.items()},
                      self._devices.__setitem__, START_S)
-        self.found: Sequence[Device] = list(self._devices.values())
-        log.info("%d actor%s on Ray: %s", len(self.found), "s" * (len(self.found) != 1), cli.first_of(list(self._devices)))
+        self.found: Sequence[FoundDevice] = list(self._devices.values())
+        log.info("%d actor%s on Ray: %s", len(self.found), "s" * (len(self.found) != 1), first_and_count(list(self._devices)))
         if len({device.machine.uuid for device in self.found}) > 1 and config.each_machine:
             log.info("each of the machines measures everything (each_machine: true)")
-        if any(config.levels) and len({self._handles[place][1] for place in self._devices}) < len(self._devices):
+        if any(config.levels) and len({self._handles[name][1] for name in self._devices}) < len(self._devices):
             raise UserError("levels above 0: loads of several GPUs of one host would disturb each other; measure levels [0.0], "
                             "or give Ray one GPU of each host (ray start --num-gpus=1)")
 
     @contextmanager
     def actors(self, config: CollectorConfig, workspace: Workspace) -> Iterator[Actors[Item]]:
-        """The actors, with their devices' locks taken (see `Devices`); `workspace` is the driver's alone."""
+        """The actors, with their devices locked; `workspace` belongs to the driver."""
         wait = bool(os.environ.get(WAIT_VARIABLE))
         opened: list[str] = []
-        self.answers({place: self._handles[place][0].open.remote(config, wait) for place in self._devices},
-                     lambda place, _: opened.append(place))
+        self.answers({name: self._handles[name][0].open.remote(config, wait) for name in self._devices},
+                     lambda name, _: opened.append(name))
         actors = RayActors(self, opened)
         yield actors
-        self.answers({actor.name: self.handle(actor.name).close.remote() for actor in actors.members}, lambda place, _: None,
+        self.answers({actor.name: self.handle(actor.name).close.remote() for actor in actors.members}, lambda name, _: None,
                      START_S, needed=False)
 
-    def handle(self, place: str) -> Any:
+    def handle(self, name: str) -> Any:
         """Ray's handle of an actor."""
-        return self._handles[place][0]
+        return self._handles[name][0]
 
-    def actor(self, place: str) -> Actor:
-        """An actor as the driver knows it."""
-        return Actor(place, self._devices[place].machine.uuid, self._handles[place][1])
+    def actor(self, name: str) -> Actor:
+        """An actor as the driver sees it."""
+        return Actor(name, self._devices[name].machine.uuid, self._handles[name][1])
 
     def answers(self, references: Mapping[str, Any], take: Callable[[str, Any], object], timeout_s: float | None = None,
                 needed: bool = True) -> None:
-        """Waits for the answers of some actors, by place, and has each taken. Actors that give none are named in a warning.
+        """Passes each actor's answer to `take`, and warns about missing ones.
 
-        Args:
-            references: to the answers.
-            take: gets a place and its answer.
-            timeout_s: how long to wait; None: for ever.
-            needed: whether at least one answer is needed.
-
-        Raises:
-            UserError: one is needed and there is none; it is the last actor's error.
+        Raises UserError if one is `needed` and none comes.
         """
         ready = _wait(list(references.values()), len(references), timeout_s)
         taken, last = 0, UserError("no actor")
-        for place, reference in references.items():
+        for name, reference in references.items():
             try:
                 if reference not in ready:
                     raise UserError(f"it did not answer within {timeout_s:.0f} s; other work of the cluster may use its node")
-                take(place, answer(place, reference))
+                take(name, answer(name, reference))
                 taken += 1
             except UserError as error:
                 last = error
-                log.warning("%s is left out: %s", place, error)
+                log.warning("%s is left out: %s", name, error)
         if needed and not taken:
             raise last
 
 
 def _resources(node: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """What an actor for a device of a node claims: together, the actors of a node claim all of it, so that Ray runs nothing
-    else there. Empty where the node lets nothing run on its CPUs."""
+    """The share of a node that an actor claims; empty for a node without CPUs.
+
+    All actors of a node together claim all of it, so that Ray runs nothing else there.
+    """
     cpus, gpus = node["Resources"].get("CPU", 0.0), node["Resources"].get("GPU", 0.0)
     if device == "cpu" and not cpus:
         return {}
@@ -284,7 +258,7 @@ def _resources(node: Mapping[str, Any], device: str) -> dict[str, Any]:
 
 
 def _wait(references: list[Any], count: int, timeout_s: float | None = None) -> list[Any]:
-    """Those of some references that are ready, as soon as `count` are or the time is over."""
+    """The references that are ready, as soon as `count` are or time is over."""
     until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
     while True:
         ready, _ = ray.wait(references, num_returns=count, timeout=LOOK_EVERY_S)
@@ -292,82 +266,191 @@ def _wait(references: list[Any], count: int, timeout_s: float | None = None) -> 
             return list(ready)
 
 
-def answer(place: str, reference: Any) -> Any:
-    """The value that an actor answers. What it logged is logged.
-
-    Raises:
-        UserError: it gives an error for the user, or it has ended.
-    """
+def answer(name: str, reference: Any) -> Any:
+    """The value that an actor answers; its messages are logged. Raises UserError if it gives an error or has ended."""
     try:
-        reply: Reply = ray.get(reference)
+        reply: ActorReply = ray.get(reference)
     except ray.exceptions.RayTaskError:
         raise  # a bug, which keeps its traceback
     except ray.exceptions.RayError as error:
         raise UserError(f"its process or its node has ended ({type(error).__name__})") from None
     for level, text in reply.messages:
-        log.log(level, "%s: %s", place, text)
+        log.log(level, "%s: %s", name, text)
     if reply.error:
         raise UserError(reply.error)
     return reply.value
 
 
 class RayActors:
-    """The actors of a cluster (see `hase.benchmark.measuring.actors.Actors`)."""
+    """The actors of a cluster (see `hase.benchmark.measuring.driver.Actors`)."""
 
-    tasks_each = 2
+    blocks_each = 2
 
-    def __init__(self, devices: RayDevices, places: Sequence[str]) -> None:
+    def __init__(self, devices: RayDevices, names: Sequence[str]) -> None:
         self._devices = devices
-        self.members = [devices.actor(place) for place in places]
+        self.members = [devices.actor(name) for name in names]
         self._sender = Sender(ray.put)
         self._own_node = ray.get_runtime_context().get_node_id()
-        self._begun: dict[Any, tuple[Actor, Task[Item], tuple[SentFile, ...]]] = {}
+        self._begun: dict[Any, tuple[Actor, Attempt[Item], tuple[SentFile, ...]]] = {}
 
     @contextmanager
     def loaded(self, level: float, background: Background | None, best_canary_ms: Mapping[str, float],
                stop_at_s: float) -> Iterator[None]:
         left_s = stop_at_s - time.monotonic()
-        of_background = {actor: self._for(actor, [background]) for actor in self.members}
+        loads = {actor: self._for(actor, [background]) for actor in self.members}
         self._all({actor: self._devices.handle(actor.name).load.remote(
             level, load, best_canary_ms.get(actor.machine, 0.0), left_s, sent)
-            for actor, ([load], sent) in of_background.items()}, needed=True)
-        yield  # where the block raises, the driver ends, and its actors with it
+            for actor, ([load], sent) in loads.items()}, needed=True)
+        yield  # if the block raises, the driver ends, and its actors with it
         self._all({actor: self._devices.handle(actor.name).unload.remote() for actor in self.members}, needed=False)
 
-    def begin(self, actor: Actor, task: Task[Item]) -> None:
-        units, sent = self._for(actor, task.planned.units)
-        at_actor = task._replace(planned=task.planned._replace(units=units))
-        self._begun[self._devices.handle(actor.name).measure.remote(at_actor, sent)] = (actor, task, sent)
+    def begin(self, actor: Actor, attempt: Attempt[Item]) -> None:
+        units, sent = self._for(actor, attempt.planned.units)
+        at_actor = attempt._replace(planned=attempt.planned._replace(units=units))
+        self._begun[self._devices.handle(actor.name).measure.remote(at_actor, sent)] = (actor, attempt, sent)
 
     def wait(self) -> Sequence[Finished[Item]]:
         finished = []
         for reference in _wait(list(self._begun), 1):
             if reference not in self._begun:  # of an actor that was found lost just now
                 continue
-            actor, task, sent = self._begun.pop(reference)
+            actor, attempt, sent = self._begun.pop(reference)
             try:
-                measured: Measured = answer(actor.name, reference)
+                measured: CompressedBlock = answer(actor.name, reference)
             except UserError as error:
-                self._begun = {begun: of for begun, of in self._begun.items() if of[0] != actor}
-                finished.append(Finished(actor, task, None, lost=error))
+                self._begun = {begun: given for begun, given in self._begun.items() if given[0] != actor}
+                finished.append(Finished(actor, attempt, None, lost=error))
                 continue
             self._sender.arrived(actor.host, sent, (file for _, _, files in self._begun.values() for file in files))
             block = Block.model_validate_json(zlib.decompress(measured.block)) if measured.block else None
-            finished.append(Finished(actor, task, block, measured.seconds))
+            finished.append(Finished(actor, attempt, block, measured.seconds))
         return finished
 
     def _for(self, actor: Actor, items: Sequence[T]) -> tuple[list[T], tuple[SentFile, ...]]:
-        """Items as an actor gets them, and the files that are sent with them: none where it has the driver's own."""
+        """Items with paths valid for an actor, and files to send with them: none if it shares the driver's files."""
         here = [at_paths(item, lambda path: path.absolute()) for item in items]
         return here, () if actor.host == self._own_node else self._sender.files_for(actor.host, here)  # type: ignore[arg-type]
 
     def _all(self, references: Mapping[Actor, Any], needed: bool) -> None:
-        """Waits for the answers of members; those that give none are members no longer.
-
-        Raises:
-            UserError: none gives one, and one is needed.
-        """
+        """Waits for the answers of members, and drops members without one. Raises UserError if one is needed and none comes."""
         answered: list[str] = []
         self._devices.answers({actor.name: reference for actor, reference in references.items()},
-                              lambda place, _: answered.append(place), needed=needed)
+                              lambda name, _: answered.append(name), needed=needed)
         self.members[:] = [actor for actor in self.members if actor.name in answered]
+
+# Files of kernels and models on their way to another machine. A file travels by the hash of its content, in pieces, through
+# Ray's object store. A machine has a folder for all actors that it runs; what is there does not travel again.
+
+
+class SentFile(NamedTuple):
+    """A file that a machine should have."""
+
+    path: str  # its path at the driver
+    sha256: str  # of its content
+    folder: str  # name of the folder shared with the files that belong to it
+    name: str  # its path in that folder
+    pieces: tuple[Any, ...] = ()  # references to its content; none where the machine has it
+
+
+def files_of(item: Item | Background | None) -> list[list[Path]]:
+    """Files of a kernel, model or load, in groups that must be in one folder; unreadable files are left out."""
+    if isinstance(item, KernelItem):
+        groups = [_with_weights(item.path)]
+    elif isinstance(item, ModelItem):
+        groups = [_with_weights(item.path), [item.record_path], [item.inputs] if item.inputs else []]
+    else:
+        groups = [_with_weights(item.model)] if item is not None and item.model else []
+    return [found for group in groups if (found := [path for path in group if path.is_file()])]
+
+
+def _with_weights(model: Path) -> list[Path]:
+    """A model's file and its weight files."""
+    try:
+        if not may_name_files(model):
+            return [model]
+        return [model, *external_files(model, onnx.load(model, load_external_data=False), missing_ok=True)]
+    except UserError:
+        return [model]
+
+
+def at_paths(item: T, path_of: Callable[[Path], Path]) -> T:
+    """A kernel, model or load with other file paths."""
+    if isinstance(item, KernelItem):
+        return replace(item, path=path_of(item.path))
+    if isinstance(item, ModelItem):
+        return replace(item, path=path_of(item.path), record_path=path_of(item.record_path),
+                       inputs=path_of(item.inputs) if item.inputs else None)
+    if isinstance(item, Background) and item.model:
+        return item.model_copy(update={"model": path_of(item.model)})
+    return item
+
+
+class Sender:
+    """Prepares files for machines; its function puts a piece into the object store and returns a reference."""
+
+    def __init__(self, put: Callable[[bytes], Any]) -> None:
+        self._put = put
+        self._there: dict[str, set[str]] = {}  # by machine, the hashes of the files that it has
+        self._pieces: dict[str, tuple[Any, ...]] = {}  # by hash, while a machine may still fetch them
+
+    def files_for(self, machine: str, items: Iterable[Item | Background | None]) -> tuple[SentFile, ...]:
+        """The files of some items, with the pieces that a machine does not have yet."""
+        sent: list[SentFile] = []
+        for group in (group for item in items for group in files_of(item)):
+            hashes = [files.kept_sha256(path) for path in group]
+            folder = hashlib.sha256("".join(hashes).encode()).hexdigest()[:16]
+            for path, sha256 in zip(group, hashes, strict=True):
+                there = sha256 in self._there.get(machine, ())
+                if not there and sha256 not in self._pieces:
+                    self._pieces[sha256] = tuple(self._put(piece) for piece in pieces(path))
+                sent.append(SentFile(str(path), sha256, folder, str(path.relative_to(group[0].parent)),
+                                     () if there else self._pieces[sha256]))
+        return tuple(sent)
+
+    def arrived(self, machine: str, sent: Sequence[SentFile], still_sent: Iterable[SentFile]) -> None:
+        """Notes that a machine has some files. The store may drop the pieces of all but those `still_sent`."""
+        self._there.setdefault(machine, set()).update(file.sha256 for file in sent)
+        wanted = {file.sha256 for file in still_sent}
+        self._pieces = {sha256: kept for sha256, kept in self._pieces.items() if sha256 in wanted}
+
+
+def pieces(path: Path) -> Iterable[bytes]:
+    """The content of a file in pieces; an empty file has one empty piece."""
+    with path.open("rb") as file:
+        piece = file.read(PIECE_BYTES)
+        yield piece
+        while piece := file.read(PIECE_BYTES):
+            yield piece
+
+
+def receive(folder: Path, sent: Sequence[SentFile], get: Callable[[Any], bytes]) -> Mapping[str, Path]:
+    """Fetches missing files into a folder; returns where each is, by its path at the driver.
+
+    Raises UserError if a file's content has changed, or it is neither here nor sent.
+    """
+    paths: dict[str, Path] = {}
+    for file in sent:
+        content, path = folder / file.sha256, folder / file.folder / file.name
+        if not content.exists():
+            _fetch(content, file, get)
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            beside = path.with_name(f".{os.getpid()}")
+            os.link(content, beside)
+            beside.rename(path)  # two actors may do so at once
+            beside.unlink(missing_ok=True)  # where both are one file, a rename does nothing
+        paths[file.path] = path
+    return paths
+
+
+def _fetch(content: Path, file: SentFile, get: Callable[[Any], bytes]) -> None:
+    if not file.pieces:
+        raise UserError(f"{file.path}: it was removed from {content.parent} while it was needed there; run again")
+    digest = hashlib.sha256()
+    with files.replacing(content) as made, made.open("wb") as out:
+        for piece in file.pieces:
+            data = get(piece)
+            digest.update(data)
+            out.write(data)
+        if digest.hexdigest() != file.sha256:
+            raise UserError(f"{file.path}: it was changed while it was sent; run again")

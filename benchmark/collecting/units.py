@@ -1,8 +1,7 @@
 """Times kernels and models under a runtime: the collector's units of measurement, and the processes that measure them.
 
-The tracers are separate from the worker, which times whole runs: once CUPTI has traced a process, it launches kernels more
-slowly. All start before there is anything to measure: a GPU's process takes seconds to load CUDA, torch and CUPTI, and
-meanwhile the caller can look for work.
+Tracers are separate from the worker, which times whole runs, since a process launches kernels more slowly once CUPTI has traced
+it. All processes start early: loading CUDA, torch and CUPTI takes seconds, in which the caller can look for work.
 """
 
 from __future__ import annotations
@@ -17,26 +16,38 @@ from types import TracebackType
 from typing import NamedTuple, TypeVar
 
 from hase.benchmark.collecting.config import CollectorConfig
-from hase.benchmark.collecting.work import CARRIER_BYTES, Item, KernelItem, ModelItem, carriers, energy_batches, of_like_work
+from hase.benchmark.collecting.plans import (
+    CARRIER_BYTES,
+    Item,
+    KernelItem,
+    ModelItem,
+    by_similar_work,
+    carriers,
+    energy_batches,
+)
 from hase.benchmark.load.mps import gpu_shared
-from hase.benchmark.load.stress import Stress
-from hase.benchmark.measuring.actors import Measurer, Start, started
-from hase.benchmark.measuring.bench import Bench, Steadiness, busy_share
-from hase.benchmark.measuring.pending import chunks
-from hase.benchmark.measuring.run_times import Effort
+from hase.benchmark.measuring.blocks import Bench, Measurer, Steadiness, busy_share, started
+from hase.benchmark.measuring.driver import chunks
 from hase.benchmark.metrics.source import MetricSource
-from hase.records.backgrounds import Background
-from hase.records.measurement import ENERGY, GPU_LABEL, IN_MODEL_LABELS, KERNELS, Measurement, Place, Status, now
-from hase.records.probe_reading import ProbeReading
+from hase.records.measurement import (
+    ENERGY,
+    GPU_LABEL,
+    IN_MODEL_LABELS,
+    KERNELS,
+    Effort,
+    Measurement,
+    Placement,
+    Status,
+    now,
+)
 from hase.runtimes import runtime_named
-from hase.runtimes.protocol import Reply, Request, Setting, Worker
-from hase.utils.errors import UserError
+from hase.runtimes.protocol import Reply, Request, RuntimeSetting, Worker
+from hase.utils.files import temporary_folder
 from hase.utils.fingerprint import Target
 from hase.utils.locks import measuring
 from hase.utils.logger import get_logger
 from hase.utils.paths import Workspace
-from hase.utils.temporary import temporary_folder
-from hase.utils.worker_process import WorkerFailed
+from hase.utils.processes import WorkerFailed
 
 log = get_logger("collector")
 
@@ -64,7 +75,7 @@ class KernelUnits:
 
     @property
     def carrier_bytes(self) -> int:
-        """The largest memory of one carrier's kernels, or of all that the tracers prepare at a time."""
+        """Memory limit for the kernels of one carrier, or for all that the tracers prepare at a time."""
         return self.config.carrier_mib << 20 if self.config.carrier_mib else CARRIER_BYTES[self.device]
 
     @property
@@ -72,7 +83,7 @@ class KernelUnits:
         return () if self.level else self.config.variants_on(self.device)
 
     def time(self, items: Sequence[Item]) -> list[Measurement]:
-        """Every label of some kernels and models."""
+        """Measures every label of some kernels and models."""
         models = [item for item in items if isinstance(item, ModelItem)]
         kernels = [item for item in items if isinstance(item, KernelItem)]
         measurements = [m for item in models for m in (self.time_kernels_in(item) if item.only else self.time_model(item))]
@@ -83,35 +94,35 @@ class KernelUnits:
         if self.config.energy_s and self.config.energy_of_kernels and not self.level:
             measurements += [m for batch in energy_batches(sound, self.device) for m in self.measure_energy(batch)]
         if self.in_model_labels:
-            measurements += [m for alike in of_like_work(sound) for group in carriers(alike, self.carrier_bytes)
+            measurements += [m for alike in by_similar_work(sound) for group in carriers(alike, self.carrier_bytes)
                              for m in self.time_carrier(group, self.in_model_labels, self.workers.worker)]
         if GPU_LABEL in self.labels:
             measurements += self.trace_kernels(sound)
         return with_inputs(measurements, items)
 
     def time_alone(self, item: KernelItem) -> list[Measurement]:
-        """Label `run`: a kernel in a session of its own."""
+        """Measures label `run`: a kernel in its own session."""
         reply, status = ask(self.workers.worker, Request(
             do="alone", device=self.device, paths=(str(item.path),), effort=self.config.kernel.effort(),
             provider_options=self.target.provider_options))
-        return measurements_of(reply, status, "kernel", item.id, "run", "alone", "alone")
+        return measurements_in(reply, status, "kernel", item.id, "run", "alone", "alone")
 
     def time_carrier(self, items: Sequence[KernelItem], labels: tuple[str, ...], worker: Worker) -> list[Measurement]:
-        """Some labels of a group of kernels, in a carrier. A group that fails is halved until the kernel at fault is alone."""
+        """Measures labels of a group of kernels in a carrier. A failing group is halved until the kernel at fault is alone."""
         reply, status = ask(worker, Request(
             do="carrier", device=self.device, paths=tuple(str(item.path) for item in items), labels=labels,
             effort=self.config.kernel.effort(), provider_options=self.target.provider_options,
             turns="" if worker is self.workers.worker else self.workers.tracers.turns))
         if status == "interrupted":  # by no kernel's fault
             return [m for item in items
-                    for m in measurements_of(reply, status, "kernel", item.id, labels[0], "carrier", "carrier")]
+                    for m in measurements_in(reply, status, "kernel", item.id, labels[0], "carrier", "carrier")]
         if status != "ok" and len(items) > 1:
             half = len(items) // 2
             return self.time_carrier(items[:half], labels, worker) + self.time_carrier(items[half:], labels, worker)
-        return measurements_of(reply, status, "kernel", items[0].id, labels[0], "carrier", "carrier")
+        return measurements_in(reply, status, "kernel", items[0].id, labels[0], "carrier", "carrier")
 
     def trace_kernels(self, items: Sequence[KernelItem]) -> list[Measurement]:
-        """Label `gpu` of some kernels, in carriers that the tracers share."""
+        """Measures label `gpu` of kernels, in carriers distributed over the tracers."""
         tracers = self.workers.tracers
         share = -(-len(items) // tracers.count)
         groups = [group for part in chunks(items, max(share, 1))
@@ -120,41 +131,41 @@ class KernelUnits:
         return [m for part in tracers.each(tasks) for m in part]
 
     def measure_energy(self, items: Sequence[KernelItem]) -> list[Measurement]:
-        """Label `energy` of a batch of kernels."""
+        """Measures label `energy` of a batch of kernels."""
         reply, status = ask(self.workers.worker, Request(
             do="kernels_energy", device=self.device, paths=tuple(str(item.path) for item in items),
             effort=self.config.kernel.effort(), provider_options=self.target.provider_options, energy_s=self.config.energy_s))
-        return measurements_of(reply, status, KERNELS, f"{len(items)} from {items[0].id}", ENERGY, "alone", "alone")
+        return measurements_in(reply, status, KERNELS, f"{len(items)} from {items[0].id}", ENERGY, "alone", "alone")
 
     def time_model(self, item: ModelItem) -> list[Measurement]:
-        """A whole model and, if the config says so, its kernels in it."""
+        """Measures a whole model and, if configured, its kernels in it."""
         in_model = self.in_model_labels if item.labels and self.config.model_labels else ()
-        request = self._of_model(item, "model", in_model).model_copy(update={
+        request = self._model_request(item, "model", in_model).model_copy(update={
             "host": GPU_LABEL in self.labels and not self.level, "host_io": "host_io" in self.variants,
             "watch_host": "" if self.device != "cuda" else "all" if self.level else "quiet",
             "energy_s": 0.0 if self.level else self.config.energy_s})
 
-        def of_model(label: str, reply: Reply, status: Status) -> list[Measurement]:
-            return measurements_of(reply, status, "model", item.id, label, item.id, "alone")
+        def measured(label: str, reply: Reply, status: Status) -> list[Measurement]:
+            return measurements_in(reply, status, "model", item.id, label, item.id, "alone")
 
-        measurements = of_model("latency", *ask(self.workers.worker, request))
+        measurements = measured("latency", *ask(self.workers.worker, request))
         if request.host and self.config.model_labels and measurements[0].status == "ok":
             on_gpu = request.model_copy(update={"do": "model_gpu"})
             [traced] = self.workers.tracers.each([lambda tracer: ask(tracer, on_gpu)])
-            measurements += of_model(GPU_LABEL, *traced)
+            measurements += measured(GPU_LABEL, *traced)
         if "cuda_graph" in self.variants and measurements[0].status == "ok":
-            measurements += of_model("cuda_graph", *ask(self.workers.worker, request.model_copy(update={"do": "model_graph"})))
+            measurements += measured("cuda_graph", *ask(self.workers.worker, request.model_copy(update={"do": "model_graph"})))
         return measurements
 
     def time_kernels_in(self, item: ModelItem) -> list[Measurement]:
-        """The in-model labels of the requested kernels of a model; none if it can't be profiled."""
-        reply, status = ask(self.workers.worker, self._of_model(item, "model_labels", self.in_model_labels))
+        """In-model labels of the requested kernels of a model; none if it cannot be profiled."""
+        reply, status = ask(self.workers.worker, self._model_request(item, "model_labels", self.in_model_labels))
         if status != "ok":
             log.warning("%s: its kernels can't be measured in it: %s (%s)", item.id, reply.error, status)
             return []
         return [m for m in reply.measurements if m.id in item.only]
 
-    def _of_model(self, item: ModelItem, do: str, labels: tuple[str, ...]) -> Request:
+    def _model_request(self, item: ModelItem, do: str, labels: tuple[str, ...]) -> Request:
         return Request.model_validate({
             "do": do, "device": self.device, "paths": (str(item.path),), "record": str(item.record_path),
             "dims": item.record.dims, "static": item.record.static, "labels": labels,
@@ -163,8 +174,7 @@ class KernelUnits:
 
 
 def with_inputs(measurements: Sequence[Measurement], items: Sequence[Item]) -> list[Measurement]:
-    """The measurements of some kernels and models; those of kernels whose time depends on values, and of models with such a
-    kernel, say what inputs they had."""
+    """Adds the inputs to measurements of kernels whose time depends on values, and of models with such a kernel."""
     models = [item for item in items if isinstance(item, ModelItem)]
     kernels = [*(item.kernel for item in items if not isinstance(item, ModelItem)),
                *(kernel for item in models for kernel in item.record.kernels.values())]
@@ -176,7 +186,7 @@ def with_inputs(measurements: Sequence[Measurement], items: Sequence[Item]) -> l
 
 
 def ask(worker: Worker, request: Request) -> tuple[Reply, Status]:
-    """A worker's reply and a status; a worker that fails is replaced at the next request."""
+    """A worker's reply and a status; a failed worker is replaced at the next request."""
     started = now()
     try:
         reply = worker.ask(request)
@@ -185,16 +195,9 @@ def ask(worker: Worker, request: Request) -> tuple[Reply, Status]:
     return reply, "interrupted" if reply.interrupted else "failed" if reply.error else "ok"
 
 
-def may_share_host(config: CollectorConfig, device: str, items: Sequence[Item]) -> bool:
-    """Whether a block may be measured while another GPU of its host is, too: only if nothing but the GPU's own times of kernels
-    is taken in it (docs/cluster.md says why). Everything else depends on how fast the host is."""
-    return (device == "cuda" and config.labels_on(device) == (GPU_LABEL,) and not config.energy_of_kernels
-            and all(isinstance(item, KernelItem) for item in items))
-
-
-def measurements_of(reply: Reply, status: Status, subject: str, name: str, label: str, context: str,
-                    place: Place) -> list[Measurement]:
-    """The measurements of a reply; for a failure, a single measurement that says so, made from the other arguments."""
+def measurements_in(reply: Reply, status: Status, subject: str, name: str, label: str, context: str,
+                    place: Placement) -> list[Measurement]:
+    """The measurements of a reply; for a failure, a single measurement with that status, made from the other arguments."""
     if status == "ok":
         return list(reply.measurements)
     log.warning("%s: %s (%s)", name, reply.error, status)
@@ -202,60 +205,33 @@ def measurements_of(reply: Reply, status: Status, subject: str, name: str, label
                         started=reply.started, ended=reply.ended)]
 
 
-def open_bench(config: CollectorConfig, device: str, machine_uuid: str, source: MetricSource, workers: Workers) -> Bench:
-    """What the collector measures with on `cpu` or `cuda`.
+def open_bench(config: CollectorConfig, device: str, machine_uuid: str, source: MetricSource, worker: Worker) -> Bench:
+    """Opens what the collector measures with on `cpu` or `cuda`. Raises UserError if windows are too short for the source.
 
-    Raises:
-        UserError: the config's windows are too short for the source.
+    A sharing probe needs a GPU, the runtime's support, the config's consent and a level that is not idle.
     """
-    return Bench(device, machine_uuid, partial(_canary_ms, workers.worker, device), source, config.window_s,
-                 partial(_probe, config, device, workers.worker),
-                 busy=busy_share if device == "cpu" else None, steadiness=steadiness_of(config))
+    probes = device == "cuda" and runtime_named(config.runtime).probes_sharing and config.probe_s and any(config.levels)
+    probe = {"probe": partial(worker.read_sharing_probe, device, config.probe_s)} if probes else {}
+    return Bench(device, machine_uuid, partial(worker.canary_ms, device), source, config.window_s,
+                 busy=busy_share if device == "cpu" else None, steadiness=steadiness_of(config), **probe)
 
 
 def steadiness_of(config: CollectorConfig) -> Steadiness:
-    """How steady the config wants a machine to be."""
+    """The steadiness that the config requires."""
     return Steadiness(drift=config.canary_drift, attempts=config.attempts, attempts_under_load=config.attempts_under_load,
                       patience_s=config.patience_s)
-
-
-def _canary_ms(worker: Worker, device: str, loaded: bool) -> tuple[float, ...]:
-    try:
-        return worker.canary_ms(device, loaded)
-    except WorkerFailed as error:
-        raise UserError(f"the canary, a fixed piece of work, does not run: {error}") from None
-
-
-def _probe(config: CollectorConfig, device: str, worker: Worker) -> ProbeReading | None:
-    """How long tiny work waits for other work on the GPU. None on a CPU, under a runtime that can't probe, if the config turns
-    the probe off, and if only idle levels are measured, so that there is nothing to compare.
-
-    Raises:
-        UserError: the probe itself does not run.
-    """
-    can_probe = device == "cuda" and runtime_named(config.runtime).probes_sharing
-    if not can_probe or not config.probe_s or not any(config.levels):
-        return None
-    reply, status = ask(worker, Request(do="sharing_probe", device=device, effort=Effort(budget_s=config.probe_s)))
-    if status != "ok":
-        raise UserError(f"the sharing probe does not run: {reply.error}")
-    return reply.probe
 
 
 R = TypeVar("R")
 
 
 class Tracers:
-    """`count` workers. Use as a context manager: they end with the block.
-
-    Attributes:
-        turns: the folder of their locks; "" for a single worker.
-    """
+    """`count` workers that trace; a context manager. `turns` is the folder of their locks ("" for one worker)."""
 
     def __init__(self, count: int, timeout_s: float) -> None:
         self.count, self._timeout_s = count, timeout_s
         self._stack = ExitStack()
-        self._workers: list[Worker] = []
+        self.workers: list[Worker] = []
         self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         self.turns = ""
 
@@ -263,8 +239,8 @@ class Tracers:
         if self.count > 1:
             self.turns = str(self._stack.enter_context(temporary_folder()))
         for _ in range(self.count):
-            self._workers.append(self._stack.enter_context(Worker(self._timeout_s)))
-            self._idle.put(self._workers[-1])
+            self.workers.append(self._stack.enter_context(Worker(self._timeout_s)))
+            self._idle.put(self.workers[-1])
         # These threads stay alive: a process ends with the thread that started it.
         self._threads = self._stack.enter_context(ThreadPoolExecutor(self.count))
         return self
@@ -274,16 +250,11 @@ class Tracers:
 
     def prepare(self, request: Request) -> None:
         """Starts every process, as a worker's `prepare` does."""
-        for worker in self._workers:
+        for worker in self.workers:
             worker.prepare(request)
 
-    def wait(self) -> None:
-        """Waits until all are ready."""
-        for worker in self._workers:
-            worker.wait()
-
     def each(self, tasks: Sequence[Callable[[Worker], R]]) -> list[R]:
-        """The results of the tasks, in order. As many run at a time as there are workers; each has a worker to itself."""
+        """Runs the tasks in parallel, one per worker at a time; returns results in order."""
         def with_worker(task: Callable[[Worker], R]) -> R:
             worker = self._idle.get()
             try:
@@ -295,26 +266,21 @@ class Tracers:
 
 
 class Workers(NamedTuple):
-    """The processes that measure: the worker takes every label but `gpu`, which is for the tracers."""
+    """The measuring processes: the worker takes every label except `gpu`, which the tracers take."""
 
     worker: Worker
     tracers: Tracers
 
-    def wait(self) -> None:
-        """Waits until all processes are ready, because one that still loads would disturb what another measures."""
-        self.worker.wait()
-        self.tracers.wait()
+    @property
+    def processes(self) -> list[Worker]:
+        """All processes. One that is still loading would disturb what another measures."""
+        return [self.worker, *self.tracers.workers]
 
 
 @contextmanager
 def start_workers(config: CollectorConfig, device: str, labels: Sequence[str],
-                  setting: Setting | None = None) -> Iterator[Workers]:
-    """Starts the processes for some labels on `cpu` or `cuda`, which share it as the config says; they end with the block.
-    `setting` is that of the worker, for a runtime that has such.
-
-    Raises:
-        UserError: another process measures on this device, or it can't be shared in this way.
-    """
+                  setting: RuntimeSetting | None = None) -> Iterator[Workers]:
+    """Starts the processes for some labels; they share `cpu` or `cuda` as configured, and end with the block."""
     request = Request(do="prepare", device=device, effort=Effort())
     sharing = config.gpu_sharing(device)
     with (measuring(device), gpu_shared(sharing) if device == "cuda" else nullcontext(),
@@ -326,29 +292,14 @@ def start_workers(config: CollectorConfig, device: str, labels: Sequence[str],
         yield Workers(worker, tracers)
 
 
-def start_loads(config: CollectorConfig, device: str, workspace: Workspace, workers: Workers) -> Start:
-    """A function that starts a load of the config as soon as all processes that measure are ready."""
-    @contextmanager
-    def start(level: float, background: Background | None) -> Iterator[Stress]:
-        workers.wait()
-        with started(level, background, device, workspace, config.stress.settle_s,
-                     config.gpu_sharing(device).co_runner_environment()) as stressor:
-            yield stressor
-
-    return start
-
-
 def measurer(config: CollectorConfig, target: Target, machine_uuid: str, source: MetricSource, workers: Workers,
              workspace: Workspace) -> Measurer[Item]:
-    """What measures blocks of kernels and models on the target's device of this machine.
-
-    Raises:
-        UserError: the config's windows are too short for the source.
-    """
+    """What measures blocks of kernels and models on the target's device. Raises UserError as `open_bench` does."""
     device = target.flavour.device
 
     def time_units(items: Sequence[Item], level: float) -> list[Measurement]:
         return KernelUnits(config, target, workers, level).time(items)
 
-    return Measurer(open_bench(config, device, machine_uuid, source, workers), time_units,
-                    start_loads(config, device, workspace, workers))
+    start = partial(started, device=device, workspace=workspace, settle_s=config.stress.settle_s,
+                    environment=config.gpu_sharing(device).co_runner_environment(), workers=workers.processes)
+    return Measurer(open_bench(config, device, machine_uuid, source, workers.worker), time_units, start)

@@ -1,1 +1,1 @@
-"""Work that keeps the device busy, and the probe that measures how long one waits for it."""
+"""Other work on the device: what the stressor runs, how it is started, and how a GPU is shared through MPS."""

@@ -1,6 +1,6 @@
-"""The work with which the stressor keeps a device busy, and the timing that limits it to a share of the time.
+"""The work with which the stressor keeps a device busy, limited to a share of the time.
 
-Work is cut into bursts, so that it ends on time: on a GPU at most one burst late.
+Work is cut into bursts so that it ends on time, on a GPU at most one burst late.
 """
 
 from __future__ import annotations
@@ -20,52 +20,46 @@ import numpy as np
 
 from hase.benchmark.ort.runner import device_binding, open_runner, queue_run, random_feed
 from hase.ort_analysis.graph.source import default_dims, open_dims
-from hase.records.backgrounds import Background
+from hase.records.measurement import Background
 from hase.utils.errors import UserError
 from hase.utils.lazy import onnx, torch
 from hase.utils.ort_sessions import model_errors
 from hase.utils.processes import die_with_parent
-from hase.utils.timing import pause
+from hase.utils.timing import pause, time_runs_ms
 
 AHEAD_S = 8e-3  # how far ahead of the GPU a deep queue is filled
-Step = Callable[[], object]
+BurstStep = Callable[[], object]
 
 
-class Work:
-    """Work in bursts; each is finished when `burst` returns."""
+class BurstWork:
+    """Work in bursts; `burst` returns when one is finished."""
 
-    def __init__(self, burst: Step) -> None:
+    def __init__(self, burst: BurstStep) -> None:
         self.burst = burst
 
     def ahead_s(self) -> float:
-        """How long the queued work will still take."""
+        """How long the queued work will still take, in seconds."""
         return 0.0
 
     def run_dry(self) -> None:
         """Waits for the queued work."""
 
 
-class Event(Protocol):
-    """A mark in a GPU's queue, like a CUDA event of torch."""
+class GpuEvent(Protocol):
+    """A mark in a GPU's queue, like torch's CUDA event."""
 
     def query(self) -> bool: ...
     def synchronize(self) -> None: ...
 
 
-class QueuedWork(Work):
-    """Bursts that are queued up to AHEAD_S ahead of the GPU; `burst` waits only for room in the queue.
+class QueuedBursts(BurstWork):
+    """Bursts queued up to AHEAD_S ahead of the GPU; `launch` queues one (of `burst_s`), `mark` appends an event."""
 
-    Args:
-        launch: queues a burst.
-        mark: adds an event to the end of the queue.
-        burst_s: time of a burst on an idle GPU.
-    """
-
-    def __init__(self, launch: Step, mark: Callable[[], Event], burst_s: float) -> None:
+    def __init__(self, launch: BurstStep, mark: Callable[[], GpuEvent], burst_s: float) -> None:
         super().__init__(self._queue_one)
         self._launch, self._mark, self._burst_s = launch, mark, burst_s
         self._depth = max(2, round(AHEAD_S / burst_s))  # one that runs, and one that waits
-        self._ends: deque[Event] = deque()  # of the bursts in the queue
+        self._ends: deque[GpuEvent] = deque()  # of the bursts in the queue
 
     def _queue_one(self) -> None:
         if len(self._ends) == self._depth:
@@ -84,19 +78,14 @@ class QueuedWork(Work):
             self._ends.clear()
 
 
-def alternate(compute: Step, memory: Step, kind: str) -> Step:
-    """One step of `kind`; `mixed` alternates both."""
+def alternate(compute: BurstStep, memory: BurstStep, kind: str) -> BurstStep:
+    """One step of `kind`; `mixed` alternates both kinds."""
     turns = itertools.cycle({"compute": (compute,), "memory": (memory,), "mixed": (compute, memory)}[kind])
     return lambda: next(turns)()
 
 
-def cpu_step(background: Background) -> Step:
-    """One step on one CPU core: a run of the model, or tens of microseconds of a product that fits the cache or a copy that
-    does not.
-
-    Raises:
-        UserError: the model can't be run.
-    """
+def cpu_step(background: Background) -> BurstStep:
+    """One step on a CPU core: a run of the model, or tens of microseconds of a product in the cache or a copy beyond it."""
     if background.model:
         runner = open_runner(background.model, "cpu", dims=model_dims(background), static=True)
         runner.warm_up(1)
@@ -113,16 +102,12 @@ def cpu_step(background: Background) -> Step:
     return alternate(lambda: np.matmul(left, right, out=product), copy, background.kind)
 
 
-def cuda_work(background: Background) -> Work:
-    """Bursts on the GPU: products, copies within its memory, or runs of a model.
-
-    Raises:
-        UserError: the model can't be run.
-    """
+def cuda_work(background: Background) -> BurstWork:
+    """Bursts on the GPU: products, copies within its memory, or runs of a model."""
     stream = torch.cuda.Stream()
     launch = model_run(background, stream.cuda_stream) if background.model else cuda_burst(background, stream)
 
-    def mark() -> Event:
+    def mark() -> GpuEvent:
         event = torch.cuda.Event(blocking=True)
         event.record(stream)
         return event
@@ -130,29 +115,23 @@ def cuda_work(background: Background) -> Work:
     return as_work(background, launch, mark, torch.cuda.synchronize)
 
 
-def as_work(background: Background, launch: Step, mark: Callable[[], Event], wait: Step) -> Work:
-    """The bursts of `launch` as work with the background's kind of queue.
-
-    Args:
-        launch: queues a burst.
-        mark: adds an event to the end of the queue.
-        wait: waits for the queued work.
-    """
+def as_work(background: Background, launch: BurstStep, mark: Callable[[], GpuEvent], wait: BurstStep) -> BurstWork:
+    """Wraps queued bursts as work with the background's kind of queue; `wait` waits for what is queued."""
     def awaited() -> None:
         launch()
         wait()
 
     awaited()  # the first one allocates memory and chooses algorithms
-    return QueuedWork(launch, mark, fastest_s(awaited)) if background.queue == "deep" else Work(awaited)
+    return QueuedBursts(launch, mark, fastest_s(awaited)) if background.queue == "deep" else BurstWork(awaited)
 
 
-def cuda_burst(background: Background, stream: torch.cuda.Stream) -> Step:
-    """A step that queues products or copies on the stream, as many as take about `burst_ms`."""
+def cuda_burst(background: Background, stream: torch.cuda.Stream) -> BurstStep:
+    """A step that queues products or copies on the stream for about `burst_ms`."""
     product = torch.ones(2048, 2048, device="cuda")
     source, sink = (torch.ones(16 << 20, device="cuda") for _ in range(2))  # 64 MiB each: beyond any cache
     stream.wait_stream(torch.cuda.current_stream())  # it fills the tensors
 
-    def repeated(work: Step) -> Step:
+    def repeated(work: BurstStep) -> BurstStep:
         def times(count: int) -> None:
             with torch.cuda.stream(stream):
                 for _ in range(count):
@@ -168,12 +147,8 @@ def cuda_burst(background: Background, stream: torch.cuda.Stream) -> Step:
     return alternate(repeated(lambda: torch.mm(product, product)), repeated(lambda: sink.copy_(source)), background.kind)
 
 
-def model_run(background: Background, stream: int) -> Step:
-    """A step that queues a run of the background's model on a CUDA stream, with its tensors on the GPU.
-
-    Raises:
-        UserError: the model can't be run.
-    """
+def model_run(background: Background, stream: int) -> BurstStep:
+    """A step that queues a run of the background's model on a CUDA stream, with its tensors on the GPU."""
     if background.model is None:
         raise RuntimeError(f"background {background.name} has no model")
     runner = open_runner(background.model, "cuda", dims=model_dims(background), static=True,
@@ -183,32 +158,23 @@ def model_run(background: Background, stream: int) -> Step:
 
 
 def model_dims(background: Background) -> dict[str, int]:
-    """The sizes of the model's dynamic dimensions: as given, else as the file suggests, else 1.
-
-    Raises:
-        UserError: not an ONNX model.
-    """
+    """Sizes of the model's dynamic dimensions: as given, else as the file suggests, else 1."""
     with model_errors(str(background.model)):
         proto = onnx.load(str(background.model), load_external_data=False)
     suggested = default_dims(proto, str(background.model))  # it may name dimensions that this model does not have
     return {name: suggested.get(name, 1) for name in open_dims(proto)} | background.dims
 
 
-def fastest_s(work: Step) -> float:
+def fastest_s(work: BurstStep) -> float:
     """The shortest of five timings, in seconds."""
-    times_s = []
-    for _ in range(5):
-        began = time.perf_counter()
-        work()
-        times_s.append(time.perf_counter() - began)
-    return min(times_s)
+    return 1e-3 * min(time_runs_ms(work, 5))
 
 
-def bursts(work: Work, intensity: float, period_s: float, offset_s: float = 0.0) -> Iterator[float]:
-    """Runs bursts for the share `intensity` of every period and sleeps for the rest, for ever; yields the busy seconds.
+def bursts(work: BurstWork, intensity: float, period_s: float, offset_s: float = 0.0) -> Iterator[float]:
+    """Runs bursts for the share `intensity` of every period and sleeps for the rest; yields the busy seconds.
 
-    Below 1, only work that ends within the share is queued, and it is waited for; at 1, the queue is never empty. Periods
-    follow the monotonic clock, shifted by `offset_s`, so a late wake-up does not delay later shares.
+    At 1 the queue is never empty; below, only work that ends within the share is queued. Periods follow the monotonic clock,
+    shifted by `offset_s`, so a late wake-up does not delay later ones.
     """
     steady = intensity >= 1.0
     beginning = math.ceil((time.monotonic() - offset_s) / period_s) * period_s + offset_s
@@ -229,10 +195,7 @@ def bursts(work: Work, intensity: float, period_s: float, offset_s: float = 0.0)
 
 
 def burn_core(background: Background, intensity: float, offset_s: float, ready: Connection) -> None:
-    """The work of one process of the CPU stressor, until its parent ends.
-
-    Sends one message to `ready`: "", or why it can't work.
-    """
+    """One process of the CPU stressor, until its parent ends. Sends `ready` one message: "", or why it cannot work."""
     for number in (signal.SIGINT, signal.SIGTERM):  # both may reach the whole group; the parent decides
         signal.signal(number, signal.SIG_IGN)
     die_with_parent()
@@ -246,6 +209,6 @@ def burn_core(background: Background, intensity: float, offset_s: float, ready: 
         ready.send(str(error))
         return
     ready.send("")
-    for _ in bursts(Work(step), intensity, background.period_ms / 1e3, offset_s):
+    for _ in bursts(BurstWork(step), intensity, background.period_ms / 1e3, offset_s):
         if os.getppid() != parent.pid:
             return

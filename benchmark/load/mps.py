@@ -1,8 +1,8 @@
 """Shares this machine's GPU through NVIDIA's MPS while something is measured.
 
-Under MPS kernels of several processes run at the same time, and each process may be limited to a share of the GPU's threads.
-A process becomes a client when it opens CUDA. So the daemon starts before any process that measures, and these find it by the
-environment that they inherit. Sources: NVIDIA's guide to MPS; manual page of nvidia-cuda-mps-control.
+Under MPS, kernels of several processes run at the same time, and each process may be limited to a share of the GPU's threads. A
+process becomes a client when it opens CUDA, so the daemon must start before the measuring processes, which find it by their
+inherited environment. Sources: NVIDIA's guide to MPS; manual page of nvidia-cuda-mps-control.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from hase.utils.errors import UserError
+from hase.utils.files import temporary_folder
 from hase.utils.fingerprint import VISIBLE_GPUS, gpu_facts
 from hase.utils.logger import get_logger
 from hase.utils.sharing_mode import ALL_THREADS, PIPE_DIRECTORY, SLICES, THREADS, GpuSharing, mps_daemon_answers
-from hase.utils.temporary import temporary_folder
 
 CONTROL = "nvidia-cuda-mps-control"
 LOG_DIRECTORY = "CUDA_MPS_LOG_DIRECTORY"
@@ -27,11 +27,9 @@ log = get_logger("mps")
 
 @contextmanager
 def gpu_shared(sharing: GpuSharing) -> Iterator[None]:
-    """Processes that this one starts within the block share the GPU in this way. An MPS daemon that runs already is used, else
-    one runs for as long as the block.
+    """Shares the GPU among processes started in the block.
 
-    Raises:
-        UserError: MPS is not installed, does not start, or runs although time slices are asked for.
+    Raises UserError if MPS does not start, or already runs although time slices are requested.
     """
     runs = mps_daemon_answers()
     if not sharing.mps:
@@ -49,8 +47,10 @@ def gpu_shared(sharing: GpuSharing) -> Iterator[None]:
 
 
 def _chosen_gpu() -> dict[str, str]:
-    """The GPU that the environment chooses by its index, by its UUID. A daemon counts the GPUs that it may use from 0, so to
-    its clients the index is another one's or nobody's."""
+    """The environment variable that names the GPU by UUID, if it names it by index.
+
+    An MPS daemon counts only its own GPUs, so its clients would read the index as another GPU or none.
+    """
     chosen = os.environ.get(VISIBLE_GPUS, "")
     return {VISIBLE_GPUS: gpu_facts()["uuid"]} if chosen.split(",")[0].strip().isdecimal() and gpu_facts() else {}
 
@@ -71,11 +71,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _daemon() -> Iterator[None]:
-    """An MPS control daemon, with its pipes where this process's environment says.
-
-    Raises:
-        UserError: it is not installed or does not start.
-    """
+    """An MPS control daemon, with its pipes where this process's environment says."""
     limits = {THREADS: str(ALL_THREADS)}  # no client may use more than the daemon's own environment says
     try:
         started = subprocess.run([CONTROL, "-d"], env=os.environ | limits, stdin=subprocess.DEVNULL, capture_output=True,
@@ -84,8 +80,8 @@ def _daemon() -> Iterator[None]:
         raise UserError(f"sharing mps: {CONTROL} is not installed (NVIDIA's driver packages bring it); measure with sharing: "
                         f"{SLICES}") from None
     if started.returncode or not mps_daemon_answers():
-        said = (started.stderr or started.stdout).strip() or f"exit code {started.returncode}"
-        raise UserError(f"sharing mps: the MPS daemon does not start: {said}")
+        reason = (started.stderr or started.stdout).strip() or f"exit code {started.returncode}"
+        raise UserError(f"sharing mps: the MPS daemon does not start: {reason}")
     try:
         yield
     finally:
@@ -93,7 +89,7 @@ def _daemon() -> Iterator[None]:
 
 
 def _quit() -> None:
-    """Ends the daemon. It waits for its clients, which have ended by now."""
+    """Ends the daemon, which waits for its clients; they have ended by now."""
     try:
         subprocess.run([CONTROL], input="quit\n", capture_output=True, text=True, timeout=STOP_SECONDS)
     except subprocess.TimeoutExpired:

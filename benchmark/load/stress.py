@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from hase.records.backgrounds import COMPUTE, Background
+from hase.records.measurement import COMPUTE, Background
 from hase.utils.errors import UserError
 from hase.utils.paths import ROOT, Workspace
 from hase.utils.timing import pause
@@ -26,7 +26,7 @@ REPORT_PATIENCE_S = 60.0  # for the first report of a stressor that is ready
 
 
 class Stress:
-    """Stressors that run in other processes. `stress` makes it."""
+    """Stressors running in other processes, started by `stress`."""
 
     def __init__(self, intensity: float, processes: Sequence[subprocess.Popen[str]] = ()) -> None:
         self.intensity = intensity
@@ -36,7 +36,7 @@ class Stress:
             threading.Thread(target=self._listen, args=(process, not number), daemon=True).start()
 
     def _listen(self, process: subprocess.Popen[str], keep: bool) -> None:
-        """Reads what a stressor reports, so that its pipe does not fill; keeps the latest load."""
+        """Reads a stressor's reports, so that its pipe does not fill; keeps the latest load."""
         for line in process.stdout or ():
             if not keep:
                 continue
@@ -44,11 +44,7 @@ class Stress:
                 self._loads[:] = [event]
 
     def reached(self) -> dict[str, float]:
-        """The load in the latest half second or so: `duty` of the first process, and the device's metrics by DCGM field name.
-
-        Raises:
-            UserError: a stressor has ended, or does not report.
-        """
+        """Load over about the last half second: `duty` of the first process, and the device's metrics by DCGM field name."""
         if not self._processes:
             return {"duty": 0.0}
         deadline = time.monotonic() + REPORT_PATIENCE_S
@@ -66,18 +62,7 @@ class Stress:
 @contextlib.contextmanager
 def stress(intensity: float, background: Background = COMPUTE, device: str = "auto", *,
            workspace: Workspace | None = None, environment: Mapping[str, str] | None = None) -> Iterator[Stress]:
-    """Keeps the device busy while the block runs; the load is up when it begins. Intensity 0 starts nothing.
-
-    Args:
-        intensity: share of the time, 0–1.
-        background: the work.
-        device: `auto`, `cuda` or `cpu`.
-        workspace: for its log file, and for the models of backgrounds.
-        environment: variables of its environment that this process's lacks.
-
-    Raises:
-        UserError: it did not start.
-    """
+    """Keeps the device busy during the block for the share `intensity` (0–1) of time; 0 starts nothing."""
     if intensity == 0.0:
         yield Stress(0.0)
         return
@@ -98,7 +83,7 @@ def stress(intensity: float, background: Background = COMPUTE, device: str = "au
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Ends a stressor and its workers. If it is killed while its workers start, they would live on and keep its pipe open."""
+    """Ends a stressor with its workers, which would survive if it were killed during start, and keep its pipe open."""
     process.terminate()
     try:
         process.wait(STOP_SECONDS)

@@ -1,1 +1,1 @@
-"""Measures units of any kind on a device: the loop, the device's metrics, and what keeps times steady. It knows no kernels."""
+"""Measures units of any kind on a device: blocks, the driver, GPU traces and quiet moments. It knows no kernels."""

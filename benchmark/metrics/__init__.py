@@ -1,1 +1,1 @@
-"""Metrics of a device under DCGM's field names, from several sources."""
+"""Metrics of a device, from several sources, under DCGM's field names."""

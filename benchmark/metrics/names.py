@@ -1,26 +1,34 @@
-"""The metrics that Hase knows, by DCGM's field names, old and new, with their units.
+"""The metrics that Hase knows by DCGM's field names (old and new) with their units, and the sharing probe's reading as metrics.
 
 The unit follows from the name, never from the size of a value. The PCIe rates and the CPU's utilisation keep their old names.
 Sources, looked up in November 2026:
 
-- old names and their units: dcgm-exporter, docs/metrics.md and etc/default-counters.csv (to 4.8); identifiers: dcgm_fields.h;
+- old names and units: dcgm-exporter, docs/metrics.md and etc/default-counters.csv (to 4.8); identifiers: dcgm_fields.h;
 - new names with the same unit: `_DEPRECATED_ALIASES` in DCGM's own dcgm_fields.py;
 - new names with another unit (clocks from MHz to hertz, utilisation from per cent to a ratio): release notes of dcgm-exporter
   4.9.0; for the clocks go-dcgm's table of base-unit fields; for both utilisations NVIDIA's Field Identifiers for DCGM 4.7, as
   quoted by others;
 - blanks: dcgmvalue.py in DCGM's bindings; labels: dcgm-exporter's template of a metric.
 
-In DCGM 4.6 only, DCGM_FI_DEV_GPU_UTIL_RATIO was another name of field 203, in per cent; since 4.7 it is a field of its own, a
-ratio. Therefore DCGM itself is asked by identifier. No dcgm-exporter before 4.9 serves that name by default.
+DCGM itself is asked by identifier, because one name changed its meaning: DCGM_FI_DEV_GPU_UTIL_RATIO was field 203, in per cent,
+in DCGM 4.6 only; since 4.7 it is a separate field, a ratio. No dcgm-exporter before 4.9 serves it by default.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from pydantic import ValidationError
+
+from hase.records.probe_reading import QUANTILES, ProbeSummary
+from hase.utils.errors import UserError
 
 
 @dataclass(frozen=True)
-class Field:
+class MetricField:
     """A metric's unit and largest possible value (the smallest is 0)."""
 
     unit: str
@@ -30,62 +38,56 @@ class Field:
 
 FIELDS = {
     # NVIDIA GPU, by its performance counters (NVML GPM: Hopper and later)
-    "DCGM_FI_PROF_GR_ENGINE_ACTIVE": Field("ratio", 1.0, "time that any graphics or compute engine was active"),
-    "DCGM_FI_PROF_SM_ACTIVE": Field("ratio", 1.0, "time that an SM had a warp, averaged over the SMs"),
-    "DCGM_FI_PROF_SM_OCCUPANCY": Field("ratio", 1.0, "resident warps out of those that fit"),
-    "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE": Field("ratio", 1.0, "time that the tensor cores were active"),
-    "DCGM_FI_PROF_DRAM_ACTIVE": Field("ratio", 1.0, "time that the memory moved data"),
-    "DCGM_FI_PROF_PIPE_FP64_ACTIVE": Field("ratio", 1.0, "time that the fp64 pipe was active"),
-    "DCGM_FI_PROF_PIPE_FP32_ACTIVE": Field("ratio", 1.0, "time that the fp32 pipe was active"),
-    "DCGM_FI_PROF_PIPE_FP16_ACTIVE": Field("ratio", 1.0, "time that the fp16 pipe was active"),
-    "DCGM_FI_PROF_PCIE_TX_BYTES": Field("bytes/s", 1e12, "sent over PCIe"),
-    "DCGM_FI_PROF_PCIE_RX_BYTES": Field("bytes/s", 1e12, "received over PCIe"),
+    "DCGM_FI_PROF_GR_ENGINE_ACTIVE": MetricField("ratio", 1.0, "time that any graphics or compute engine was active"),
+    "DCGM_FI_PROF_SM_ACTIVE": MetricField("ratio", 1.0, "time that an SM had a warp, averaged over the SMs"),
+    "DCGM_FI_PROF_SM_OCCUPANCY": MetricField("ratio", 1.0, "resident warps out of those that fit"),
+    "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE": MetricField("ratio", 1.0, "time that the tensor cores were active"),
+    "DCGM_FI_PROF_DRAM_ACTIVE": MetricField("ratio", 1.0, "time that the memory moved data"),
+    "DCGM_FI_PROF_PIPE_FP64_ACTIVE": MetricField("ratio", 1.0, "time that the fp64 pipe was active"),
+    "DCGM_FI_PROF_PIPE_FP32_ACTIVE": MetricField("ratio", 1.0, "time that the fp32 pipe was active"),
+    "DCGM_FI_PROF_PIPE_FP16_ACTIVE": MetricField("ratio", 1.0, "time that the fp16 pipe was active"),
+    "DCGM_FI_PROF_PCIE_TX_BYTES": MetricField("bytes/s", 1e12, "sent over PCIe"),
+    "DCGM_FI_PROF_PCIE_RX_BYTES": MetricField("bytes/s", 1e12, "received over PCIe"),
     # NVIDIA GPU, by plain NVML
-    "DCGM_FI_DEV_GPU_UTIL": Field("per cent", 100.0, "time that any kernel ran"),
-    "DCGM_FI_DEV_MEM_COPY_UTIL": Field("per cent", 100.0, "time that the memory was read or written"),
-    "DCGM_FI_DEV_SM_CLOCK": Field("MHz", 1e4, "clock of the SMs"),
-    "DCGM_FI_DEV_MEM_CLOCK": Field("MHz", 1e5, "clock of the memory"),
-    "DCGM_FI_DEV_POWER_USAGE": Field("W", 1e4, "power drawn"),
+    "DCGM_FI_DEV_GPU_UTIL": MetricField("per cent", 100.0, "time that any kernel ran"),
+    "DCGM_FI_DEV_MEM_COPY_UTIL": MetricField("per cent", 100.0, "time that the memory was read or written"),
+    "DCGM_FI_DEV_SM_CLOCK": MetricField("MHz", 1e4, "clock of the SMs"),
+    "DCGM_FI_DEV_MEM_CLOCK": MetricField("MHz", 1e5, "clock of the memory"),
+    "DCGM_FI_DEV_POWER_USAGE": MetricField("W", 1e4, "power drawn"),
     # CPU, all logical processors together
-    "DCGM_FI_DEV_CPU_UTIL_TOTAL": Field("ratio", 1.0, "time not idle"),
-    "DCGM_FI_DEV_CPU_UTIL_USER": Field("ratio", 1.0, "time in user code"),
-    "DCGM_FI_DEV_CPU_UTIL_NICE": Field("ratio", 1.0, "time in user code of low priority"),
-    "DCGM_FI_DEV_CPU_UTIL_SYS": Field("ratio", 1.0, "time in the kernel"),
-    "DCGM_FI_DEV_CPU_UTIL_IRQ": Field("ratio", 1.0, "time in interrupts"),
+    "DCGM_FI_DEV_CPU_UTIL_TOTAL": MetricField("ratio", 1.0, "time not idle"),
+    "DCGM_FI_DEV_CPU_UTIL_USER": MetricField("ratio", 1.0, "time in user code"),
+    "DCGM_FI_DEV_CPU_UTIL_NICE": MetricField("ratio", 1.0, "time in user code of low priority"),
+    "DCGM_FI_DEV_CPU_UTIL_SYS": MetricField("ratio", 1.0, "time in the kernel"),
+    "DCGM_FI_DEV_CPU_UTIL_IRQ": MetricField("ratio", 1.0, "time in interrupts"),
 }
 
 
 @dataclass(frozen=True)
-class Name:
-    """A name of a metric.
+class MetricName:
+    """A name of a metric."""
 
-    Attributes:
-        field: the metric's name in FIELDS, which is DCGM's old one.
-        unit: of values under this name.
-        scale: factor from this unit to the unit of FIELDS.
-    """
-
-    field: str
-    unit: str
-    scale: float = 1.0
+    field: str  # the metric's name in FIELDS, which is DCGM's old one
+    unit: str  # of values under this name
+    scale: float = 1.0  # factor from this unit to the unit of FIELDS
 
 
 NEW_NAMES = {  # since DCGM 4.7 and dcgm-exporter 4.9
-    "DCGM_FI_PROF_GR_ENGINE_UTIL_RATIO": Name("DCGM_FI_PROF_GR_ENGINE_ACTIVE", "ratio"),
-    "DCGM_FI_PROF_SM_UTIL_RATIO": Name("DCGM_FI_PROF_SM_ACTIVE", "ratio"),
-    "DCGM_FI_PROF_SM_OCCUPANCY_RATIO": Name("DCGM_FI_PROF_SM_OCCUPANCY", "ratio"),
-    "DCGM_FI_PROF_TENSOR_UTIL_RATIO": Name("DCGM_FI_PROF_PIPE_TENSOR_ACTIVE", "ratio"),
-    "DCGM_FI_PROF_DRAM_UTIL_RATIO": Name("DCGM_FI_PROF_DRAM_ACTIVE", "ratio"),
-    "DCGM_FI_PROF_FP64_UTIL_RATIO": Name("DCGM_FI_PROF_PIPE_FP64_ACTIVE", "ratio"),
-    "DCGM_FI_PROF_FP32_UTIL_RATIO": Name("DCGM_FI_PROF_PIPE_FP32_ACTIVE", "ratio"),
-    "DCGM_FI_PROF_FP16_UTIL_RATIO": Name("DCGM_FI_PROF_PIPE_FP16_ACTIVE", "ratio"),
-    "DCGM_FI_DEV_GPU_UTIL_RATIO": Name("DCGM_FI_DEV_GPU_UTIL", "ratio", 100.0),
-    "DCGM_FI_DEV_MEMORY_UTIL_RATIO": Name("DCGM_FI_DEV_MEM_COPY_UTIL", "ratio", 100.0),
-    "DCGM_FI_DEV_SM_CLOCK_HERTZ": Name("DCGM_FI_DEV_SM_CLOCK", "Hz", 1e-6),
-    "DCGM_FI_DEV_MEMORY_CLOCK_HERTZ": Name("DCGM_FI_DEV_MEM_CLOCK", "Hz", 1e-6),
-    "DCGM_FI_DEV_BOARD_POWER_WATTS": Name("DCGM_FI_DEV_POWER_USAGE", "W"),
+    "DCGM_FI_PROF_GR_ENGINE_UTIL_RATIO": MetricName("DCGM_FI_PROF_GR_ENGINE_ACTIVE", "ratio"),
+    "DCGM_FI_PROF_SM_UTIL_RATIO": MetricName("DCGM_FI_PROF_SM_ACTIVE", "ratio"),
+    "DCGM_FI_PROF_SM_OCCUPANCY_RATIO": MetricName("DCGM_FI_PROF_SM_OCCUPANCY", "ratio"),
+    "DCGM_FI_PROF_TENSOR_UTIL_RATIO": MetricName("DCGM_FI_PROF_PIPE_TENSOR_ACTIVE", "ratio"),
+    "DCGM_FI_PROF_DRAM_UTIL_RATIO": MetricName("DCGM_FI_PROF_DRAM_ACTIVE", "ratio"),
+    "DCGM_FI_PROF_FP64_UTIL_RATIO": MetricName("DCGM_FI_PROF_PIPE_FP64_ACTIVE", "ratio"),
+    "DCGM_FI_PROF_FP32_UTIL_RATIO": MetricName("DCGM_FI_PROF_PIPE_FP32_ACTIVE", "ratio"),
+    "DCGM_FI_PROF_FP16_UTIL_RATIO": MetricName("DCGM_FI_PROF_PIPE_FP16_ACTIVE", "ratio"),
+    "DCGM_FI_DEV_GPU_UTIL_RATIO": MetricName("DCGM_FI_DEV_GPU_UTIL", "ratio", 100.0),
+    "DCGM_FI_DEV_MEMORY_UTIL_RATIO": MetricName("DCGM_FI_DEV_MEM_COPY_UTIL", "ratio", 100.0),
+    "DCGM_FI_DEV_SM_CLOCK_HERTZ": MetricName("DCGM_FI_DEV_SM_CLOCK", "Hz", 1e-6),
+    "DCGM_FI_DEV_MEMORY_CLOCK_HERTZ": MetricName("DCGM_FI_DEV_MEM_CLOCK", "Hz", 1e-6),
+    "DCGM_FI_DEV_BOARD_POWER_WATTS": MetricName("DCGM_FI_DEV_POWER_USAGE", "W"),
 }
-NAMES = {field: Name(field, about.unit) for field, about in FIELDS.items()} | NEW_NAMES  # all, old and new
+NAMES = {field: MetricName(field, about.unit) for field, about in FIELDS.items()} | NEW_NAMES  # all, old and new
 IDS = {  # DCGM's identifiers; their values keep the old units
     "DCGM_FI_PROF_GR_ENGINE_ACTIVE": 1001,
     "DCGM_FI_PROF_SM_ACTIVE": 1002,
@@ -123,10 +125,94 @@ def is_blank(value: float) -> bool:
 
 
 def in_unit(name: str, value: float) -> float:
-    """A value under a name, converted to the unit of FIELDS; a blank is not converted."""
+    """Converts a value under a name to the unit of FIELDS; blanks are not converted."""
     return value if is_blank(value) else value * NAMES[name].scale
 
 
 def new_name(field: str) -> str:
-    """The new name of a metric of FIELDS; the old one if it has no new one."""
+    """The new name of a metric of FIELDS, or the old one if there is no new one."""
     return names_of(field)[-1]
+
+
+# the sharing probe's reading as metrics ----------------------------------------------------------------------------------
+
+LATENCY, PHASE, TAKEN = "hase_probe_latency_seconds", "hase_probe_phase_seconds", "hase_probe_timestamp_seconds"
+MEANINGS = {
+    LATENCY: "latency of the sharing probe's runs; runs: all, or those that waited for other work (s)",
+    PHASE: "mean length of phases in which other work kept the device busy or left it idle (s)",
+    TAKEN: "time of the sharing probe's measurement; mode: how processes share the device (s since 1970)",
+}
+RUNS, QUANTILE, KIND, MODE = "runs", "quantile", "phase", "mode"  # labels
+OWN_LABELS = {LATENCY: (RUNS, QUANTILE), PHASE: (KIND,), TAKEN: (MODE,)}
+ALL, WAITED, BUSY, QUIET = "all", "waited", "busy", "quiet"
+NO_GPU = "cpu"  # the mode on a CPU: an empty label would be the same as no label
+AT = tuple(f"{rank / (QUANTILES - 1):g}" for rank in range(QUANTILES))
+
+
+class Unreadable(UserError):
+    """Samples without a valid summary; `fact` says what is wrong."""
+
+    def __init__(self, fact: str) -> None:
+        super().__init__(f"the sharing probe's reading: {fact}")
+        self.fact = fact
+
+
+class ProbeSample(NamedTuple):
+    """A value of a metric with its labels, except the device's."""
+
+    name: str
+    labels: Mapping[str, str]
+    value: float
+
+
+class Probed(NamedTuple):
+    """The summary of a sharing probe's measurement, and its time (seconds since 1970)."""
+
+    summary: ProbeSummary
+    taken_s: float
+
+
+def samples_of(probed: Probed) -> Iterator[ProbeSample]:
+    """The samples to serve, by metric. If no run waited, there are no samples of waiting runs."""
+    summary = probed.summary
+    for runs, latencies_ms in ((ALL, summary.latencies_ms), (WAITED, summary.waited_ms)):
+        for at, latency_ms in zip(AT, latencies_ms, strict=False):
+            yield ProbeSample(LATENCY, {RUNS: runs, QUANTILE: at}, latency_ms / 1e3)
+    for kind, length_ms in ((BUSY, summary.busy_ms), (QUIET, summary.quiet_ms)):
+        yield ProbeSample(PHASE, {KIND: kind}, length_ms / 1e3)
+    yield ProbeSample(TAKEN, {MODE: summary.sharing or NO_GPU}, probed.taken_s)
+
+
+def probed_of(samples: Iterable[ProbeSample]) -> Probed:
+    """The summary that samples give. Raises Unreadable if one is missing, is no number, or contradicts others.
+
+    A server may keep old series (for instance with federation), so samples that the summary does not mention are ignored.
+    """
+    samples_by_key = {(sample.name, *(sample.labels.get(label, "") for label in OWN_LABELS[sample.name])): sample.value
+                      for sample in samples}
+
+    def values(*keys: tuple[str, ...]) -> tuple[float, ...]:
+        if missing := [key for key in keys if key not in samples_by_key]:
+            name, *labels = missing[0]
+            shown = ",".join(f'{label}="{value}"' for label, value in zip(OWN_LABELS[name], labels, strict=True))
+            raise Unreadable(f"{len(missing)} of its samples are missing, {name}{{{shown}}} first")
+        return tuple(samples_by_key[key] for key in keys)
+
+    taken = {key[1]: value for key, value in samples_by_key.items() if key[0] == TAKEN}
+    if not taken:
+        raise Unreadable(f"{TAKEN} is missing")
+    if not all(math.isfinite(taken_s) for taken_s in taken.values()):
+        raise Unreadable(f"{TAKEN} is not a time")
+    mode = max(taken, key=lambda mode: taken[mode])
+    busy_s, quiet_s = values((PHASE, BUSY), (PHASE, QUIET))
+    everything, waited = (values(*((LATENCY, runs, at) for at in AT)) if served else () for runs, served in (
+        (ALL, True), (WAITED, busy_s != 0.0)))
+    try:
+        summary = ProbeSummary.model_validate({
+            "sharing": None if mode == NO_GPU else mode, "latencies_ms": [1e3 * value for value in everything],
+            "waited_ms": [1e3 * value for value in waited], "busy_ms": 1e3 * busy_s, "quiet_ms": 1e3 * quiet_s})
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise Unreadable(f"{where + ': ' if where else ''}{first['msg'].removeprefix('Value error, ')}") from None
+    return Probed(summary, taken[mode])

@@ -1,7 +1,7 @@
-"""What a source of metrics is, and which of its values can be trusted.
+"""Defines a source of metrics, and checks which of its values can be trusted.
 
-GPUs have been seen (issues of dcgm-exporter) to report 4294967295, blanks, profiling fields that stay at 0 under load, and
-fields that no longer change. None of that may become a feature, so each raises `Unsound` with the reason.
+GPUs have been seen (issues of dcgm-exporter) to report 4294967295, blanks, profiling fields that stay 0 under load, and fields
+that no longer change. None of these may become a feature, so each raises `Unsound` with the reason.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from hase.benchmark.metrics.names import FIELDS, is_blank
 from hase.utils.errors import UserError
 from hase.utils.timing import pause
 
-OVERSHOOT = 1.02  # counters and clock are not read at the same moment, so a busy device may seem this busy
-MANY = 10  # so many equal samples in a row are no accident
+OVERSHOOT = 1.02  # counters and clock are read at different moments, so a share may exceed 1
+MANY = 10  # this many equal samples in sequence are no coincidence
 PROFILED = tuple(field for field in FIELDS if field.startswith("DCGM_FI_PROF_"))  # for a field that counts cycles or bytes
 AT_WORK = ("DCGM_FI_PROF_GR_ENGINE_ACTIVE", "DCGM_FI_PROF_SM_ACTIVE", "DCGM_FI_PROF_SM_OCCUPANCY")  # all or none of them
 UTILISATION = "DCGM_FI_DEV_GPU_UTIL"
@@ -30,11 +30,7 @@ BUSY = 0.1  # a share of time above the noise
 
 
 class Unsound(UserError):
-    """Samples that can't be right.
-
-    Attributes:
-        fact: which, and why. The message adds what to do if this machine reads the metric.
-    """
+    """Impossible samples. `fact` says which and why; the message adds what to do."""
 
     def __init__(self, fact: str) -> None:
         super().__init__(f"{fact}; measure again, and leave this metric out of the config if it stays so")
@@ -42,11 +38,7 @@ class Unsound(UserError):
 
 
 def checked(field: str, value: float) -> float:
-    """`value`, if `field` can have it; a value slightly above the limit becomes the limit.
-
-    Raises:
-        Unsound: it is blank, NaN, infinite, negative or above the limit.
-    """
+    """Returns `value`, at most the field's limit. Raises Unsound if it is blank, NaN, infinite, negative or too large."""
     limit = FIELDS[field].maximum
     if is_blank(value):
         raise Unsound(f"metric {field}: the device reports {value:.0f}, which stands for no value (blank)")
@@ -56,13 +48,9 @@ def checked(field: str, value: float) -> float:
 
 
 def check_together(readings: Mapping[str, Sequence[float]], lasted_s: float = 0.0) -> None:
-    """Compares the samples of several fields from the same period.
+    """Compares samples of several fields from one period of `lasted_s` seconds (0: several periods with gaps).
 
-    Args:
-        lasted_s: length of the period; 0 for several periods with gaps between them.
-
-    Raises:
-        Unsound: a profiled field is frozen, or is 0 while others show that the GPU works.
+    Raises Unsound if a profiled field is frozen, or is 0 while others show the GPU busy.
     """
     moved = [field for field in PROFILED if len(set(readings.get(field, ()))) > MANY / 2]
     for field in PROFILED:
@@ -80,13 +68,15 @@ def check_together(readings: Mapping[str, Sequence[float]], lasted_s: float = 0.
 
 
 def _would_move(field: str, value: float) -> bool:
-    """Whether a profiled field with this value is expected to change: it is neither noise nor saturated."""
+    """Whether a profiled field with this value should change: it is neither noise nor saturated."""
     return NOISE[FIELDS[field].unit] <= value < FIELDS[field].maximum
 
 
 def _witness(readings: Mapping[str, Sequence[float]], lasted_s: float) -> str:
-    """A field that shows the GPU busy for the whole period; "" if none does. Utilisation may still include a load that ended
-    before the period, so the period must be longer than it looks back."""
+    """A field that shows the GPU busy for the whole period; "" if none does.
+
+    Utilisation may include earlier work, so it counts only for longer periods.
+    """
     for field in AT_WORK:
         values = readings.get(field, ())
         if values and sum(values) / len(values) >= BUSY:
@@ -97,57 +87,41 @@ def _witness(readings: Mapping[str, Sequence[float]], lasted_s: float) -> str:
 
 
 class History:
-    """The means of the latest windows, checked like samples: a counter gives one value per window."""
+    """Means of the latest windows, checked like samples, since a counter gives one value per window."""
 
     def __init__(self) -> None:
         self._means: dict[str, deque[float]] = {}
 
     def add(self, means: Mapping[str, float]) -> None:
-        """Adds the means of a window.
-
-        Raises:
-            Unsound: over the latest MANY windows, a profiled field is frozen, or is 0 while others show that the GPU works.
-        """
+        """Adds the means of a window. Raises Unsound as `check_together` does, over the latest MANY windows."""
         for field, value in means.items():
             self._means.setdefault(field, deque(maxlen=MANY)).append(value)
         check_together({field: list(values) for field, values in self._means.items()})
 
 
 @dataclass(frozen=True)
-class Window:
-    """An open metrics window: when it began (seconds, monotonic clock) and what the source read then."""
+class OpenWindow:
+    """An open metrics window: its start (seconds, monotonic clock) and what the source read then."""
 
     began_s: float
     reading: Any
 
 
-class Mean(NamedTuple):
-    """The mean of a field over a window in the unit of FIELDS, and the number of samples; a counter's difference counts as
-    one."""
+class MetricMean(NamedTuple):
+    """Mean of a field over a window in the unit of FIELDS, and the number of samples (1 for a counter's difference)."""
 
     value: float
     readings: int
 
 
 class MetricSource(ABC):
-    """Means of metrics over windows. A subclass gives the fields that it can read (`available`), what it reads when a window
-    opens and closes (`_read`), and the samples between the two (`_readings`).
+    """Means of metrics over windows. Subclasses define what to read at the ends (`_read`) and between (`_readings`)."""
 
-    Attributes:
-        name: for messages.
-        minimum_window_s: shorter windows are not valid.
-        fields: the fields that it reads, names of FIELDS.
-    """
-
-    name: str
-    minimum_window_s: float
+    name: str  # for messages
+    minimum_window_s: float  # shorter windows are not valid
 
     def __init__(self, available: Sequence[str], fields: Sequence[str] | None) -> None:
-        """Reads `fields`, or all that are `available` if none is named.
-
-        Raises:
-            UserError: one of them is not available.
-        """
+        """Reads `fields`, or all `available` ones. Raises UserError if one is not available."""
         unknown = [field for field in fields or () if field not in available]
         if unknown:
             raise UserError(f"metric {', '.join(unknown)}: {self.name} can't read it here; it has {', '.join(available)}")
@@ -156,54 +130,38 @@ class MetricSource(ABC):
 
     @abstractmethod
     def _read(self) -> Any:
-        """The device's values at this moment."""
+        """Current values of the device."""
 
     @abstractmethod
-    def _readings(self, before: Window, after: Window) -> Mapping[str, Sequence[float]]:
-        """The samples of every field between two moments, in the units of FIELDS; a counter's difference gives one, the mean.
-        Other fields may be included; they are used to check these."""
+    def _readings(self, before: OpenWindow, after: OpenWindow) -> Mapping[str, Sequence[float]]:
+        """Samples of every field (others may be added as a check) between two moments; one mean for a counter's difference."""
 
-    def start(self) -> Window:
+    def start(self) -> OpenWindow:
         """Opens a window."""
-        return Window(time.monotonic(), self._read())
+        return OpenWindow(time.monotonic(), self._read())
 
-    def stop(self, window: Window) -> dict[str, Mean]:
-        """Closes `window` and returns the mean of each field since it was opened, in the units of FIELDS. May wait until the
-        device reports its work up to now.
-
-        Raises:
-            Unsound: samples are blank, out of range, frozen, or contradict those of another field.
-            UserError: the window is shorter than `minimum_window_s`, or has no sample of a field.
-        """
+    def stop(self, window: OpenWindow) -> dict[str, MetricMean]:
+        """Closes `window` and returns the mean of each field; may wait until the device has reported its work."""
         means = self._means(window)
         self._history.add(values(means))
         return means
 
-    def _means(self, window: Window) -> dict[str, Mean]:
-        """The mean of each field since `window` was opened.
-
-        Raises:
-            Unsound: samples are blank, out of range, frozen, or contradict those of another field.
-            UserError: the window is shorter than `minimum_window_s`, or has no sample of a field.
-        """
+    def _means(self, window: OpenWindow) -> dict[str, MetricMean]:
+        """Mean of each field since `window` was opened; errors as in `stop`."""
         now = time.monotonic()
         lasted_s = now - window.began_s
         if lasted_s < self.minimum_window_s:
             raise UserError(f"a metric window of {lasted_s * 1e3:.0f} ms is too short to be valid: "
                             f"{self.name} needs {self.minimum_window_s * 1e3:.0f} ms")
-        samples = self._sound(self._readings(window, Window(now, self._read())))
+        samples = self._sound(self._readings(window, OpenWindow(now, self._read())))
         for field in self.fields:
             if not samples.get(field):
                 raise UserError(f"metric {field}: {self.name} has no reading of it in a window of {lasted_s:.1f} s")
         check_together(samples, lasted_s)
-        return {field: Mean(sum(samples[field]) / len(samples[field]), len(samples[field])) for field in self.fields}
+        return {field: MetricMean(sum(samples[field]) / len(samples[field]), len(samples[field])) for field in self.fields}
 
     def _sound(self, readings: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-        """The samples after a check of their values; other fields with bad samples are left out.
-
-        Raises:
-            Unsound: one of `fields` has bad samples.
-        """
+        """Samples of valid fields. Raises Unsound if one of `fields` has invalid samples; other fields are left out."""
         sound = {}
         for field, seen in readings.items():
             try:
@@ -213,13 +171,13 @@ class MetricSource(ABC):
                     raise
         return sound
 
-    def window(self, seconds: float) -> dict[str, Mean]:
-        """The mean of each field over the next `seconds`."""
+    def window(self, seconds: float) -> dict[str, MetricMean]:
+        """Mean of each field over the next `seconds`."""
         opened = self.start()
         pause(seconds)
         return self.stop(opened)
 
 
-def values(means: Mapping[str, Mean]) -> dict[str, float]:
-    """The means alone, without the numbers of samples."""
+def values(means: Mapping[str, MetricMean]) -> dict[str, float]:
+    """The means, without numbers of samples."""
     return {field: mean.value for field, mean in means.items()}

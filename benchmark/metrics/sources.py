@@ -1,13 +1,12 @@
-"""The sources of metrics of this machine, and the choice among them.
+"""The metric sources of this machine, and the choice among them.
 
 A source returns the mean of each field over a *metrics window* and the number of samples. `start` opens a window, `stop` closes
-it; windows may overlap. benchmark/metrics/names.py lists fields, units and limits. Samples that benchmark/metrics/source.py
-rejects are errors and never become features.
+it; windows may overlap. benchmark/metrics/names.py lists fields, units and limits; benchmark/metrics/source.py rejects samples
+that cannot be right.
 
-The sources (`SOURCES`) are DCGM, NVML with and without performance counters, psutil for a CPU, and a recording that is
-replayed. (Predictions can also read a Prometheus: inference/live/prometheus_readings.py.) A recording has one JSON object per
-line: `time_s` (seconds, ascending, any start) and values by DCGM field name, old or new, in the unit of the name; null is a
-blank:
+`SOURCES` are DCGM, NVML with and without performance counters, psutil for a CPU, and the replay of a recording. (Predictions
+can also read a Prometheus: inference/live/prometheus_readings.py.) A recording has one JSON object per line: `time_s` (seconds,
+ascending, any start) and values by DCGM field name, old or new, in the unit of the name; null is a blank:
 
     {"time_s": 0.0, "DCGM_FI_PROF_SM_ACTIVE": 0.41, "DCGM_FI_DEV_GPU_UTIL_RATIO": 0.97}
 """
@@ -24,10 +23,9 @@ from typing import Any, Literal, get_args
 
 import psutil
 
-from hase.benchmark.metrics.dcgm import DcgmMissing, DcgmSource
+from hase.benchmark.metrics.gpu_sources import CountersMissing, DcgmMissing, DcgmSource, NvmlSource
 from hase.benchmark.metrics.names import NAMES, in_unit
-from hase.benchmark.metrics.nvml import CountersMissing, NvmlSource
-from hase.benchmark.metrics.source import MetricSource, Window
+from hase.benchmark.metrics.source import MetricSource, OpenWindow
 from hase.records.measurement import CPU_BUSY
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import resolve_device
@@ -44,8 +42,7 @@ WITHIN_OTHERS = ("guest", "guest_nice")  # Linux counts these in user and nice a
 
 
 class CpuSource(MetricSource):
-    """Utilisation of all logical processors, from differences of counters. `psutil.cpu_percent` keeps one global last reading,
-    so two windows at the same time would disturb each other."""
+    """Utilisation of all logical processors, by differences of counters, so that windows may overlap (unlike psutil's)."""
 
     name = "psutil"
     minimum_window_s = 0.2  # the counters tick every 10 ms
@@ -58,7 +55,7 @@ class CpuSource(MetricSource):
     def _read(self) -> Any:
         return psutil.cpu_times()
 
-    def _readings(self, before: Window, after: Window) -> dict[str, list[float]]:
+    def _readings(self, before: OpenWindow, after: OpenWindow) -> dict[str, list[float]]:
         # a counter can step back by a tick (iowait does); that counts as no time
         spent = {name: max(0.0, getattr(after.reading, name) - getattr(before.reading, name))
                  for name in after.reading._fields if name not in WITHIN_OTHERS}
@@ -74,20 +71,12 @@ LONE_GAP_S = 1.0  # when the only sample of a file comes
 
 
 class ReplaySource(MetricSource):
-    """Replays the samples of a file from when the source is made; the first comes after the time between the first two.
-
-    Attributes:
-        times_s: when each sample comes, in seconds since the source was made.
-    """
+    """Replays a file's samples in real time; `times_s` are seconds after its creation."""
 
     minimum_window_s = 0.0
 
     def __init__(self, path: Path, fields: Sequence[str] | None = None, step_s: float | None = None) -> None:
-        """Replays `path` by its timestamps, or with `step_s` seconds between samples.
-
-        Raises:
-            UserError: no such file, a line is not a sample, or the file lacks a field.
-        """
+        """Replays `path` by its timestamps, or with `step_s` seconds between samples."""
         self.name = f"the replay of {path.name}"
         self._path = path
         stamps_s, self._values = _load(path)
@@ -97,9 +86,9 @@ class ReplaySource(MetricSource):
         self._began_s = time.monotonic()
 
     def _read(self) -> None:
-        """Nothing to read: the whole file was read at the start."""
+        """Does nothing: the whole file was read at the start."""
 
-    def _readings(self, before: Window, after: Window) -> dict[str, list[float]]:
+    def _readings(self, before: OpenWindow, after: OpenWindow) -> dict[str, list[float]]:
         begin_s, end_s = before.began_s - self._began_s, after.began_s - self._began_s
         if begin_s >= self.times_s[-1]:
             raise UserError(f"{self._path}: the replay is over: its last reading came after {self.times_s[-1]:g} s")
@@ -111,7 +100,7 @@ class ReplaySource(MetricSource):
 
 
 def _load(path: Path) -> tuple[list[float], list[dict[str, float]]]:
-    """The timestamps of the samples, and their values by the names and in the units of FIELDS."""
+    """Timestamps of the samples, and their values by names and in units of FIELDS."""
     if not path.exists():
         raise UserError(f"{path}: no such file to replay")
     stamps_s: list[float] = []
@@ -147,18 +136,10 @@ log = get_logger("metrics")
 def open_source(device: str = "auto", fields: Sequence[str] | None = None, source: SourceName = "auto", *,
                 dcgm_address: str | None = None, replay: Path | None = None,
                 replay_step_s: float | None = None) -> MetricSource:
-    """Opens a source of metrics of this machine.
+    """Opens a source of metrics of this machine; `auto` takes the best available one and logs the choice.
 
-    Args:
-        device: `auto`, `cuda` or `cpu`.
-        fields: names of FIELDS; None: all that the source can read.
-        source: which one. `auto` takes the best available one and logs the choice.
-        dcgm_address: of a running nv-hostengine, HOST or HOST:PORT; None: DCGM runs in this process.
-        replay: the file for source `replay`.
-        replay_step_s: seconds between samples of the file; None: by its timestamps.
-
-    Raises:
-        UserError: the source is not available, it can't read a field (the message lists those it can), or there is no GPU.
+    `dcgm_address` is a running nv-hostengine, HOST or HOST:PORT (None: DCGM runs in this process). `replay_step_s` is the time
+    between samples of the file `replay` (None: by timestamps).
     """
     if (source == "replay") != (replay is not None):
         raise UserError(f"source {source}" + (" needs a file to replay" if replay is None else f": it does not read {replay}; "
@@ -183,11 +164,7 @@ def open_source(device: str = "auto", fields: Sequence[str] | None = None, sourc
 
 
 def _check_suits(source: SourceName, device: str, dcgm_address: str | None) -> None:
-    """Checks that a source reads `device`, and that it heeds the address.
-
-    Raises:
-        UserError: it does not.
-    """
+    """Raises UserError if a source does not read `device`, or does not use the address."""
     if dcgm_address is not None and (source not in ("auto", "dcgm") or device == "cpu"):
         raise UserError(f"source {source} on {device}: it does not ask the DCGM at {dcgm_address}; "
                         "that reads a GPU, for source dcgm or auto")

@@ -1,1 +1,1 @@
-"""ONNX Runtime: the graph that it runs, its kernels as models of their own, and its worker process."""
+"""Measures under ONNX Runtime: sessions, profiles, carriers of many kernels, probes, and the worker process."""

@@ -1,8 +1,8 @@
-"""Many kernels timed one after another in one graph, each as it stands in a model (kernel_model/building/kernel_models.py).
+"""Times many kernels in one graph, each as it stands in a model (kernel_model/building/kernel_models.py).
 
-cuDNN runs the groups of some convolutions side by side, on streams of its own. How far they overlap then depends on how fast
-the host launches them: a profiled one is slow. So such kernels are traced once more while all their launches wait for the GPU,
-as they do in a model whose host is ahead. That is what their work takes the GPU, whatever the host.
+cuDNN runs the groups of some convolutions in parallel, on its own streams. How far they overlap depends on how fast the host
+launches them, and a profiled host is slow. So such kernels are traced again while all their launches wait for the GPU, as in a
+model whose host is ahead. This gives the GPU's time independent of the host.
 """
 
 from __future__ import annotations
@@ -15,24 +15,26 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hase.benchmark.measuring import gpu_turns
-from hase.benchmark.measuring.gpu_trace import GpuRun, GpuWork, read, record, split_carrier
+from hase.benchmark.measuring.gpu_trace import alone_on_gpu, preparing_on_gpu, read, record, split_carrier
 from hase.benchmark.ort.profile import counted_runs, labels_of, plain_runs_ms, profile_runs
 from hase.benchmark.ort.runner import bind, device_binding
 from hase.kernel_model.building.dummy_data import random_floats
-from hase.kernel_model.building.kernel_models import WRITER, WRITER_OP, Carrier, build_carrier, built_kernel, node_name
+from hase.kernel_model.building.kernel_models import WRITER, WRITER_OP, Carrier, build_carrier, node_name
 from hase.ort_analysis.graph.nodes import shared_caches
+from hase.ort_analysis.graph.source import built_kernel
 from hase.records.kernel_record import Kernel, Tensor, session_dtype, type_code
 from hase.records.measurement import GPU_LABEL, UNPROFILED, Measurement, kernel_names
+from hase.records.traces import GpuRun, GpuWork
 from hase.runtimes.protocol import Reply, Request
 from hase.utils.errors import UserError
+from hase.utils.files import temporary_folder
 from hase.utils.lazy import torch
 from hase.utils.ort_sessions import model_errors, open_session
-from hase.utils.temporary import temporary_folder
 from hase.utils.timing import covered_us
 
 if TYPE_CHECKING:
     import onnxruntime
+
 
 ALIGNMENT = 256  # bytes, as CUDA itself places tensors
 RANDOM_BYTES = 64 << 20  # made on the host once; a block repeats it
@@ -40,17 +42,17 @@ LEAST_BYTES = 4 * RANDOM_BYTES
 TRACED_RUNS = 5
 MOST_QUEUED = 800  # launches that wait for the GPU at a time; a driver holds 1,024, then the host waits, too
 INPUTS_WRITTEN = 3  # of a convolution at most
-SPIN_CYCLES = 50_000  # that the GPU is kept busy for each of them: 25 us on an H200, twice what a traced launch takes the host
+SPIN_CYCLES = 50_000  # of GPU work per queued launch: 25 us on an H200, twice the host's time for a traced launch
 
 
 class SharedMemory:
-    """A block of random numbers on the GPU for each floating type. It grows as inputs need more."""
+    """A block of random numbers on the GPU per floating type; it grows as inputs need more."""
 
     def __init__(self) -> None:
         self._blocks: dict[str, Any] = {}
 
     def address(self, dtype: str, size: int) -> int:
-        """The address on the GPU of at least `size` bytes of random numbers of type `dtype`. Needs torch with CUDA."""
+        """GPU address of at least `size` bytes of random numbers of type `dtype`. Needs torch with CUDA."""
         block = self._blocks.get(dtype)
         if block is None or block.numel() * block.element_size() < size:
             self._blocks.pop(dtype, None)
@@ -60,8 +62,7 @@ class SharedMemory:
         return int(block.data_ptr())
 
     def bind(self, session: onnxruntime.InferenceSession, carrier: Carrier) -> Callable[[], Any]:
-        """A function that runs a carrier once. Inputs without a value are read from the start of the block; caches from places
-        of their own behind that, into which outputs that share their buffer are written."""
+        """A function that runs a carrier once; inputs without a value are read from the start of the block."""
         # a carrier's other outputs are shapes: on the GPU, each would cost a copy that belongs to no kernel
         binding = device_binding(session, carrier.values, "cuda", outputs_on="cpu")
         inputs = [Tensor(dtype=session_dtype(value.type), shape=tuple(value.shape)) for value in session.get_inputs()]
@@ -72,19 +73,19 @@ class SharedMemory:
         for name, tensor in tensors.items():
             if name not in caches:
                 ends[tensor.dtype] = max(ends.get(tensor.dtype, 0), tensor.bytes)
-        places = dict.fromkeys(tensors, 0)
+        offsets = dict.fromkeys(tensors, 0)
         for name in caches:
             tensor = tensors[name]
-            places[name] = -(-ends.get(tensor.dtype, 0) // ALIGNMENT) * ALIGNMENT
-            ends[tensor.dtype] = places[name] + tensor.bytes
+            offsets[name] = -(-ends.get(tensor.dtype, 0) // ALIGNMENT) * ALIGNMENT
+            ends[tensor.dtype] = offsets[name] + tensor.bytes
         shared = shared_caches(carrier.model.graph, {})
         blocks = {dtype: self.address(dtype, size) for dtype, size in ends.items()}
         for name, tensor in tensors.items():
-            about = type_code(tensor.dtype), list(tensor.shape), blocks[tensor.dtype] + places[name]
+            about = type_code(tensor.dtype), list(tensor.shape), blocks[tensor.dtype] + offsets[name]
             binding.bind_input(name, "cuda", 0, *about)
             for output in (output for output, past in shared.items() if past == name):
                 binding.bind_output(output, "cuda", 0, *about)
-        return lambda: session.run_with_iobinding(binding)
+        return functools.partial(session.run_with_iobinding, binding)
 
 
 @functools.cache
@@ -99,23 +100,17 @@ def held_stream() -> Any:
     return torch.cuda.Stream()
 
 
-class Traced(NamedTuple):
-    """What the runs of a carrier say.
-
-    Attributes:
-        measurements: of its kernels.
-        side_by_side: those of label `gpu` whose kernel works on several streams.
-    """
+class TracedCarrier(NamedTuple):
+    """Measurements of a carrier's kernels, and which kernels run parts in parallel."""
 
     measurements: list[Measurement]
-    side_by_side: list[Measurement]
+    side_by_side: list[Measurement]  # label `gpu` of kernels that work on several streams
 
 
 def time_carrier(request: Request) -> Reply:
-    """Several kernels one after another in one graph: their in-model labels and, if asked for, `gpu`.
+    """Times several kernels in one graph: their in-model labels and, if requested, `gpu`.
 
-    Raises:
-        UserError: the GPU's work can't be assigned to kernels; with fewer kernels in a carrier it can.
+    Raises UserError if the GPU's work cannot be attributed to kernels; fewer kernels per carrier then help.
     """
     kernels = [built_kernel(Path(path)) for path in request.paths]
     first = run_carrier(kernels, request)
@@ -128,12 +123,12 @@ def time_carrier(request: Request) -> Reply:
 
 
 def launches_with_inputs(measured: Measurement) -> int:
-    """The launches of a kernel and, at most, of what writes its inputs in a carrier."""
+    """Upper bound for the launches of a kernel and of the nodes that write its inputs."""
     return (measured.launches or 0) + INPUTS_WRITTEN
 
 
 def groups_to_queue(measured: Iterable[Measurement]) -> Iterator[list[Measurement]]:
-    """Kernels in groups of which all launches may wait for the GPU; without those that alone have too many."""
+    """Groups of kernels whose launches can all wait for the GPU; a kernel with too many is left out."""
     group: list[Measurement] = []
     launches = 0
     for m in measured:
@@ -150,35 +145,25 @@ def groups_to_queue(measured: Iterable[Measurement]) -> Iterator[list[Measuremen
 
 
 def hold_back(launches: int) -> None:
-    """Keeps the GPU busy until so many launches wait on the `held_stream`. Needs torch with CUDA."""
+    """Keeps the GPU busy until this number of launches waits on the `held_stream`. Needs torch with CUDA."""
     if launches:
         with torch.cuda.stream(held_stream()):
             torch.cuda._sleep(launches * SPIN_CYCLES)
 
 
-def run_carrier(kernels: Sequence[Kernel], request: Request, queued: int = 0) -> Traced:
-    """Opens and runs a carrier of some kernels.
-
-    Args:
-        kernels: one after another.
-        request: the labels, and how to run it.
-        queued: how many launches of a run wait until the GPU begins with the first; 0 for none, so that the GPU begins each as
-            soon as it is launched.
-
-    Raises:
-        UserError: as `time_carrier`.
-    """
+def run_carrier(kernels: Sequence[Kernel], request: Request, queued: int = 0) -> TracedCarrier:
+    """Opens and runs a carrier of some kernels; with `queued`, the GPU begins only when so many launches wait."""
     on_gpu = request.device == "cuda"
     options = request.provider_options | ({"user_compute_stream": str(held_stream().cuda_stream)} if queued else {})
     carrier = build_carrier(kernels, request.device, with_floats=not on_gpu)
     with temporary_folder() as folder, model_errors("carrier"):
-        with gpu_turns.preparing(request.turns):
+        with preparing_on_gpu(request.turns):
             session = open_session(carrier.model.SerializeToString(), request.device, optimize="none", name="carrier",
                                    profile_prefix=folder / "carrier", provider_options=options, weights=carrier.weights)
             run = shared_memory().bind(session, carrier) if on_gpu else bind(
                 session, carrier.values, "cpu", "device", shared_caches(carrier.model.graph, {}))
             counted = profile_runs(run, request.effort, request.device)
-        with gpu_turns.alone(request.turns):
+        with alone_on_gpu(request.turns):
             recording = record([run] * TRACED_RUNS, lambda: hold_back(queued)) if GPU_LABEL in request.labels else None
         traced = read(recording) if recording else []
         runs = counted_runs(session.end_profiling(), [*counted, *[False] * len(traced)])
@@ -187,24 +172,15 @@ def run_carrier(kernels: Sequence[Kernel], request: Request, queued: int = 0) ->
     like_writers = {node_name(number) for number, kernel in enumerate(kernels) if kernel.op_type == WRITER_OP}
     split = split_runs(traced, [node.node for node in runs[-1].nodes], ids, like_writers)
     in_model = [m for m in labels_of(runs, ids, "carrier", "carrier", nodes_ms) if m.label in request.labels]
-    on_streams = {ids[name] for of_run in split for name, work in of_run.items() if len({piece.stream for piece in work}) > 1}
+    on_streams = {ids[name] for by_node in split for name, work in by_node.items()
+                  if len({piece.stream for piece in work}) > 1}
     gpu = gpu_measurements(split, ids, bool(queued))
-    return Traced([*in_model, *gpu], [m for m in gpu if m.id in on_streams])
+    return TracedCarrier([*in_model, *gpu], [m for m in gpu if m.id in on_streams])
 
 
 def split_runs(traced: Sequence[GpuRun], executed: Sequence[str], ids: Collection[str],
                like_writers: Collection[str] = ()) -> list[dict[str, tuple[GpuWork, ...]]]:
-    """The GPU's work for each kernel of a carrier, by node name, in each of some runs.
-
-    Args:
-        traced: the runs.
-        executed: the names of its nodes in the order of a run.
-        ids: the names of the kernels' nodes.
-        like_writers: those that run the same operator as the nodes that write inputs.
-
-    Raises:
-        UserError: the work can't be assigned to kernels.
-    """
+    """The GPU's work for each kernel of a carrier, by node name, in each run; `executed` has the node names in run order."""
     order = [name for name in executed if name in ids or name.startswith(WRITER)]
     split = [work for run in traced if (work := split_carrier(run, order, WRITER, like_writers)) is not None]
     if len(split) < len(traced):
@@ -214,13 +190,7 @@ def split_runs(traced: Sequence[GpuRun], executed: Sequence[str], ids: Collectio
 
 def gpu_measurements(split: Sequence[Mapping[str, Sequence[GpuWork]]], ids: Mapping[str, str],
                      queued: bool) -> list[Measurement]:
-    """Label `gpu` of a carrier's kernels.
-
-    Args:
-        split: of each run, the GPU's work by node name.
-        ids: the kernels' ids by node name.
-        queued: as in a Measurement.
-    """
+    """Label `gpu` of a carrier's kernels, from the GPU's work by node name in each run."""
     return [Measurement(subject="kernel", id=ids[name], label=GPU_LABEL, context="carrier", place="carrier", queued=queued,
                         samples_ms=tuple(round(covered_us(work[name]) / 1000, 6) for work in split),
                         launches=len(split[0][name]), cuda_kernels=kernel_names([work.name for work in split[0][name]]))

@@ -1,11 +1,11 @@
-"""ONNX Runtime's profile of a model: the runs, their nodes, and the in-model labels that follow from them.
+"""ONNX Runtime's profile of a model: runs, nodes, and the in-model labels derived from them.
 
-ORT writes whole microseconds and cuts off the rest. Half a microsecond is added to every duration, so that the mean over
-many runs is right. Node events are named `<node>_kernel_time`; each run ends with a `model_run` event.
+ORT truncates times to whole microseconds. Half a microsecond is added to every duration, so that the mean over many runs is
+right. Node events are named `<node>_kernel_time`; each run ends with a `model_run` event.
 
-The profiler adds 2 to 9 microseconds to each node's time (more for more inputs and outputs), which is most of the time of a
-small node. Its share is known only for a whole run: the same session is also run without the profiler. The difference is
-taken off the nodes' times in equal parts, so that a model's nodes add up to its latency.
+The profiler adds 2 to 9 microseconds per node (more for more inputs and outputs), which is most of a small node's time. Its
+share is known only for a whole run, since the same session also runs without the profiler. The difference is subtracted from
+the nodes in equal parts, so that they add up to the model's latency.
 """
 
 from __future__ import annotations
@@ -18,25 +18,24 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from hase.benchmark.measuring.quiet_host import off_the_workers_cores
-from hase.benchmark.measuring.run_times import Effort
-from hase.benchmark.ort.runner import bind, random_feed, timer, warm_up
+from hase.benchmark.ort.runner import bind, random_feed
 from hase.ort_analysis.graph.bodies import steering_inputs
 from hase.ort_analysis.graph.nodes import shared_caches
 from hase.ort_analysis.graph.parsing import ParsedGraph, parse_to_run
 from hase.records.kernel_record import BRANCHES, Kernel
-from hase.records.measurement import UNPROFILED, Measurement, Place
+from hase.records.measurement import UNPROFILED, Effort, Measurement, Placement
 from hase.records.operators import CONTROL_FLOW
 from hase.utils import files
 from hase.utils.errors import UserError
+from hase.utils.files import temporary_folder
 from hase.utils.ort_sessions import model_errors, open_session
-from hase.utils.temporary import temporary_folder
-from hase.utils.timing import TimeSpan
+from hase.utils.timing import TimeSpan, time_runs_ms, warm_up
 
 TRUNCATION_US = 0.5
 SUFFIX = "_kernel_time"
 LEAST_SHARE = 0.1  # least share of a node's profiled time that is left
 MOST_ADDED_MS = 0.03  # by the profiler to a node: 5 to 20 µs in carriers of small kernels, on two hosts with Xeons
-HALVINGS = 50  # of the range in which the profiler's part lies: more than a double can resolve
+HALVINGS = 50  # of the range of the profiler's part: more than a double can resolve
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class NodeEvent(TimeSpan):
 
 @dataclass(frozen=True)
 class ProfiledRun:
-    """The nodes of one run in the order they started, and the start and end of the whole run (microseconds)."""
+    """The nodes of one run in start order, and the start and end of the run (microseconds)."""
 
     start_us: float
     end_us: float
@@ -60,11 +59,7 @@ class ProfiledRun:
 
 
 def read_profile(path: Path) -> list[ProfiledRun]:
-    """The runs in a profile that ORT wrote.
-
-    Raises:
-        UserError: no such file, no profile, or one without node events.
-    """
+    """The runs in a profile written by ORT. Raises UserError if it is not a profile or has no node events."""
     data = files.read_json(path)
     if not isinstance(data, list):
         raise UserError(f"{path}: not an ONNX Runtime profile (a list of events is expected)")
@@ -89,13 +84,12 @@ def read_profile(path: Path) -> list[ProfiledRun]:
 
 
 def kernel_times_ms(runs: list[ProfiledRun]) -> dict[str, list[float]]:
-    """Label `kernel_time`: every node's own duration in each run, in ms; the mean if a node runs more than once per run."""
+    """Label `kernel_time`: each node's own duration per run, in ms; the mean if it executes several times in a run."""
     return _mean_by_run([[(node.node, node.duration_us / 1000) for node in run.nodes] for run in runs])
 
 
 def node_spans_ms(runs: list[ProfiledRun]) -> dict[str, list[float]]:
-    """Label `node_span`: from one node's start to the next one's, in ms; for the last node, to the run's end. The mean if a
-    node runs more than once per run."""
+    """Label `node_span`: from a node's start to the next one's, or the run's end, in ms; the mean as in `kernel_times_ms`."""
     spans = []
     for run in runs:
         ends = [node.start_us for node in run.nodes[1:]] + [run.end_us]
@@ -105,7 +99,7 @@ def node_spans_ms(runs: list[ProfiledRun]) -> dict[str, list[float]]:
 
 
 def _mean_by_run(runs: Sequence[Sequence[tuple[str, float]]]) -> dict[str, list[float]]:
-    """Each node's mean time in every run in which it ran."""
+    """Each node's mean time in every run that executed it."""
     means: dict[str, list[float]] = {}
     for run in runs:
         times: dict[str, list[float]] = {}
@@ -117,26 +111,22 @@ def _mean_by_run(runs: Sequence[Sequence[tuple[str, float]]]) -> dict[str, list[
 
 
 class ModelProfile(NamedTuple):
-    """Profiled runs of a model, and the graph that ran; the nodes of both have the same names.
-
-    Attributes:
-        plain_ms: times of runs of the same session without the profiler; empty if they were not asked for.
-    """
+    """Profiled runs of a model, and the graph that ran; node names agree."""
 
     runs: list[ProfiledRun]
     graph: ParsedGraph
-    plain_ms: list[float]
+    plain_ms: list[float]  # times of runs of the same session without the profiler; empty if they were not asked for
 
 
 def plain_runs_ms(run: Callable[[], Any], profiled: list[bool], device: str) -> list[float]:
-    """Times of runs after their session's profiling has ended (ms): as many as counted while it was on."""
+    """Times of runs (ms) after profiling has ended: as many as counted during it."""
     with off_the_workers_cores(device):
         run()
-        return [1000 * timer(run)() for _ in range(sum(profiled))]
+        return time_runs_ms(run, sum(profiled))
 
 
 def profile_runs(run: Callable[[], Any], effort: Effort, device: str) -> list[bool]:
-    """Runs a profiled session as `effort` says; returns for each run whether it counts (warm-up does not)."""
+    """Runs a profiled session; says for each run whether it counts (warm-up does not)."""
     with off_the_workers_cores(device):
         warmed, one_run_s = warm_up(run, effort.warmup + 1, effort.warmup_s)
         counted = effort.runs(one_run_s)
@@ -146,7 +136,7 @@ def profile_runs(run: Callable[[], Any], effort: Effort, device: str) -> list[bo
 
 
 def counted_runs(profile: str, counted: list[bool]) -> list[ProfiledRun]:
-    """The runs that count, from the profile that ORT wrote. Its file is removed."""
+    """The runs that count, from the profile that ORT wrote; its file is removed."""
     path = Path(profile)
     runs = [run for run, keep in zip(read_profile(path), counted, strict=True) if keep]
     path.unlink()
@@ -162,19 +152,9 @@ def steering_of(graph: ParsedGraph) -> dict[str, int | bool]:
 def profile_model(model: Path, device: str, dims: Mapping[str, int], effort: Effort,
                   provider_options: Mapping[str, str] | None = None, static: bool = False,
                   plain: bool = False, inputs: Path | None = None) -> ModelProfile:
-    """Runs a model under the profiler, and, with `plain`, without it too.
+    """Runs a model under the profiler, and with `plain` also without it.
 
-    Args:
-        model: the ONNX file.
-        device: `cpu` or `cuda`.
-        dims: sizes of dynamic dimensions.
-        effort: how many runs.
-        provider_options: options of the CUDA provider.
-        static: whether `dims` are fixed before ONNX Runtime optimises the model.
-        inputs: a file with values of inputs.
-
-    Raises:
-        UserError: ORT can't load or run it, or `inputs` don't fit it.
+    `static`: `dims` are fixed before ONNX Runtime optimises the model.
     """
     with temporary_folder() as folder:
         optimized = folder / "optimized.onnx"
@@ -190,13 +170,7 @@ def profile_model(model: Path, device: str, dims: Mapping[str, int], effort: Eff
 
 
 def unprofiled_ms(runs: Sequence[ProfiledRun], nodes_ms: float) -> dict[str, list[float]]:
-    """The time of each node without the profiler, in each profiled run (ms). Nodes that hold bodies are omitted: their times
-    are those of the bodies.
-
-    Args:
-        runs: of one session.
-        nodes_ms: the time of all nodes but those that hold bodies, together, in a run without the profiler.
-    """
+    """Time of each node without the profiler, in each run (ms); `nodes_ms` is the total. Nodes with bodies are omitted."""
     holders = {event.node for run in runs for event in run.nodes if event.op_type in CONTROL_FLOW}
     times = {node: times_ms for node, times_ms in kernel_times_ms(list(runs)).items() if node not in holders}
     executed = Counter(event.node for run in runs for event in run.nodes)
@@ -205,16 +179,9 @@ def unprofiled_ms(runs: Sequence[ProfiledRun], nodes_ms: float) -> dict[str, lis
     return {node: [without(time, added_ms) for time in times_ms] for node, times_ms in times.items()}
 
 
-def labels_of(runs: list[ProfiledRun], ids: Mapping[str, str], context: str, place: Place,
+def labels_of(runs: list[ProfiledRun], ids: Mapping[str, str], context: str, place: Placement,
               nodes_ms: float | None = None) -> list[Measurement]:
-    """Labels `kernel_time`, `node_span` and `unprofiled` of profiled runs, by kernel id.
-
-    Args:
-        runs: the runs that count.
-        ids: the kernel's id by node name; other nodes are omitted.
-        context, place: where they ran, as in a Measurement.
-        nodes_ms: the time of all nodes together without the profiler (see `unprofiled_ms`); None omits that label.
-    """
+    """Labels `kernel_time`, `node_span` and, with `nodes_ms`, `unprofiled` by kernel id; `ids` are by node name."""
     measurements, by_label = [], {"kernel_time": kernel_times_ms(runs), "node_span": node_spans_ms(runs)}
     if nodes_ms is not None:
         by_label[UNPROFILED] = unprofiled_ms(runs, nodes_ms)
@@ -230,13 +197,9 @@ def labels_of(runs: list[ProfiledRun], ids: Mapping[str, str], context: str, pla
 
 
 def profiler_ms(times_ms: Mapping[str, float], executed: Mapping[str, float], nodes_ms: float) -> float:
-    """What the profiler adds to each execution of a node (ms), from 0 to MOST_ADDED_MS: without it the nodes add up to
-    `nodes_ms`, unless the machine was at another pace meanwhile.
+    """What the profiler adds to each execution of a node (ms), so that the nodes without it add up to `nodes_ms`.
 
-    Args:
-        times_ms: of an execution of each node, profiled.
-        executed: how often each node runs in a run of the model.
-        nodes_ms: as for `unprofiled_ms`.
+    It is 0 to MOST_ADDED_MS. `times_ms` are profiled, per execution; `executed` counts each node's executions per run.
     """
     low, high = 0.0, min(MOST_ADDED_MS, max(times_ms.values(), default=0.0))
     for _ in range(HALVINGS):
@@ -247,7 +210,7 @@ def profiler_ms(times_ms: Mapping[str, float], executed: Mapping[str, float], no
 
 
 def without(time_ms: float, added_ms: float) -> float:
-    """A profiled time without the profiler's part; at least LEAST_SHARE of it is left."""
+    """A profiled time minus the profiler's part, but at least LEAST_SHARE of it."""
     return max(time_ms - added_ms, LEAST_SHARE * time_ms)
 
 
@@ -259,12 +222,12 @@ def without(time_ms: float, added_ms: float) -> float:
 CPU_TRIP_MS = {"Loop": 0.0006, "Scan": 0.0004, "If": 0.0005}
 CUDA_TRIP_MS = {"Loop": 0.001, "Scan": 0.017, "If": 0.001}
 GUESSED_ON_CUDA = ("Scan",)  # the others were confirmed by further models
-CONDITION_MS = 0.018  # of a Loop on a GPU that reads its condition from there, besides waiting
+CONDITION_MS = 0.018  # for a Loop that reads its condition from the GPU, without waiting
 RANGE = (0.5, 2.0)  # assumed limits of a trip's time, as multiples of these constants
 
 
 def trip_ms(kernel: Kernel, device: str, reads_condition: bool = False) -> float:
-    """The host's time per trip, in ms; on a GPU more where the host reads from there whether a Loop goes on."""
+    """The host's time per trip of a node with bodies, in ms; longer if it reads a Loop's condition from the GPU."""
     if device != "cuda":
         return CPU_TRIP_MS[kernel.op_type]
     return CUDA_TRIP_MS[kernel.op_type] + (CONDITION_MS if reads_condition else 0.0)

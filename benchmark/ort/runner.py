@@ -2,42 +2,42 @@
 
 from __future__ import annotations
 
-import time
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hase.benchmark.measuring.quiet_host import off_the_workers_cores
-from hase.benchmark.measuring.run_times import Effort
-from hase.kernel_model.building.dummy_data import dummy_inputs, input_ranges, looked_up, random_floats
-from hase.kernel_model.building.kernel_models import kernel_in, open_kernel
+from hase.kernel_model.building.dummy_data import dummy_inputs, input_ranges, random_floats, table_indices
+from hase.kernel_model.building.kernel_models import open_kernel
 from hase.ort_analysis.graph.analysis import analyze
 from hase.ort_analysis.graph.bodies import open_branches
 from hase.ort_analysis.graph.nodes import shared_caches
-from hase.ort_analysis.graph.source import read_source
+from hase.ort_analysis.graph.source import kernel_in, read_source
 from hase.records.kernel_record import Tensor, numpy_dtype, session_dtype, zeros
-from hase.records.measurement import now
+from hase.records.measurement import Effort, now
+from hase.utils.config import Frozen
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import DEFAULT_RUNTIME, resolve_device
-from hase.utils.frozen import Frozen
 from hase.utils.lazy import onnxruntime
 from hase.utils.ort_sessions import CUDA_GRAPH, model_errors, open_session, ort_value
-from hase.utils.timing import LatencyStatistics, summarize
+from hase.utils.timing import LatencyStatistics, summarize, time_runs_ms, timed, warm_up
 
 if TYPE_CHECKING:
     import onnx
+
 
 DEFAULT_WARMUP = 5
 DEFAULT_LOOPS = 50
 
 
 class Timing(Frozen):
-    """One timed session: the raw samples (ms, in order), when (UTC, ISO 8601), and how."""
+    """One timed session: samples (ms, in order), when (UTC, ISO 8601), and how."""
 
     model: str
     device: str
@@ -53,35 +53,9 @@ class Timing(Frozen):
         return summarize(self.samples_ms)
 
 
-def warm_up(run_once: Callable[[], Any], runs: int, seconds: float = 0.0) -> tuple[int, float]:
-    """Runs untimed, `runs` times and for at least `seconds`.
-
-    Returns:
-        How often it ran, and the seconds that the last run took (0 if there was none).
-    """
-    began, done, last_s = time.perf_counter(), 0, 0.0
-    while done < runs or time.perf_counter() - began < seconds:
-        start = time.perf_counter()
-        run_once()
-        last_s = time.perf_counter() - start
-        done += 1
-    return done, last_s
-
-
-def timer(run_once: Callable[[], Any]) -> Callable[[], float]:
-    """A function that runs once and returns the seconds that took."""
-    def run_s() -> float:
-        start = time.perf_counter()
-        run_once()
-        return time.perf_counter() - start
-
-    return run_s
-
-
 @dataclass
 class Runner:
-    """An open session with its inputs (`feed`) in place; `run_once` runs it and waits for the result. `shared` are the outputs
-    that are written into the buffer of an input, and that input."""
+    """An open session with its inputs (`feed`); `shared` maps outputs to the inputs whose buffer they are written into."""
 
     session: onnxruntime.InferenceSession
     name: str
@@ -92,56 +66,34 @@ class Runner:
     shared: Mapping[str, str] = field(default_factory=dict)
 
     def run_s(self) -> float:
-        """Runs once; the seconds that took."""
-        return timer(self.run_once)()
+        """Runs once and returns the time in seconds."""
+        return timed(self.run_once)()
 
     def warm_up(self, runs: int, seconds: float = 0.0) -> float:
-        """Runs untimed, see `warm_up`; returns the seconds that the last run took (0 if there was none).
-
-        Raises:
-            UserError: the model fails while running.
-        """
+        """Runs without recording; returns the seconds of the last run (0 without one)."""
         with model_errors(self.name), off_the_workers_cores(self.device):
             return warm_up(self.run_once, runs, seconds)[1]
 
     def time(self, *, warmup: int = DEFAULT_WARMUP, loops: int | None = None, budget_s: float | None = None,
              least_runs: int = 3) -> Timing:
-        """Runs `warmup` times untimed, then `loops` times, or for `budget_s` seconds (at least `least_runs` runs).
-
-        Raises:
-            UserError: the model fails while running.
-        """
+        """Runs `warmup` times, then `loops` times, or for `budget_s` seconds (at least `least_runs` runs)."""
         if loops is None and budget_s is None:
             loops = DEFAULT_LOOPS
         self.warm_up(warmup)
         with model_errors(self.name), off_the_workers_cores(self.device):
-            started, began = now(), time.perf_counter()
-            samples: list[float] = []
-            while len(samples) < (loops or least_runs) or (loops is None and time.perf_counter() - began < (budget_s or 0)):
-                samples.append(1000 * self.run_s())
+            started = now()
+            samples = time_runs_ms(self.run_once, loops or least_runs, budget_s or 0.0 if loops is None else 0.0)
         return Timing(model=self.name, device=self.device, io=self.io, warmup=warmup,
                       samples_ms=tuple(round(sample, 6) for sample in samples), started=started, ended=now())
 
     def time_as(self, effort: Effort) -> Timing:
-        """Warms up and runs as often as `effort` says.
-
-        Raises:
-            UserError: the model fails while running.
-        """
+        """Warms up and runs as often as `effort` says."""
         one_run_s = self.warm_up(effort.warmup + 1, effort.warmup_s)
         return self.time(warmup=0, loops=effort.runs(one_run_s))
 
 
 def read_inputs(path: Path, expected: Mapping[str, Tensor] | None = None) -> dict[str, np.ndarray]:
-    """The arrays in a file that `numpy.savez` wrote, by name; of the types of `expected`, if that is given.
-
-    Args:
-        path: of the file.
-        expected: the inputs of the model that they are for.
-
-    Raises:
-        UserError: the file is missing or of another kind, or an array is no input of the model, or of another shape or kind.
-    """
+    """Arrays from a file by `numpy.savez`, in the `expected` types. Raises UserError if they do not fit the model's inputs."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
             given = {name: np.asarray(arrays[name]) for name in arrays.files}
@@ -168,23 +120,15 @@ def read_inputs(path: Path, expected: Mapping[str, Tensor] | None = None) -> dic
 def random_feed(session: onnxruntime.InferenceSession, dims: Mapping[str, int] | None = None,
                 steering: Mapping[str, Any] | None = None, graph: onnx.GraphProto | None = None,
                 inputs: Path | None = None) -> dict[str, np.ndarray]:
-    """A value for every input of a session: standardised random floats, zeros for whole numbers.
+    """A value for every input of a session: standardised random floats, and zeros for integers.
 
-    Whole-number inputs of a model are indices or masks, and 0 is always a valid one. Where they are nothing but places in
-    tables of the model's weights, they are random ones.
-
-    Args:
-        session: open.
-        dims: the sizes that the session leaves open.
-        steering: values for inputs that decide how often a Loop runs or which branch of an If, and for inputs of text (see
-            `steering_inputs`).
-        graph: of the model; columns that it standardises itself, or that trees compare, get values from their range.
-        inputs: a file with the values of some inputs, which are taken instead.
-
-    Raises:
-        UserError: the values in `inputs` don't fit the model.
+    Integer inputs are indices or masks, for which 0 is always valid; those that only look up rows of the model's weights are
+    random. Columns that the model's `graph` standardises, or that trees compare, get values from their range. `steering` has
+    values for inputs that decide how often a Loop runs or which branch of an If, and for text inputs (see `steering_inputs`);
+    `dims` has sizes that the session leaves open. Values from the file `inputs` take precedence.
     """
-    feed, ranges, places = {}, input_ranges(graph) if graph is not None else {}, looked_up(graph) if graph is not None else {}
+    feed, ranges = {}, input_ranges(graph) if graph is not None else {}
+    places = table_indices(graph) if graph is not None else {}
     generator = np.random.default_rng(0)
     for value in session.get_inputs():
         dtype = session_dtype(value.type)
@@ -202,26 +146,19 @@ def random_feed(session: onnxruntime.InferenceSession, dims: Mapping[str, int] |
 
 def bind(session: onnxruntime.InferenceSession, feed: Mapping[str, np.ndarray], device: str,
          io: str, shared: Mapping[str, str] | None = None) -> Callable[[], Any]:
-    """A function that runs the session once, with inputs and outputs on the device (`device`) or as numpy arrays (`host`).
-    Inputs of text are always arrays, because ORT can't bind them. `shared` is that of `device_binding`."""
+    """A function that runs the session once, with tensors on the device (`io` is `device`) or as numpy arrays (`host`).
+
+    Text inputs are always arrays, because ORT cannot bind them.
+    """
     if io == "host" or any(array.dtype == object for array in feed.values()):
-        fed = dict(feed)
-        return lambda: session.run(None, fed)
+        return partial(session.run, None, dict(feed))
     binding = device_binding(session, feed, "cuda" if device == "cuda" else "cpu", shared=shared)
-    return lambda: session.run_with_iobinding(binding)
+    return partial(session.run_with_iobinding, binding)
 
 
 def device_binding(session: onnxruntime.InferenceSession, feed: Mapping[str, np.ndarray], device: str,
                    outputs_on: str | None = None, shared: Mapping[str, str] | None = None) -> onnxruntime.IOBinding:
-    """Binds a session's inputs on `device`, and its outputs there or on the device that `outputs_on` names.
-
-    Args:
-        session: open.
-        feed: values of inputs, by name.
-        device: `cpu` or `cuda`.
-        outputs_on: `cpu` or `cuda`.
-        shared: outputs that are written into the buffer of an input, and that input (see `shared_caches`).
-    """
+    """Binds inputs on `device` and outputs there or on `outputs_on`; `shared` outputs use an input's buffer."""
     binding = session.io_binding()
     values = {name: ort_value(array, device) for name, array in feed.items()}
     for name, value in values.items():
@@ -239,42 +176,23 @@ def queue_run(session: onnxruntime.InferenceSession, binding: onnxruntime.IOBind
     """A function that dispatches one run to the GPU without waiting for it."""
     options = onnxruntime.RunOptions()
     options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-    return lambda: session.run_with_iobinding(binding, options)
+    return partial(session.run_with_iobinding, binding, options)
 
 
 def dispatcher(session: onnxruntime.InferenceSession, binding: onnxruntime.IOBinding) -> Callable[[], float]:
-    """A function that dispatches one run to an idle GPU, without waiting for it, and returns the seconds that took."""
-    run_s = timer(queue_run(session, binding))
-
-    def dispatch_s() -> float:
-        binding.synchronize_outputs()
-        return run_s()
-
-    return dispatch_s
+    """A function that dispatches one run to an idle GPU without waiting, and returns the seconds of the dispatch."""
+    return timed(queue_run(session, binding), before=binding.synchronize_outputs)
 
 
 def open_runner(model: Path, device: str = "auto", *, dims: Mapping[str, int] | None = None, io: str = "device",
                 cuda_graph: bool = False, profile_prefix: Path | None = None,
                 provider_options: Mapping[str, str] | None = None, static: bool = False,
                 inputs: Path | None = None) -> Runner:
-    """Opens a file to be run: optimised as ORT does by default, or unchanged if it is a built kernel.
+    """Opens a file to run: optimised as ORT does by default, or unchanged if it is a built kernel, which has its own inputs.
 
-    If an input decides which branch of an If runs, and `dims` do not, the branch is the one that a prediction counts.
-
-    Args:
-        model: the ONNX file.
-        device: `auto`, `cpu` or `cuda`.
-        dims: sizes of dynamic dimensions.
-        io: `device` or `host`.
-        cuda_graph: whether its first run is captured and then replayed.
-        profile_prefix: where ORT's profiler writes; None leaves it off.
-        provider_options: options of the CUDA provider.
-        static: whether `dims` are fixed before ONNX Runtime optimises the model; else its session takes any sizes.
-        inputs: a file with values of inputs; a built kernel has its own.
-
-    Raises:
-        UserError: the model can't be read, `inputs` don't fit it, a dynamic dimension is unknown or has no size, ORT can't load
-            the model, or a CUDA graph is asked for where there can be none.
+    If an input decides an If and `dims` does not, the branch is the one that a prediction counts. With `cuda_graph` the first
+    run is captured and then replayed. `static`: `dims` are fixed before ONNX Runtime optimises the model; otherwise the session
+    takes any sizes. Raises UserError if a dynamic dimension has no size.
     """
     device = resolve_device(device)
     if cuda_graph and (device != "cuda" or io == "host"):

@@ -1,4 +1,4 @@
-"""ONNX Runtime, as the rest of Hase knows it."""
+"""Registers ONNX Runtime as a runtime of Hase."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hase.kernel_model.building.kernel_models import built_kernel, check_kernel, kernel_build
+from hase.kernel_model.building.kernel_models import check_kernel, write_kernel
 from hase.ort_analysis.graph.analysis import analyze
+from hase.ort_analysis.graph.source import built_kernel
 from hase.records.kernel_record import ModelOrigin, ModelRecord
 from hase.records.kernel_record_files import record_path
 from hase.records.measurement import DEFAULT_LABELS, GPU_LABEL, UNPROFILED, VARIANTS
@@ -32,7 +33,7 @@ def write_records(workspace: Workspace, model: Path, device: str, dims: Mapping[
 
 
 def check() -> None:
-    """requirements.txt installs ONNX Runtime: there is nothing to check."""
+    """Does nothing: requirements.txt installs ONNX Runtime."""
 
 
 RUNTIME = Runtime(
@@ -40,6 +41,6 @@ RUNTIME = Runtime(
     devices={"cpu": DeviceLabels((*DEFAULT_LABELS, UNPROFILED), DEFAULT_LABELS, VARIANTS[:1], VARIANTS[:1]),
              "cuda": DeviceLabels((*DEFAULT_LABELS, GPU_LABEL), (*DEFAULT_LABELS, GPU_LABEL), VARIANTS, VARIANTS)},
     model_suffixes=(".onnx",), kernel_suffix=".onnx", analyze=analyze_in, write_records=write_records, read_kernel=built_kernel,
-    build_kernel=kernel_build, check_kernel=check_kernel, worker="hase.benchmark.ort.worker",
+    build_kernel=write_kernel, check_kernel=check_kernel, worker="hase.benchmark.ort.worker",
     analyze_with="python ort_analysis/fusion_detector.py", build_with="python kernel_model/kernel_builder.py",
     measures_energy=True, probes_sharing=True, keeps_arena=True, uses_cudnn=True)

@@ -1,4 +1,4 @@
-"""The sizes that depend on data, taken from one run (benchmark/sizes_of_a_run.py)."""
+"""Finds sizes that depend on data, from one run (benchmark/sizes_of_a_run.py)."""
 
 from __future__ import annotations
 
@@ -12,48 +12,33 @@ from hase.benchmark.ort.profile import SUFFIX
 from hase.benchmark.ort.runner import random_feed
 from hase.ort_analysis.graph.analysis import analyze
 from hase.ort_analysis.graph.bodies import body_sizes, given_branch
-from hase.ort_analysis.graph.nodes import bodies_of
-from hase.ort_analysis.graph.open_shapes import SizeNotKnown
+from hase.ort_analysis.graph.nodes import SizeNotKnown, bodies_of
 from hase.ort_analysis.graph.parsing import optimize
 from hase.ort_analysis.graph.source import read_source
 from hase.records.kernel_record import BRANCHES
 from hase.runtimes import flavour_of
 from hase.utils import files
 from hase.utils.errors import UserError
+from hase.utils.files import temporary_folder
 from hase.utils.lazy import onnx
 from hase.utils.ort_sessions import model_errors, open_session
-from hase.utils.temporary import temporary_folder
 
 if TYPE_CHECKING:
     import numpy as np
 
 
 class SeenRun(NamedTuple):
-    """What one run of a model showed.
+    """The sizes and branches in one run of a model."""
 
-    Attributes:
-        shapes: of the tensors that its nodes made, by name; those of a body are called `<node>/<tensor>`, and of those that
-            were made more than once the largest counts.
-        branches: of each If that ran, which branch ran more often: `<node>.then` or `<node>.else`.
-    """
-
+    # of the tensors that its nodes made, by name; those of a body are called `<node>/<tensor>`, and of those that were made
+    # more than once the largest counts
     shapes: dict[str, tuple[int, ...]]
-    branches: list[str]
+    branches: list[str]  # the branch that each If took more often: `<node>.then` or `<node>.else`
 
 
 def see_a_run(model: Path, dims: Mapping[str, int], inputs: Mapping[str, np.ndarray] | None = None,
               static: bool = False) -> SeenRun:
-    """Runs a model once on this CPU.
-
-    Args:
-        model: the ONNX file.
-        dims: sizes of its dynamic dimensions.
-        inputs: values of inputs by name; the others are as `random_feed` makes them.
-        static: whether `dims` are fixed before ONNX Runtime optimises the model.
-
-    Raises:
-        UserError: ORT can't load or run it.
-    """
+    """Runs a model once on this CPU, with `inputs` by name (others as from `random_feed`)."""
     source = read_source(model, dims)
     with temporary_folder() as folder:
         optimized = folder / "optimized.onnx"
@@ -79,11 +64,9 @@ def see_a_run(model: Path, dims: Mapping[str, int], inputs: Mapping[str, np.ndar
 
 
 def _branches(graph: onnx.GraphProto, ran: Mapping[str, int]) -> Iterator[str]:
-    """The branch that each If of a graph took most often, and those of Ifs in its bodies; nothing for an If that never ran.
+    """The branch that each If took most often, including nested Ifs; nothing for an If that never ran.
 
-    Args:
-        graph: its nodes have unique names.
-        ran: how often each node ran, by name; a branch without nodes runs as often as its If takes no other.
+    `ran` counts runs by node name. A branch without nodes ran whenever its If did not take the other.
     """
     for node in graph.node:
         bodies = bodies_of(node)
@@ -98,7 +81,7 @@ def _branches(graph: onnx.GraphProto, ran: Mapping[str, int]) -> Iterator[str]:
 
 
 def _tensors_by_node(graph: onnx.GraphProto, prefix: str = "") -> dict[str, list[str]]:
-    """The tensors that each node of a graph makes, and those of its bodies, by the node's name."""
+    """Tensors made by each node of a graph and of its bodies, by node name."""
     tensors = {}
     for node in graph.node:
         tensors[node.name] = [prefix + out for out in node.output if out]
@@ -109,18 +92,9 @@ def _tensors_by_node(graph: onnx.GraphProto, prefix: str = "") -> dict[str, list
 
 def sizes_of_a_run(model: Path, dims: Mapping[str, int], inputs: Mapping[str, np.ndarray] | None = None,
                    static: bool = False) -> dict[str, int]:
-    """The sizes that depend on data, as they come out when a model runs once on this CPU, by the names under which they can be
-    given: `<tensor>.<axis>`. Where the branch of an If depends on data, the one that ran is given too: `<node>.then` or
-    `<node>.else`, as 1.
+    """Sizes that depend on data, from one run on this CPU, by their names `<tensor>.<axis>`.
 
-    Args:
-        model: the ONNX file.
-        dims: sizes of its dynamic dimensions.
-        inputs: values of inputs by name; the others are as `random_feed` makes them.
-        static: whether `dims` are fixed before ONNX Runtime optimises the model.
-
-    Raises:
-        UserError: ORT can't load or run the model, or it can't be analysed even with these sizes.
+    If data decides an If, the branch that ran is included: `<node>.then` or `<node>.else`, with value 1.
     """
     seen = see_a_run(model, dims, inputs, static)
     branches = [name for name in seen.branches if not given_branch(name.rpartition(".")[0], dims)]
@@ -136,9 +110,9 @@ def sizes_of_a_run(model: Path, dims: Mapping[str, int], inputs: Mapping[str, np
                 return sizes
         new_sizes = dict.fromkeys(branches, 1)
         for tensor, shape in unknown.items():
-            of_tensor = {f"{tensor}.{axis}": size for axis, size in enumerate(seen.shapes.get(tensor, ()))}
-            differing = {name: of_tensor[name] for name, size in zip(of_tensor, shape, strict=False) if of_tensor[name] != size}
-            new_sizes |= differing if differing.keys() - sizes.keys() else of_tensor  # most axes are known
+            given = {f"{tensor}.{axis}": size for axis, size in enumerate(seen.shapes.get(tensor, ()))}
+            differing = {name: given[name] for name, size in zip(given, shape, strict=False) if given[name] != size}
+            new_sizes |= differing if differing.keys() - sizes.keys() else given  # most axes are known
         if not new_sizes.keys() - sizes.keys():
             raise UserError(f"{model}: the sizes of {', '.join(unknown)} depend on data, and nothing of them was made in a run")
         sizes |= new_sizes

@@ -1,8 +1,9 @@
 """The process that runs kernels and models under ONNX Runtime for the collector and the evaluator.
 
-Reads one Request a line on standard input, writes one Reply a line on standard output, and ends when its input does.
-The collector starts it. To start it manually:
-echo '{"do": "canary", "device": "cpu", "effort": {}}' | python -m hase.benchmark.ort.worker
+It reads one Request per line on standard input, writes one Reply per line on standard output, and ends at end of input. The
+collector starts it. To start it manually:
+
+    echo '{"do": "canary", "device": "cpu", "effort": {}}' | python -m hase.benchmark.ort.worker
 """
 
 from __future__ import annotations
@@ -12,38 +13,42 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from hase.benchmark.measuring.gpu_trace import GpuRun, trace
-from hase.benchmark.measuring.held_memory import HeldMemory
+from hase.benchmark.measuring.gpu_trace import trace
 from hase.benchmark.measuring.quiet_host import all_samples_ms, off_the_workers_cores, quiet_samples_ms
-from hase.benchmark.measuring.run_times import Effort
+from hase.benchmark.metrics.power import HeldMemory, PowerMonitor, energy_of_runs, open_power_sensor
 from hase.benchmark.ort.carriers import TRACED_RUNS, time_carrier
-from hase.benchmark.ort.energy import energy_of_kernels, energy_of_model
-from hase.benchmark.ort.probes import NAME, canary, host_probe
+from hase.benchmark.ort.probes import CANARY, canary, host_probe, probe
 from hase.benchmark.ort.profile import labels_of, profile_model, trip_ms
-from hase.benchmark.ort.runner import Runner, bind, device_binding, dispatcher, open_runner, timer
-from hase.benchmark.ort.sharing_probe import probe
+from hase.benchmark.ort.runner import Runner, bind, device_binding, dispatcher, open_runner
 from hase.ort_analysis.graph.analysis import kernel_of
 from hase.records.kernel_costs import is_control_flow
 from hase.records.kernel_record_files import read_model_record
-from hase.records.measurement import GPU_LABEL, UNPROFILED, Measurement
+from hase.records.measurement import ENERGY, GPU_LABEL, KERNELS, UNPROFILED, Effort, Measurement
 from hase.records.operators import CONTROL_FLOW
+from hase.records.traces import GpuRun
 from hase.runtimes import protocol
 from hase.runtimes.protocol import Reply, Request
 from hase.utils.errors import UserError
 from hase.utils.ort_sessions import model_errors
-
-if TYPE_CHECKING:
-    pass
+from hase.utils.timing import pause, timed, turns
 
 CAPTURING_RUNS = 3  # ONNX Runtime runs a model twice before it captures it
+REST_S = 0.5  # idle window of an energy measurement: the session is open, and nothing runs
+CALM_S = 0.3  # pause before that window, since the sensor still shows earlier runs
+
+
+def open_model(request: Request, cuda_graph: bool = False) -> Runner:
+    """A request's model in an open session, with tensors on the device."""
+    return open_runner(Path(request.paths[0]), request.device, dims=request.dims, cuda_graph=cuda_graph,
+                       provider_options=request.provider_options, static=request.static, inputs=request.inputs_file)
 
 
 def time_session(request: Request) -> Reply:
-    """Times a whole model's runs as the request's one label says, with the memory that its session holds.
+    """Times whole runs of a model for one label, and measures the memory that its session holds.
 
     The label is `latency`, `host_io` (numpy arrays in and out) or `cuda_graph`.
     """
@@ -66,19 +71,19 @@ def time_session(request: Request) -> Reply:
 
 
 def time_canary(request: Request) -> Reply:
-    """The canary, as often as the effort says."""
+    """Times the canary as often as the effort says."""
     timing = canary(request.device).time_as(request.effort)
-    return Reply(measurements=(Measurement(subject=NAME, id=NAME, label="run", context="alone", place="alone",
+    return Reply(measurements=(Measurement(subject=CANARY, id=CANARY, label="run", context="alone", place="alone",
                                            samples_ms=timing.samples_ms),))
 
 
 def probe_sharing(request: Request) -> Reply:
-    """How long tiny work waits for other processes."""
+    """Reads how long tiny work waits for other processes."""
     return Reply(probe=probe(request.device, request.effort.budget_s))
 
 
 def time_alone(request: Request) -> Reply:
-    """Label `run`: a kernel in a session of its own, wall time."""
+    """Times label `run`: a kernel in its own session, wall time."""
     path = Path(request.paths[0])
     runner = open_runner(path, request.device, provider_options=request.provider_options)
     return Reply(measurements=(Measurement(subject="kernel", id=path.stem, label="run", context="alone", place="alone",
@@ -86,113 +91,96 @@ def time_alone(request: Request) -> Reply:
 
 
 def time_model(request: Request) -> Reply:
-    """A whole model's latency (and, on a GPU, the host's dispatch), its kernels' in-model labels, and its energy."""
+    """Times a whole model (and, on a GPU, the host's dispatch), its kernels' in-model labels, and its energy."""
     path, device, effort = Path(request.paths[0]), request.device, request.effort
     name = request.model_name
-    runner = open_runner(path, device, dims=request.dims, provider_options=request.provider_options, static=request.static,
-                         inputs=request.inputs_file)
+    runner = open_model(request)
     one_run_s = runner.warm_up(effort.warmup + 1, effort.warmup_s)
-    timed = {"latency": runner.run_s}
+    clocks = {"latency": runner.run_s}
     if request.host:
         binding = device_binding(runner.session, runner.feed, "cuda", shared=runner.shared)
-        timed["host"] = dispatcher(runner.session, binding)
+        clocks["host"] = dispatcher(runner.session, binding)
     if request.host_io:
-        timed["host_io"] = timer(bind(runner.session, runner.feed, device, "host"))
+        clocks["host_io"] = timed(bind(runner.session, runner.feed, device, "host"))
 
     def in_model() -> list[Measurement]:
         return [m for m in model_labels(path, request) if m.label in request.labels] if request.labels else []
 
-    measurements = ([*beside_the_probe(name, timed, request), *in_model()] if request.watch_host else
-                    in_halves(name, runner, timed, effort.runs(one_run_s), effort, in_model))
+    measurements = ([*beside_the_probe(name, clocks, request), *in_model()] if request.watch_host else
+                    in_halves(name, runner, clocks, effort.runs(one_run_s), effort, in_model))
     energy = [energy_of_model(runner, name, request.energy_s)] if request.energy_s else []
     return Reply(measurements=(*measurements, *energy))
 
 
-def of_model(model: str, label: str, **fields: Any) -> Measurement:
-    """A measurement of a whole model; `fields` are its further fields."""
+def model_measurement(model: str, label: str, **fields: Any) -> Measurement:
+    """A measurement of a whole model with further `fields`."""
     return Measurement(subject="model", id=model, label=label, context=model, place="alone", **fields)
 
 
-def beside_the_probe(model: str, timed: Mapping[str, Callable[[], float]], request: Request) -> list[Measurement]:
-    """Samples of a model's runs, by label, between readings of the host's probe: of all moments, or of those in which the host
-    was undisturbed."""
+def beside_the_probe(model: str, clocks: Mapping[str, Callable[[], float]], request: Request) -> list[Measurement]:
+    """Samples of a model's runs, by label, between readings of the host's probe: all, or only undisturbed ones."""
     probe = host_probe(request.device)
     if request.watch_host == "all":
-        samples = {label: all_samples_ms(probe, run_s, request.effort) for label, run_s in timed.items()}
-        return [of_model(model, label, samples_ms=of_label.samples_ms, probe_us=of_label.probe_us)
-                for label, of_label in samples.items()]
-    return [of_model(model, label, **of_label._asdict())
-            for label, of_label in quiet_samples_ms(probe, timed, request.effort).items()]
+        samples = {label: all_samples_ms(probe, run_s, request.effort) for label, run_s in clocks.items()}
+        return [model_measurement(model, label, samples_ms=taken.samples_ms, probe_us=taken.probe_us)
+                for label, taken in samples.items()]
+    return [model_measurement(model, label, **taken._asdict())
+            for label, taken in quiet_samples_ms(probe, clocks, request.effort).items()]
 
 
 def time_model_as_graph(request: Request) -> Reply:
-    """A whole model, captured once as a CUDA graph and then replayed; tensors on the device.
-
-    Raises:
-        UserError: ONNX Runtime can't capture it (see hase.ort_analysis.cuda.capture), load it or run it.
-    """
-    runner = open_runner(Path(request.paths[0]), "cuda", dims=request.dims, cuda_graph=True,
-                         provider_options=request.provider_options, static=request.static, inputs=request.inputs_file)
+    """Times a whole model as a CUDA graph with tensors on the device. Raises UserError if ORT cannot capture it."""
+    runner = open_model(request, cuda_graph=True)
     one_run_s = runner.warm_up(request.effort.warmup + CAPTURING_RUNS, request.effort.warmup_s)
-    timed = {"cuda_graph": runner.run_s}
+    clocks = {"cuda_graph": runner.run_s}
     if request.watch_host:
-        return Reply(measurements=tuple(beside_the_probe(request.model_name, timed, request)))
+        return Reply(measurements=tuple(beside_the_probe(request.model_name, clocks, request)))
     runs = request.effort.runs(one_run_s)
-    return Reply(measurements=tuple(in_halves(request.model_name, runner, timed, runs, request.effort, list)))
+    return Reply(measurements=tuple(in_halves(request.model_name, runner, clocks, runs, request.effort, list)))
 
 
-def in_halves(model: str, runner: Runner, timed: Mapping[str, Callable[[], float]], runs: int, effort: Effort,
+def in_halves(model: str, runner: Runner, clocks: Mapping[str, Callable[[], float]], runs: int, effort: Effort,
               between: Callable[[], list[Measurement]]) -> list[Measurement]:
-    """Runs of a model in two halves, before and after something else, so that a drift of the machine's speed affects both."""
-    samples: dict[str, list[float]] = {label: [] for label in timed}
+    """Runs a model in two halves, before and after something else, so that drift of the machine's speed affects both."""
+    samples: dict[str, list[float]] = {label: [] for label in clocks}
     meanwhile: list[Measurement] = []
     for second in (False, True):
         with model_errors(model), off_the_workers_cores(runner.device):
-            for label, run_s in timed.items():
-                samples[label] += [round(1000 * run_s(), 6) for _ in range(max(2, runs // 2))]
+            for label, run_s in clocks.items():
+                samples[label] += [round(1000 * run_s(), 6) for _ in turns(max(2, runs // 2))]
         if not second:
             meanwhile = between()
             runner.warm_up(effort.warmup, effort.warmup_s)
-    return [*(of_model(model, label, samples_ms=tuple(times_ms)) for label, times_ms in samples.items()), *meanwhile]
+    return [*(model_measurement(model, label, samples_ms=tuple(times_ms)) for label, times_ms in samples.items()), *meanwhile]
 
 
 def traced_runs(request: Request) -> list[GpuRun]:
-    """A few whole runs of a model, traced."""
-    runner = open_runner(Path(request.paths[0]), request.device, dims=request.dims,
-                         provider_options=request.provider_options, static=request.static, inputs=request.inputs_file)
+    """Traces a few whole runs of a model."""
+    runner = open_model(request)
     runner.warm_up(request.effort.warmup + 1, request.effort.warmup_s)
     return trace([runner.run_once] * (TRACED_RUNS + 1))[1:]
 
 
 def trace_model(request: Request) -> Reply:
-    """The traced runs of a model themselves."""
+    """Returns the traced runs of a model."""
     return Reply(runs=tuple(traced_runs(request)))
 
 
 def time_model_on_gpu(request: Request) -> Reply:
-    """Label `gpu` of a whole model: the GPU's own time per run, and the number of launches."""
+    """Times label `gpu` of a whole model: the GPU's time per run, and the number of launches."""
     traced = traced_runs(request)
-    return Reply(measurements=(of_model(request.model_name, GPU_LABEL, launches=len(traced[0].work),
-                                        samples_ms=tuple(round(run.busy_us / 1000, 6) for run in traced)),))
+    return Reply(measurements=(model_measurement(request.model_name, GPU_LABEL, launches=len(traced[0].work),
+                                                 samples_ms=tuple(round(run.busy_us / 1000, 6) for run in traced)),))
 
 
 def model_labels(path: Path, request: Request) -> list[Measurement]:
-    """The in-model labels of a model's kernels, in half the time of its whole latency. Nodes that hold bodies get none: their
-    times are those of the bodies.
-
-    Args:
-        path: the model.
-        request: how to run it, and the model's record.
-
-    Raises:
-        UserError: the graph is not the one that the record describes.
-    """
+    """In-model labels of a model's kernels, in half the time of its latency. Raises UserError if the graph has changed."""
     effort = request.effort.model_copy(update={"budget_s": request.effort.budget_s / 2})
     runs, graph, plain_ms = profile_model(path, request.device, request.dims, effort, request.provider_options,
                                           request.static, plain=UNPROFILED in request.labels, inputs=request.inputs_file)
     ids, record = {node.name: kernel_of(graph, node).id for node in graph.nodes}, read_model_record(Path(request.record))
     if sorted(ids.values()) != sorted(node.kernel_id for node in record.nodes):
-        raise UserError(f"{path}: ORT's graph is not the one in its record; make the record anew: "
+        raise UserError(f"{path}: ORT's graph is not the one in its record; make the record again: "
                         "python ort_analysis/fusion_detector.py")
     ran = {event.node for run in runs for event in run.nodes}
     idle = {kernel for name, kernel in ids.items() if name not in ran}  # their body did not run: they are measured alone
@@ -204,11 +192,10 @@ def model_labels(path: Path, request: Request) -> list[Measurement]:
 
 
 def time_kernels_in_model(request: Request) -> Reply:
-    """The in-model labels of a model's kernels alone.
+    """Times only the in-model labels of a model's kernels.
 
-    If several nodes run a kernel, the nodes' shortest samples are averaged, then their second shortest, and so on. The
-    kernel's median is then the mean of its nodes' medians: multiplied by their number it is what they take together, and a
-    disturbance of one node in some run does not count.
+    If several nodes run a kernel, their shortest samples are averaged, then the second shortest, and so on. The kernel's median
+    is then the mean of its nodes' medians: times their number, it is their total, and a disturbance of one node does not count.
     """
     path, record = Path(request.paths[0]), read_model_record(Path(request.record))
     count = Counter(node.kernel_id for node in record.nodes)
@@ -220,12 +207,58 @@ def time_kernels_in_model(request: Request) -> Reply:
 
 
 def prepare(request: Request) -> Reply:
-    """Loads ONNX Runtime and runs something on the device; for label `gpu` also loads torch and CUPTI, by tracing it."""
+    """Loads ONNX Runtime and runs something on the device; for label `gpu` it is traced, which loads torch and CUPTI."""
     runner = canary(request.device)
     runner.warm_up(1)
     if GPU_LABEL in request.labels:
         trace([runner.run_once])
     return Reply()
+
+
+def energy_of_model(runner: Runner, model: str, seconds: float) -> Measurement:
+    """Label `energy` of a warm model: the device's energy per run, with runs in direct sequence."""
+    facts = {"subject": "model", "id": model, "label": ENERGY, "context": model, "place": "alone"}
+    return _energy(facts, runner.device, runner.run_once, seconds)
+
+
+def energy_of_kernels(request: Request) -> Reply:
+    """Measures label `energy` of a batch of kernels in sequence, since one alone is too short for a power sensor."""
+    runners = [open_runner(Path(path), request.device, provider_options=request.provider_options) for path in request.paths]
+    for runner in runners:
+        runner.warm_up(request.effort.warmup + 1)
+
+    def run_each() -> None:
+        for runner in runners:
+            runner.run_once()
+
+    members = tuple(Path(path).stem for path in request.paths)
+    facts = {"subject": KERNELS, "id": f"{len(members)} from {members[0]}", "label": ENERGY, "context": "alone",
+             "place": "alone", "members": members}
+    return Reply(measurements=(_energy(facts, request.device, run_each, request.energy_s),))
+
+
+def _energy(facts: dict[str, Any], device: str, run: Callable[[], Any], seconds: float) -> Measurement:
+    """A measurement of the energy of one `run`.
+
+    Its quantities are `energy_j` (per run), `counter_j` (the same by the device's counter, if any), `power_w` (mean), `idle_w`
+    (session open, nothing running), `window_s` and `runs`; its only sample is the mean time of a run. `error` holds doubts
+    about the readings; if power cannot be read, the measurement fails with the reason.
+    """
+    try:
+        with PowerMonitor(open_power_sensor(device)) as monitor, model_errors(facts["id"]), off_the_workers_cores(device):
+            pause(CALM_S + monitor.sensor.averages_s)
+            idle = monitor.rest(REST_S)
+            measured = energy_of_runs(monitor, run, seconds)
+    except UserError as error:
+        return Measurement.model_validate(facts | {"status": "failed", "error": str(error)})
+    used, runs = measured.used, len(measured.samples_ms)
+    quantities = {"energy_j": measured.energy_j, "power_w": used.mean_w, "idle_w": idle.mean_w, "window_s": used.seconds,
+                  "runs": float(runs)}
+    if used.counter_j is not None:
+        quantities["counter_j"] = used.counter_j / runs
+    return Measurement.model_validate(facts | {
+        "samples_ms": (round(1e3 * used.seconds / runs, 6),), "error": "; ".join(used.warnings),
+        "quantities": {name: (float(f"{value:.7g}"),) for name, value in quantities.items()}})
 
 
 WORK: dict[str, Callable[[Request], Reply]] = {  # each returns the reply, without its times

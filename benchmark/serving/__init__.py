@@ -1,1 +1,1 @@
-"""How long requests take while several models are served on one device (served_sets.py)."""
+"""Serves several models at the same time on one device: sets, requests, results, and a model's server process."""

@@ -1,1 +1,1 @@
-"""Convolutions of a model under one forced algorithm: what runs, how long it takes, and what proves that it ran."""
+"""Measures the convolutions of a model under one forced algorithm, with proof of which kernels ran."""

@@ -1,9 +1,9 @@
 """The best convolution algorithm for each layer, what it gains, and what a predicted choice loses.
 
-Reads the tables of extras/convolutions/run_profile.py in extras/convolutions/results/ (or --results). Prints, for each run of a model, the
-time of its convolutions by the library's own choice (cuDNN's on a GPU, torch's on a CPU) and by the best algorithm of each
-layer. Then it learns the time of each algorithm from the layers' shapes, leaves out each family of models in turn, lets the
-predictions choose for it, and prints the regret: the time lost against the best measured choice, in per cent.
+Reads the tables of extras/convolutions/run_profile.py in extras/convolutions/results/ (or --results). Prints, for each run of a
+model, the time of its convolutions by the library's own choice (cuDNN's on a GPU, torch's on a CPU) and by the best algorithm
+of each layer. Then it learns the time of each algorithm from the layers' shapes, leaves out each family of models in turn, lets
+the predictions choose for it, and prints the regret: the time lost against the best measured choice, in per cent.
 
 With --predict it names the best algorithm for each layer of a torchvision model that was not measured, with predicted times.
 
@@ -21,7 +21,7 @@ from typing import Any
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from hase.extras.convolutions.choice import (
+from hase.extras.convolutions.choosing.choice import (
     best_rows,
     gain_rows,
     layer_shapes,
@@ -30,7 +30,7 @@ from hase.extras.convolutions.choice import (
     predicted_rows,
     regret_rows,
 )
-from hase.extras.convolutions.tables import Case, by_run, draw_all, read_cases, read_table, unpacked
+from hase.extras.convolutions.choosing.tables import LayerCase, by_run, draw_all, read_cases, read_table, unpacked
 from hase.utils import cli, files
 from hase.utils.errors import UserError
 from hase.utils.logger import get_logger
@@ -46,16 +46,12 @@ Rows = list[dict[str, Any]]
 
 
 def columns(rows: Rows) -> list[str]:
-    """The columns of all rows, in the order in which they appear."""
+    """All columns of the rows, in order of first appearance."""
     return list(dict.fromkeys(name for row in rows for name in row))
 
 
-def analysed(cases: list[Case], models: list[str]) -> dict[str, Rows]:
-    """The tables, by name; only rows of `models` if some are named. Predictors learn from all others all the same.
-
-    Raises:
-        UserError: one of them was not measured.
-    """
+def analysed(cases: list[LayerCase], models: list[str]) -> dict[str, Rows]:
+    """The result tables by name, with only the rows of `models` if some are named. Predictors still learn from all models."""
     if missing := sorted(set(models) - {case.model for case in cases}):
         raise UserError(f"--model {missing[0]}: not measured; there are {', '.join(sorted({case.model for case in cases}))}")
     regrets = regret_rows(cases, left_out_times(cases))
@@ -63,7 +59,7 @@ def analysed(cases: list[Case], models: list[str]) -> dict[str, Rows]:
     return {name: [row for row in rows if not models or row["model"] in models] for name, rows in tables.items()}
 
 
-def write(tables: dict[str, Rows], cases: list[Case], results: Path, folder: Path) -> None:
+def write(tables: dict[str, Rows], cases: list[LayerCase], results: Path, folder: Path) -> None:
     """Writes tables and plots."""
     for name, rows in tables.items():
         files.write_csv(folder / f"{name}.csv", columns(rows), rows)
@@ -71,12 +67,8 @@ def write(tables: dict[str, Rows], cases: list[Case], results: Path, folder: Pat
     log.info("written to %s: %s, and %d plots", folder, ", ".join(f"{name}.csv" for name in tables), len(drawn))
 
 
-def predict(cases: list[Case], args: argparse.Namespace) -> Rows:
-    """The layers of the model --predict, with what is predicted of them.
-
-    Raises:
-        UserError: no such model, or measurements of several devices without --gpu.
-    """
+def predict(cases: list[LayerCase], args: argparse.Namespace) -> Rows:
+    """The layers of the model in --predict, with predictions. Raises UserError if several devices need a choice by --gpu."""
     gpus = sorted({case.gpu for case in cases})
     if args.gpu not in gpus and (args.gpu or len(gpus) > 1):
         raise UserError(f"--gpu {args.gpu or ''}: name one of those that were measured: {', '.join(gpus)}")

@@ -1,9 +1,9 @@
-"""The classes of the profiler of convolution algorithms: power, time by layer, and what puts them together.
+"""Profiles a model under one convolution algorithm: power, time by layer, and the class that combines them.
 
     profiler = UnifiedProfiler(settings)
     profiler.profile(folder)
 
-The power monitor and the measuring loop are those of benchmark/measuring/, which all measurements share. The command is run_profile.py.
+The power monitor and the measuring loop are those of benchmark/. The command is run_profile.py.
 """
 
 from __future__ import annotations
@@ -14,24 +14,27 @@ from pathlib import Path
 
 import numpy as np
 
-from hase.benchmark.load.loads import Totals, measure_loads
-from hase.benchmark.measuring.bench import Bench, Steadiness
-from hase.benchmark.measuring.pending import Planned, pending
-from hase.benchmark.measuring.run_times import time_warm_runs_ms
-from hase.benchmark.metrics.power import PowerMonitor
-from hase.benchmark.metrics.power_sensors import NoPowerSensor, open_power_sensor
-from hase.extras.convolutions.algorithms import algorithm_named
-from hase.extras.convolutions.engines import Engine, ForcedModel, engine_of, fallback_of, instead
-from hase.extras.convolutions.measure import Instruments, ProfileSettings, ProfileUnit, measure_profile
-from hase.extras.convolutions.results import ResultsJournal, write_settings
-from hase.extras.convolutions.timing import LayerTimer, event_overhead_ms
+from hase.benchmark.measuring.blocks import Bench, PlannedBlock, Steadiness
+from hase.benchmark.measuring.driver import Totals, measure_loads, pending
+from hase.benchmark.metrics.power import NoPowerSensor, PowerMonitor, open_power_sensor
+from hase.extras.convolutions.profiling.algorithms import algorithm_named
+from hase.extras.convolutions.profiling.engines import Engine, ForcedModel, engine_of, fallback_of, instead
+from hase.extras.convolutions.profiling.measure import (
+    Instruments,
+    LayerTimer,
+    ProfileSettings,
+    ProfileUnit,
+    event_overhead_ms,
+    measure_profile,
+)
+from hase.extras.convolutions.profiling.results import ResultsJournal, write_settings
 from hase.model_zoo.exporting.torch_models import build, check_names
-from hase.records.blocks import Block
-from hase.records.measurement import Measurement
+from hase.records.measurement import Block, Measurement
 from hase.utils.fingerprint import machine
 from hase.utils.lazy import torch
 from hase.utils.locks import measuring, sole_writer
 from hase.utils.logger import get_logger
+from hase.utils.timing import time_runs_ms
 
 __all__ = ["CUDALayerTimer", "PowerMonitor", "UnifiedProfiler"]
 CANARY_CHANNELS, CANARY_SIDE, CANARY_WARMUP, CANARY_RUNS = 64, 56, 5, 15
@@ -40,7 +43,7 @@ log = get_logger("profiler")
 
 
 class CUDALayerTimer(LayerTimer):
-    """Times the calls of modules on the GPU by CUDA events, in hooks."""
+    """Times each module call on the GPU with CUDA events, in hooks."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         super().__init__(modules, "cuda")
@@ -50,14 +53,9 @@ class UnifiedProfiler:
     """Profiles one model under one algorithm at several input sizes.
 
     Args:
-        settings: what to profile.
-        energy_s: length of the window in which energy is measured, in seconds; 0 for none.
-        steadiness: how steady the machine must be.
-        retry: whether sizes that failed earlier are measured again.
-        engine, fallback: what runs the layers; by default those of the settings.
-
-    Raises:
-        UserError: an unknown model, or an algorithm that this machine can't run at all.
+        energy_s: length of the energy measurement, in seconds; 0 for none.
+        retry: whether to measure failed sizes again.
+        engine, fallback: what runs the layers; by default chosen from the settings.
     """
 
     def __init__(self, settings: ProfileSettings, energy_s: float = 3.0, steadiness: Steadiness | None = None,
@@ -79,13 +77,8 @@ class UnifiedProfiler:
                 instruments: Instruments | None = None) -> Totals[ProfileUnit]:
         """Measures the input sizes that the journal in `folder` lacks, and writes both tables.
 
-        Args:
-            folder: of the results; made if needed.
-            model: in place of the one that the settings name, if that is already built; it is moved to the device.
-            instruments: for several profiles; by default they are opened for this one.
-
-        Raises:
-            UserError: the folder holds another profile, another process writes there, or measures on this device.
+        `model` replaces the one in the settings if it is already built; `instruments` may be shared by several profiles. Raises
+        UserError if the folder holds another profile, or another process writes there or measures on this device.
         """
         settings = self.settings
         with sole_writer(folder), measuring(settings.device):
@@ -94,12 +87,12 @@ class UnifiedProfiler:
             journal = ResultsJournal(folder, settings.name)
             bench = Bench(settings.device, machine(settings.device).uuid, canary(settings.device), steadiness=self._steadiness)
 
-            def blocks_of(load: tuple[float, str], measured: Sequence[Block]) -> list[Planned[ProfileUnit]]:
+            def blocks_of(load: tuple[float, str], measured: Sequence[Block]) -> list[PlannedBlock[ProfileUnit]]:
                 elsewhere = {block.machine for block in measured} - {bench.machine_uuid}
                 todo = pending(settings.units, measured, lambda m: m.status == "ok" or not self._retry)
                 if elsewhere and todo:
                     log.info("%s: goes on with what another %s measured", folder, settings.gpu)
-                return [Planned(unit.id, [unit]) for unit in todo]
+                return [PlannedBlock(unit.id, [unit]) for unit in todo]
 
             def time_units(units: Sequence[ProfileUnit], level: float) -> list[Measurement]:
                 measured_units = [measure_profile(unit, self._forced(model), opened) for unit in units]
@@ -110,7 +103,7 @@ class UnifiedProfiler:
             return measure_loads(bench, blocks_of, time_units, journal)
 
     def _forced(self, model: torch.nn.Module | None) -> ForcedModel:
-        """The model on its device; it is built when the first size is measured."""
+        """The model on its device; built when the first size is measured."""
         if self._model is None:
             size = self.settings.input_sizes[0]
             built = model or build(self.settings.model, self.settings.dtype, (size, size))
@@ -119,7 +112,7 @@ class UnifiedProfiler:
 
 
 def described(whole: Measurement) -> str:
-    """One line about a profile that was measured, or why it was not."""
+    """One line about a measured profile, or the reason why it failed."""
     if whole.status != "ok":
         return whole.error
     joules = whole.quantities.get("energy_j")
@@ -128,7 +121,7 @@ def described(whole: Measurement) -> str:
 
 
 def open_instruments(device: str, energy_s: float) -> Instruments:
-    """What profiles are measured with on `cpu` or `cuda`; without a power sensor a warning says why."""
+    """Opens what profiles are measured with, on `cpu` or `cuda`. Without a power sensor a warning says why."""
     overhead_ms = event_overhead_ms() if device == "cuda" else None
     if not energy_s:
         return Instruments(device, energy_s=0.0, no_energy="not asked for", event_overhead_ms=overhead_ms)
@@ -143,7 +136,7 @@ def open_instruments(device: str, energy_s: float) -> Instruments:
 
 
 def canary(device: str) -> Callable[[bool], list[float]]:
-    """The canary: torch's own convolution of a fixed shape. It gives the times of some runs in ms."""
+    """Returns the canary, torch's own convolution of a fixed shape, which gives the times of some runs in ms."""
     images = torch.ones(1, CANARY_CHANNELS, CANARY_SIDE, CANARY_SIDE, device=device)
     weights = torch.ones(CANARY_CHANNELS, CANARY_CHANNELS, 3, 3, device=device)
 
@@ -151,6 +144,6 @@ def canary(device: str) -> Callable[[bool], list[float]]:
         torch.nn.functional.conv2d(images, weights, padding=1)
 
     def run_ms(loaded: bool) -> list[float]:
-        return time_warm_runs_ms(run, CANARY_WARMUP, CANARY_RUNS, device)
+        return time_runs_ms(run, CANARY_RUNS, warmup=CANARY_WARMUP, by_events=device == "cuda")
 
     return run_ms

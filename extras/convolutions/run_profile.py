@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from hase.benchmark.measuring.bench import Steadiness
-from hase.extras.convolutions.algorithms import algorithm_named, algorithms_of
-from hase.extras.convolutions.listing import (
+from hase.benchmark.measuring.blocks import Steadiness
+from hase.extras.convolutions.profiler import UnifiedProfiler
+from hase.extras.convolutions.profiling.algorithms import algorithm_named, algorithms_of
+from hase.extras.convolutions.profiling.listing import (
     CPU,
     GPUS,
     MODELS,
@@ -33,9 +34,8 @@ from hase.extras.convolutions.listing import (
     model_rows,
     status_rows,
 )
-from hase.extras.convolutions.measure import DEFAULT_LARGEST, DEFAULT_SMALLEST, ProfileSettings, even_sizes
-from hase.extras.convolutions.profiler import UnifiedProfiler
-from hase.extras.convolutions.results import finished_rows
+from hase.extras.convolutions.profiling.measure import DEFAULT_LARGEST, DEFAULT_SMALLEST, ProfileSettings, even_sizes
+from hase.extras.convolutions.profiling.results import finished_rows
 from hase.utils import cli
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import graph_device, machine, resolve_device
@@ -51,8 +51,8 @@ python extras/convolutions/run_profile.py --list-algorithms --device cuda
 log = get_logger("profiler")
 
 
-class Stage(NamedTuple):
-    """How much is measured: the folder's name, input sizes, and runs before and in each measurement."""
+class ProfileStage(NamedTuple):
+    """How much to measure: folder name, input sizes, and runs before and in each measurement."""
 
     folder: str
     sizes: int
@@ -60,7 +60,8 @@ class Stage(NamedTuple):
     measure: int
 
 
-STAGES = {"test": Stage("1_sanity", 1, 2, 5), "quick": Stage("2_quick", 10, 5, 15), "full": Stage("3_full", 100, 10, 30)}
+STAGES = {"test": ProfileStage("1_sanity", 1, 2, 5), "quick": ProfileStage("2_quick", 10, 5, 15),
+          "full": ProfileStage("3_full", 100, 10, 30)}
 
 
 def made_parser() -> argparse.ArgumentParser:
@@ -101,11 +102,7 @@ def made_parser() -> argparse.ArgumentParser:
 
 
 def settings_of(args: argparse.Namespace) -> ProfileSettings:
-    """What the command line asks for.
-
-    Raises:
-        UserError: this machine has another device, or no such algorithm.
-    """
+    """Settings from the command line. Raises UserError if this machine has another device."""
     device, stage = resolve_device(args.device), STAGES[args.stage]
     gpu = checked_gpu(args.gpu, device) if args.gpu else gpu_name(device)
     algorithm = algorithm_named(args.algorithm, device)
@@ -117,18 +114,14 @@ def settings_of(args: argparse.Namespace) -> ProfileSettings:
 
 
 def folder_of(args: argparse.Namespace, workspace: Workspace, gpu: str, algorithm: str) -> Path:
-    """Where the results go."""
+    """The results folder."""
     if args.output_dir is not None:
         return Path(args.output_dir)
     return workspace.convolution_results / STAGES[args.stage].folder / f"{args.model}_{algorithm.replace(' ', '_')}_{gpu}"
 
 
 def planned_folder(args: argparse.Namespace, workspace: Workspace) -> Path:
-    """Where the results will go on a machine with --gpu, which need not be this one.
-
-    Raises:
-        UserError: there is no such algorithm there, or no such name of a device.
-    """
+    """The results folder for a machine with --gpu, which may be another one."""
     gpu = args.gpu or gpu_name(resolve_device(args.device))
     if gpu not in (*GPUS, CPU):
         raise UserError(f"{gpu}: no such device; known are {', '.join(GPUS)} and {CPU}")
@@ -137,7 +130,7 @@ def planned_folder(args: argparse.Namespace, workspace: Workspace) -> Path:
 
 
 def informed(args: argparse.Namespace, workspace: Workspace) -> bool:
-    """Prints what one of the options asks for that measure nothing; False if there is none."""
+    """Prints what an option asks for that measures nothing; False if there is no such option."""
     if args.list_models:
         cli.print_rows(model_rows(), args.json)
     elif args.list_algorithms:

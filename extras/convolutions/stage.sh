@@ -6,7 +6,7 @@
 set -euo pipefail
 stage=$1 limit=$2 called=$(basename "${HASE_CALLED_AS:-$0}")
 shift 2
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 python=${HASE_PYTHON:-python}
 gpus=" l40s h100 h200 v100 cpu "
 
@@ -31,7 +31,7 @@ done
 gpu=$1
 shift
 
-profile=("$python" "$root/convolutions/run_profile.py" --model "$model" --algorithm "$algorithm" --gpu "$gpu" "$stage" "$@")
+profile=("$python" "$root/extras/convolutions/run_profile.py" --model "$model" --algorithm "$algorithm" --gpu "$gpu" "$stage" "$@")
 folder=$("${profile[@]}" --print-folder) # checks the names; the GPU itself is checked where the job runs
 mkdir -p "$folder"
 name=$(basename "$folder")

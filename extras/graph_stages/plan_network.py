@@ -16,13 +16,13 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from collections.abc import Mapping
 
-from hase.extras.graph_stages.layer import HOST
-from hase.extras.graph_stages.plans import PlanCost, PlanningProblem, StageCost, StageData, best_plan, plan_cost
-from hase.extras.graph_stages.ranking import described
+from hase.extras.graph_stages.measuring.layer import HOST
+from hase.extras.graph_stages.planning.plans import PlanCost, PlanningProblem, StageCost, StageData, best_plan, plan_cost
+from hase.extras.graph_stages.planning.ranked_plans import described
+from hase.learned.kernels.measured import measured_times
 from hase.records.dataset_files import read_header
 from hase.records.kernel_record import ModelRecord
 from hase.records.kernel_record_files import read_model_record, record_path
-from hase.training.kernels.training_set import measured_times
 from hase.utils import cli
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import Target
@@ -34,16 +34,12 @@ BYTES_PER_MS = 1e6  # of one GB/s
 MOST_ALIVE = 8  # tensors at one time: about a second for a hundred kernels
 log = get_logger("plans")
 EXAMPLES = """
-python extras/graph_stages/plan_network.py --model resnet18 --cpu TARGET --gpu TARGET --copy-us 10 --copy-gb-s 20  # needs two datasets
+python extras/graph_stages/plan_network.py --model resnet18 --cpu TARGET --gpu TARGET --copy-us 10 --copy-gb-s 20  # needs both
 """
 
 
 def shared_record(workspace: Workspace, model: str, targets: Mapping[str, Target]) -> ModelRecord:
-    """The record of a network, which is the same for all targets (by unit) but for its flavour.
-
-    Raises:
-        UserError: a record is missing, or two targets run other kernels or pass other tensors.
-    """
+    """The record of a network. Raises UserError if two targets (by unit) run different kernels or pass other tensors."""
     records = {unit: read_model_record(record_path(workspace, target.flavour, model)) for unit, target in targets.items()}
     nodes = {unit: [(node.kernel_id, node.inputs, node.outputs) for node in record.nodes] for unit, record in records.items()}
     if nodes[CPU] != nodes[GPU]:
@@ -54,41 +50,37 @@ def shared_record(workspace: Workspace, model: str, targets: Mapping[str, Target
 
 def planning_problem(record: ModelRecord, times_ms: Mapping[str, Mapping[str, float]], copy_ms: float,
                      bytes_per_ms: float) -> PlanningProblem:
-    """A network as stages: a kernel each, in the order of a run.
+    """A network as a planning problem, one stage per kernel in run order; copies have a minimum time and a speed.
 
-    Args:
-        record: of the network.
-        times_ms: by unit (CPU, GPU) and kernel id; a kernel that is missing can't run there, unless it only renames a tensor.
-        copy_ms, bytes_per_ms: what each copy takes at least, and how fast it is.
+    Times are by unit (CPU, GPU) and kernel id. A missing kernel cannot run there, unless it only renames a tensor.
     """
     sizes = {name: tensor.bytes for name, tensor in record.inputs.items()}
     stages, costs = [], {}
-    for place, node in enumerate(record.nodes):
+    for index, node in enumerate(record.nodes):
         kernel = record.kernel_of(node)
         reads = tuple(dict.fromkeys(name for name in node.inputs if name in sizes))  # without weights
         stages.append(StageData(reads, tuple(filter(None, node.outputs))))
         sizes |= {name: tensor.bytes for name, tensor in zip(node.outputs, kernel.outputs, strict=False) if name}
         for unit, measured in times_ms.items():
             if node.kernel_id in measured or not kernel.moves_data:
-                costs[unit, place] = StageCost(measured.get(node.kernel_id, 0.0), HOST if unit == CPU else GPU, unit)
+                costs[unit, index] = StageCost(measured.get(node.kernel_id, 0.0), HOST if unit == CPU else GPU, unit)
     copies = {(GPU, name): copy_ms + size / bytes_per_ms for name, size in sizes.items()}
     return PlanningProblem(tuple(stages), tuple(record.inputs), tuple(record.outputs), tuple(times_ms), costs, copies, copies)
 
 
 def most_alive(problem: PlanningProblem) -> int:
-    """The most tensors that later stages need at one time: the search grows with 3 to the power of it, since each of them is in
-    one memory, the other, or both."""
-    last_read = {name: place for place, stage in enumerate(problem.stages) for name in stage.reads}
+    """The most tensors that later stages need at one time; search time grows with 3 to this power."""
+    last_read = {name: index for index, stage in enumerate(problem.stages) for name in stage.reads}
     last_read |= dict.fromkeys(problem.outputs, len(problem.stages))
     alive, most = set(problem.inputs), 0
-    for place, stage in enumerate(problem.stages):
-        alive = {name for name in alive | set(stage.writes) if last_read.get(name, -1) > place}
+    for index, stage in enumerate(problem.stages):
+        alive = {name for name in alive | set(stage.writes) if last_read.get(name, -1) > index}
         most = max(most, len(alive))
     return most
 
 
 def plans(problem: PlanningProblem) -> list[tuple[str, PlanCost]]:
-    """The plans that use one unit, where it can run all kernels, and the best of all, unless the search would not end."""
+    """The plans that use one unit for all kernels, and the best plan of all unless the search would take too long."""
     alone = [(f"all on the {unit}", (unit,) * len(problem.stages)) for unit in problem.units]
     listed = [(name, plan_cost(problem, plan)) for name, plan in alone if problem.can_run(plan)]
     if (alive := most_alive(problem)) <= MOST_ALIVE:
@@ -117,8 +109,8 @@ def main() -> None:
     times_ms = {unit: {name: times[header.labels[0]] for name, times in measured_times(workspace, header.target.name).items()
                        if header.labels[0] in times} for unit, header in headers.items()}
     problem = planning_problem(record, times_ms, args.copy_us / 1e3, args.copy_gb_s * BYTES_PER_MS)
-    for place, node in enumerate(record.nodes):
-        if not problem.units_for(place):
+    for index, node in enumerate(record.nodes):
+        if not problem.units_for(index):
             raise UserError(f"{args.model}: kernel {node.kernel_id} was measured on neither device; measure it with: "
                             "python benchmark/collector.py")
     rows = [{"plan": name, "latency_ms": plan.latency_ms, "copies_ms": plan.transfer_ms,

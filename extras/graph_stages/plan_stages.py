@@ -28,15 +28,21 @@ from typing import Any
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from hase.extras.graph_stages.chains import CHAINS, append_chains, time_in_chains, timed_sizes
-from hase.extras.graph_stages.plan_runs import (
+from hase.extras.graph_stages.planning.chains import CHAINS, append_chains, time_in_chains, timed_sizes
+from hase.extras.graph_stages.planning.ranked_plans import (
     RUNS,
     UNSTEADY,
     PlanRun,
     append_runs,
+    home_latency,
+    home_of,
+    interpolation_error,
+    left_out_rows,
     opened_at,
+    plan_table,
     plans_left,
-    predicted_anew,
+    predicted_now,
+    ranked,
     read_runs,
     run_plans,
     run_with_chains,
@@ -44,12 +50,11 @@ from hase.extras.graph_stages.plan_runs import (
     stage_tasks,
     summary,
 )
-from hase.extras.graph_stages.ranking import home_latency, home_of, interpolation_error, left_out_rows, plan_table, ranked
-from hase.extras.graph_stages.tables import Size, StageTables, read_tables
+from hase.extras.graph_stages.planning.tables import Size, StageTables, read_tables
 from hase.utils import cli, files
-from hase.utils.allocator import keep_freed_memory
 from hase.utils.locks import measuring, sole_writer
 from hase.utils.logger import get_logger
+from hase.utils.processes import keep_freed_memory
 from hase.utils.timing import error_statistics
 
 EXAMPLES = """
@@ -65,13 +70,13 @@ log = get_logger("plan_stages")
 
 
 def labelled(text: str) -> tuple[str, Path]:
-    """An option that is a folder, or NAME=FOLDER."""
+    """Parses an option that is a folder, or NAME=FOLDER."""
     label, _, folder = text.rpartition("=")
     return label, Path(folder)
 
 
 def size_option(text: str) -> Size:
-    """An option that is NODES/EDGES."""
+    """Parses an option NODES/EDGES."""
     try:
         nodes, edges = map(cli.count, text.split("/"))
     except ValueError:
@@ -103,7 +108,7 @@ def at_one_size(tables: StageTables, args: argparse.Namespace) -> None:
 
 
 def over_sizes(tables: StageTables, args: argparse.Namespace) -> None:
-    """Prints, and writes to --out, the best plan of each size."""
+    """Prints the best plan of each size, and writes it to --out."""
     rows = plan_table(tables, args.sizes or tables.sizes, home_of(tables, args.home), args.objective, args.extrapolate)
     if args.out and args.out.suffix == ".json":
         files.write_json(args.out, rows)
@@ -114,7 +119,7 @@ def over_sizes(tables: StageTables, args: argparse.Namespace) -> None:
 
 
 def sizes_left_out(tables: StageTables, as_json: bool) -> None:
-    """Prints how well interpolation meets sizes that it did not see."""
+    """Prints how well interpolation predicts sizes that were left out."""
     rows = left_out_rows(tables)
     if not rows:
         log.warning("no size lies between others: nothing to leave out")
@@ -132,7 +137,7 @@ def sizes_left_out(tables: StageTables, as_json: bool) -> None:
 
 
 def time_chains(tables: StageTables, folders: list[tuple[str, Path]], args: argparse.Namespace) -> None:
-    """Times stages in chains at the sizes that lack it."""
+    """Times stages in chains at the sizes that lack such times."""
     tasks, folder = stage_tasks(folders), folders[0][1]
     with sole_writer(folder), measuring("cpu"):
         done = timed_sizes(folder)
@@ -145,10 +150,10 @@ def time_chains(tables: StageTables, folders: list[tuple[str, Path]], args: argp
 
 
 def run_all(tables: StageTables, folders: list[tuple[str, Path]], args: argparse.Namespace) -> None:
-    """Runs the plans, with --time-chains in turns with chains, and compares."""
+    """Runs the plans and compares them; with --time-chains, plans and chains alternate."""
     tasks, home, folder = stage_tasks(folders), home_of(tables, args.home), folders[0][1]
     sizes = args.sizes or tables.sizes
-    both = tables, read_tables(folders, not args.alone)  # what either calls the best is run at the same time as all others
+    both = tables, read_tables(folders, not args.alone)  # the best plans of both run in turns with all others
     alone = both[0 if args.alone else 1]
     with sole_writer(folder), measuring("cpu"):
         done, timed = read_runs(folder / RUNS), timed_sizes(folder)
@@ -165,8 +170,8 @@ def run_all(tables: StageTables, folders: list[tuple[str, Path]], args: argparse
 
 
 def compare(tables: StageTables, runs: list[PlanRun], as_json: bool) -> None:
-    """Prints how far the predictions are off, and what the chosen plans lose against the best (regret)."""
-    rows = size_rows(predicted_anew(tables, runs))
+    """Prints the errors of the predictions, and the loss of the chosen plans against the best (regret)."""
+    rows = size_rows(predicted_now(tables, runs))
     if unsteady := sum(row["repeat"] > UNSTEADY for row in rows):
         log.warning("the machine was unsteady at %d of %d sizes: the same plan differed by more than %.0f %% between rounds; "
                     "errors and regret there say little", unsteady, len(rows), 100 * UNSTEADY)

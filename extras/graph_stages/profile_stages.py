@@ -16,13 +16,12 @@ from typing import Any
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from hase.extras.graph_stages.graphs import DRAWN, GraphSize, GraphSource, read_cases
-from hase.extras.graph_stages.layer import STAGES
-from hase.extras.graph_stages.models import Exported, export_stages, has_openvino, model_files
-from hase.extras.graph_stages.profiling import Profile, measure_profile
-from hase.extras.graph_stages.records import UnitReport
-from hase.extras.graph_stages.report import analyze
-from hase.extras.graph_stages.units import (
+from hase.extras.graph_stages.measuring.analysis import analyze
+from hase.extras.graph_stages.measuring.layer import DRAWN, STAGES, GraphSize, GraphSource, read_cases
+from hase.extras.graph_stages.measuring.models import Exported, export_stages, has_openvino, model_files
+from hase.extras.graph_stages.measuring.profiling import Profile, measure_profile
+from hase.extras.graph_stages.measuring.records import UnitReport
+from hase.extras.graph_stages.measuring.units import (
     CPU_RUNTIMES,
     INSTALL,
     KINDS,
@@ -77,11 +76,7 @@ def made_parser() -> argparse.ArgumentParser:
 
 
 def graphs_of(args: argparse.Namespace) -> tuple[GraphSource, list[tuple[GraphSize, str]]]:
-    """Where graphs come from, and the size and name of each.
-
-    Raises:
-        UserError: the file with the sizes or the one with the edges can't be used.
-    """
+    """The source of the graphs, and the size and name of each."""
     sizes = read_cases(args.cases, args.features, args.hidden)
     if args.edges is None:
         return GraphSource(kind=args.graph, seed=args.seed), [(size, args.graph) for size in sizes]
@@ -91,17 +86,17 @@ def graphs_of(args: argparse.Namespace) -> tuple[GraphSource, list[tuple[GraphSi
 
 
 def export_dynamic_models(workspace: Workspace, sizes: list[GraphSize], seed: int) -> Exported:
-    """Writes the models of CPU and GPU, which take graphs of any size: 14."""
+    """Writes the 14 models of CPU and GPU, which take graphs of any size."""
     return export_stages(workspace.stage_models, [model for model in model_files(sizes, seed) if not model.form.static])
 
 
 def export_npu_static_models(workspace: Workspace, sizes: list[GraphSize], seed: int) -> Exported:
-    """Writes the models of an NPU: 7 for each size."""
+    """Writes the models of an NPU, 7 per size."""
     return export_stages(workspace.stage_models, [model for model in model_files(sizes, seed) if model.form.static])
 
 
 def export(workspace: Workspace, sizes: list[GraphSize], seed: int) -> None:
-    """Writes the models, and says how many."""
+    """Writes the models, and prints how many."""
     done = export_dynamic_models(workspace, sizes, seed) + export_npu_static_models(workspace, sizes, seed)
     log.info("%d ONNX models written, %d kept; %d IR models written, %d kept; %.0f MB in %s", done.onnx_written,
              done.onnx_kept, done.ir_written, done.ir_kept, done.megabytes, workspace.stage_models)
@@ -110,11 +105,7 @@ def export(workspace: Workspace, sizes: list[GraphSize], seed: int) -> None:
 
 
 def units_here(args: argparse.Namespace) -> tuple[list[UnitReport], list[UnitReport]]:
-    """Every unit that was looked for, and those to measure; says why each of the others is out.
-
-    Raises:
-        UserError: none of those asked for is there.
-    """
+    """Every unit that was looked for, and those to measure; says why others are out."""
     reports = find_units(args.cpu_runtime)
     chosen = choose_units(reports, args.units)
     for unit in reports:
@@ -127,11 +118,7 @@ def units_here(args: argparse.Namespace) -> tuple[list[UnitReport], list[UnitRep
 
 
 def planned_tasks(args: argparse.Namespace, workspace: Workspace, chosen: list[UnitReport]) -> list[StageTask]:
-    """Every stage on every unit, in the order of sizes, units and stages.
-
-    Raises:
-        UserError: a model is missing, or of other widths.
-    """
+    """Every stage on every unit, by size, unit and stage. Raises UserError if a model is missing or has other widths."""
     source, graphs = graphs_of(args)
     tasks = [StageTask(size=size, source=source, graph=graph, unit=unit.name, stage=stage.id, runtime=unit.runtime,
                        runtime_version=runtime_version(unit.runtime), threads=args.threads if unit.name == "CPU" else 0,
@@ -146,7 +133,7 @@ def planned_tasks(args: argparse.Namespace, workspace: Workspace, chosen: list[U
 
 
 def measure_all_latencies(args: argparse.Namespace, workspace: Workspace) -> list[dict[str, Any]]:
-    """Measures what is left, and returns a row for each record."""
+    """Measures what is left, and returns a row per record."""
     reports, chosen = units_here(args)
     profile = Profile(planned_tasks(args, workspace, chosen), reports, args.warmup, args.runs, args.seed, args.retry_failed)
     raw = measure_profile(workspace, profile)

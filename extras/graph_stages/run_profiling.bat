@@ -36,8 +36,8 @@ if errorlevel 1 (
 
 rem so that tables redirected to a file need no particular code page
 set "PYTHONUTF8=1"
-pushd "%HERE%.."
-python graph_stages\profile_stages.py %OPTIONS%
+pushd "%HERE%..\.."
+python extras\graph_stages\profile_stages.py %OPTIONS%
 set "CODE=%ERRORLEVEL%"
 popd
 

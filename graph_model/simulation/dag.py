@@ -9,11 +9,11 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from hase.records.kernel_record import REMAKE, ModelRecord, Runs
+from hase.records.kernel_record import REMAKE, ModelRecord, RunCount
 from hase.records.kernel_record_files import read_model_record
 from hase.utils import files
+from hase.utils.config import Frozen
 from hase.utils.errors import UserError
-from hase.utils.frozen import Frozen
 from hase.utils.lazy import networkx as nx
 from hase.utils.paths import FileName, Workspace
 
@@ -22,17 +22,16 @@ MAKE_DAG = "python graph_model/dag_critical_path.py"
 
 
 class DagNode(Frozen):
-    """A node of the DAG: its name in ORT's profile, the kernel that it runs, that kernel's type, and how often it runs in one
-    run of the model."""
+    """A node of the DAG: its name in ORT's profile, its kernel's id and type, and how often it runs in one run of the model."""
 
     name: str
     kernel_id: str
     type: str
-    runs: Runs = Field(1.0, exclude_if=lambda runs: runs == 1.0)
+    runs: RunCount = Field(1.0, exclude_if=lambda runs: runs == 1.0)
 
 
 class DagEdge(Frozen):
-    """A tensor of `bytes` that node `producer` makes and node `consumer` reads."""
+    """A tensor of `bytes` that node `producer` writes and node `consumer` reads."""
 
     producer: str
     consumer: str
@@ -61,9 +60,10 @@ class DagFile(Frozen):
 
 def dag_file(record: ModelRecord) -> DagFile:
     """The DAG of a record, from the tensor names of its nodes. The nodes of a body (of a Loop, If or Scan) wait for the node
-    that holds it, and nodes that read this node's outputs wait for its body."""
+    that contains it, and nodes that read that node's outputs wait for its body.
+    """
     made_by: dict[str, tuple[str, int]] = {}
-    within: dict[str, list[str]] = defaultdict(list)  # the nodes of bodies by the node that holds them
+    within: dict[str, list[str]] = defaultdict(list)  # nodes of bodies, by the node that contains them
     for node in record.nodes:
         if node.inside:
             within[node.inside].append(node.name)
@@ -101,25 +101,18 @@ def dag_of(dag: DagFile) -> nx.DiGraph:
 
 
 def build_dag(record: ModelRecord) -> nx.DiGraph:
-    """The graph of a record's nodes, from the tensor names of its nodes: nodes have the attributes `kernel_id` and `type`,
-    edges have `bytes`."""
+    """The graph of a record; attributes as in `dag_of`."""
     return dag_of(dag_file(record))
 
 
 def read_dag(path: Path) -> DagFile:
-    """What `dag_critical_path.py` wrote.
-
-    Raises:
-        UserError: no such file, damaged, or of another version.
-    """
+    """Reads a file that `dag_critical_path.py` wrote."""
     return files.read_record(path, DagFile, DAG_VERSION, MAKE_DAG)
 
 
 def record_of_dag(path: Path, workspace: Workspace) -> Path:
-    """The kernel record that a DAG file was made of, which describes its kernels.
-
-    Raises:
-        UserError: the file can't be read, the workspace has no such record, or the record has changed since.
+    """The kernel record that a DAG file was made from, which describes its kernels. Raises UserError: the file can't be read,
+    the workspace has no such record, or the record has changed since.
     """
     dag = read_dag(path)
     record = workspace.kernel_records / dag.flavour / f"{dag.model}.json"
@@ -131,11 +124,7 @@ def record_of_dag(path: Path, workspace: Workspace) -> Path:
 
 
 def longest_path(dag: nx.DiGraph, latency_ms: Mapping[Any, float]) -> tuple[float, list[Any]]:
-    """The critical path: its length in ms and its nodes, first to last. Linear in nodes and edges.
-
-    Args:
-        dag: any graph without cycles.
-        latency_ms: the time of each node, ≥ 0.
+    """The critical path of an acyclic graph: its length in ms and its nodes, first to last. Linear in nodes and edges.
 
     Raises:
         UserError: a node without a time, or a cycle.
@@ -161,16 +150,10 @@ def longest_path(dag: nx.DiGraph, latency_ms: Mapping[Any, float]) -> tuple[floa
 
 def calculate_latency(dag: nx.DiGraph, latency_ms: Mapping[Any, float],
                       composition: Literal["sum", "critical_path"] = "sum") -> float:
-    """The time of a run in ms, from the time of each node, in linear time.
+    """The time of a run in ms, from the time of each node.
 
-    Args:
-        dag: any graph without cycles.
-        latency_ms: the time of each node, ≥ 0.
-        composition: `sum`: one kernel after another, as ONNX Runtime's stream runs them; `critical_path`: the longest path,
-            as if all independent kernels ran at the same time.
-
-    Raises:
-        UserError: a node without a time, or a cycle.
+    It is the sum (one kernel after another, as in ONNX Runtime's stream) or the longest path (all independent kernels at the
+    same time). Arguments and errors as for `longest_path`.
     """
     if composition == "critical_path":
         return longest_path(dag, latency_ms)[0]

@@ -1,34 +1,37 @@
-"""A run on a GPU as two tracks: what the host dispatches when, and what the GPU works on.
+"""Simulates a run on a GPU as two tracks: the host dispatches nodes, the GPU works on them.
 
-A run is simulated from what each node gives the GPU to do, and what it means to the host that dispatches it.
+The inputs are each node's work for the GPU, and what it costs the host to dispatch it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from hase.ort_analysis.cuda.language_kernels import Algorithm, language_algorithm
-from hase.ort_analysis.cuda.slow_launches import is_slow_to_launch
+from hase.ort_analysis.cuda.kernel_choice import Algorithm, is_slow_to_launch, language_algorithm
 from hase.records.kernel_record import Kernel
 from hase.records.operators import operator_row
-from hase.utils.frozen import Frozen
-from hase.utils.trace_events import PREDICTED, Span, document, process_events
+from hase.records.traces import PREDICTED, TraceSpan, document, process_events
+from hase.utils.config import Frozen
 
 Floats = npt.NDArray[np.float64]
 Kinds = npt.NDArray[np.int_]  # the NodeKind of each node
 
 
 class NodeKind(IntEnum):
-    """What a node costs the host that dispatches it: it only renames a tensor (VIEW), it runs a kernel of ONNX Runtime's own
-    (OWN), it calls a library: cuDNN for a convolution (CONVOLUTION) or for a recurrent layer (RECURRENT), cuBLAS for a matrix
-    product (PRODUCT), it reduces or normalises, with cuDNN or without (REDUCING), it attends with cuDNN or flash attention
-    (ATTENTION), or it plans and calls a product for any indices (EINSUM). For some products, cuBLAS takes a kernel that is slow
-    to launch (SLOW_PRODUCT; in the steps of a recurrent layer SLOW_RECURRENT)."""
+    """The cost class of a node for the host that dispatches it.
+
+    It renames a tensor (VIEW), runs one of ONNX Runtime's own kernels (OWN), calls cuDNN for a convolution (CONVOLUTION) or a
+    recurrent layer (RECURRENT), calls cuBLAS for a matrix product (PRODUCT), reduces or normalises, with cuDNN or without
+    (REDUCING), attends with cuDNN or flash attention (ATTENTION), or plans and calls a product for any indices (EINSUM). For
+    some products cuBLAS uses a kernel that is slow to launch (SLOW_PRODUCT; in a recurrent layer's steps SLOW_RECURRENT).
+    """
 
     VIEW = 0
     OWN = 1
@@ -42,7 +45,7 @@ class NodeKind(IntEnum):
     SLOW_RECURRENT = 9
 
 
-# of operators that are computed in several ways, by their algorithm; ONNX Runtime's own kernels otherwise
+# for operators with several algorithms; others are ONNX Runtime's own kernels
 KIND_OF_ALGORITHM: dict[Algorithm, NodeKind] = {
     "cudnn": NodeKind.ATTENTION, "flash": NodeKind.ATTENTION, "flash decoding": NodeKind.ATTENTION,
     "memory efficient": NodeKind.ATTENTION, "dequantised": NodeKind.PRODUCT, "dequantised in parts": NodeKind.PRODUCT}
@@ -51,7 +54,7 @@ SLOW_KIND = {NodeKind.PRODUCT: NodeKind.SLOW_PRODUCT, NodeKind.RECURRENT: NodeKi
 
 
 def node_kind(kernel: Kernel, on_gpu: bool = True) -> NodeKind:
-    """The kind of a node; no node that the CPU provider runs calls a GPU's library."""
+    """The kind of a node. Nodes of the CPU provider call no GPU library."""
     if not kernel.moves_data:
         return NodeKind.VIEW
     if not on_gpu:
@@ -67,7 +70,7 @@ class Tracks(NamedTuple):
 
     Attributes:
         gpu_ms: the GPU's own time.
-        launches: number of kernel launches; a node without any gives the GPU no work.
+        launches: number of kernel launches; a node with none gives the GPU no work.
         kinds: the `NodeKind`.
     """
 
@@ -77,11 +80,10 @@ class Tracks(NamedTuple):
 
 
 class OffGpu(NamedTuple):
-    """What the nodes of a run do on the host apart from giving the GPU work; one entry of each array per node.
+    """The host's work for nodes of a run besides dispatching them; one entry of each array per node.
 
     Attributes:
-        host_ms: how long a node keeps a host at its usual pace busy, in addition to its dispatch: a node of the CPU provider,
-            or a copy.
+        host_ms: extra time of a host at its usual pace: for a node of the CPU provider, or a copy.
         waits: whether the host waits at the node until the GPU has done all its work, as at a copy to the host.
     """
 
@@ -93,22 +95,18 @@ class PipelineCosts(Frozen):
     """What a run costs on the host, which dispatches node after node, and between it and the GPU, which follows; all ms.
 
     Attributes:
-        node_ms, view_ms, launch_ms: the host's time for a node that moves data, for one that only renames a tensor, and
-            for each launch.
-        convolution_ms, product_ms: what a convolution and a matrix product cost the host in addition, for the call of cuDNN or
-            cuBLAS.
-        recurrent_ms, recurrent_launch_ms: what a recurrent layer, and each of its launches, costs it in addition.
-        reducing_ms: what a reduction, normalisation, softmax or pool costs it in addition.
-        attention_ms: what attention with cuDNN or flash attention costs it in addition; known from language models alone.
-        einsum_ms: what an Einsum costs it in addition.
-        slow_product_ms, slow_recurrent_launch_ms: what a matrix product, and each launch of a recurrent layer, cost it beyond
-            this where their kernel is slow to launch.
-        start_ms: the host's time before the first node.
+        node_ms, view_ms, launch_ms: the host's time for a node, for one that only renames a tensor, and for each launch.
+        convolution_ms, product_ms: in addition for calls of cuDNN and cuBLAS.
+        recurrent_ms, recurrent_launch_ms: in addition for a recurrent layer and each of its launches.
+        reducing_ms: in addition for a reduction, normalisation, softmax or pool.
+        attention_ms: in addition for attention with cuDNN or flash attention.
+        einsum_ms: in addition for an Einsum.
+        slow_product_ms, slow_recurrent_launch_ms: in addition where a product's kernel is slow to launch.
+        start_ms: before the first node.
         gap_ms: the GPU's pause between the work of two launches.
-        lead_ms: from a launch to the start of its work on an idle GPU. It is fitted to whole runs, and negative where it makes
-            up for what the other costs have too much.
-        end_ms: from the end of both tracks to the moment when the caller learns of it.
-        off_gpu: how many times as long as usual the nodes of an `OffGpu` keep the host busy, a ratio.
+        lead_ms: from a launch to its work on an idle GPU; fitted to whole runs, so it may be negative.
+        end_ms: from the end of both tracks until the caller knows.
+        off_gpu: how many times as long as usual nodes off the GPU keep the host busy.
     """
 
     node_ms: float
@@ -130,12 +128,12 @@ class PipelineCosts(Frozen):
     off_gpu: float = 1.0
 
     def at_pace(self, pace: float) -> PipelineCosts:
-        """The costs where the host takes `pace` times as long for everything it does. The GPU's pauses stay as they are."""
+        """The costs of a host that takes `pace` times as long for everything. The GPU's pauses do not change."""
         return self.model_copy(update={
             name: pace * getattr(self, name) for name in PipelineCosts.model_fields if name != "gap_ms"})
 
 
-# The kinds of nodes that a cost is paid for: once a node, or with each launch.
+# The kinds of nodes that have a cost: once per node, or per launch.
 OF_NODE: dict[str, tuple[NodeKind, ...]] = {
     "node_ms": tuple(kind for kind in NodeKind if kind is not NodeKind.VIEW), "view_ms": (NodeKind.VIEW,),
     "convolution_ms": (NodeKind.CONVOLUTION,), "product_ms": (NodeKind.PRODUCT, NodeKind.SLOW_PRODUCT),
@@ -144,81 +142,186 @@ OF_NODE: dict[str, tuple[NodeKind, ...]] = {
 OF_LAUNCH: dict[str, tuple[NodeKind, ...]] = {
     "launch_ms": tuple(NodeKind), "recurrent_launch_ms": (NodeKind.RECURRENT, NodeKind.SLOW_RECURRENT),
     "slow_recurrent_launch_ms": (NodeKind.SLOW_RECURRENT,)}
+LENGTHS = 4  # groups of runs per doubling of their length, so that there is little padding
+NOTHING = np.zeros(0)
+NO_NODE = len(NodeKind)  # the kind of padding; it costs nothing
+COSTS = tuple(PipelineCosts.model_fields)
+INDEX = {name: index for index, name in enumerate(COSTS)}
+AT_PACE = np.array([name != "gap_ms" for name in COSTS])  # costs that scale with the host's pace
 
 
-def _of_kinds(tracks: Tracks, costs: PipelineCosts, kinds_of: Mapping[str, Sequence[NodeKind]]) -> Floats:
-    """The sum of those costs that are paid for each node, or each of its launches."""
-    of_kind = np.array([sum(getattr(costs, name) for name, kinds in kinds_of.items() if kind in kinds) for kind in NodeKind])
-    return of_kind[tracks.kinds]
+def _paid(kinds_of: Mapping[str, Sequence[NodeKind]]) -> Floats:
+    """Costs × kinds of nodes (and NO_NODE): 1 where a node of the kind has that cost."""
+    return np.array([[float(kind in kinds_of.get(name, ())) for kind in (*NodeKind, None)] for name in COSTS])
 
 
-def launch_ms(tracks: Tracks, costs: PipelineCosts) -> Floats:
-    """The host's time for one launch of each node."""
-    return _of_kinds(tracks, costs, OF_LAUNCH)
+PAID_ONCE, PAID_EACH_LAUNCH = _paid(OF_NODE), _paid(OF_LAUNCH)
 
 
-def own_ms(tracks: Tracks, costs: PipelineCosts) -> Floats:
-    """The host's time for the dispatch of each node."""
-    return _of_kinds(tracks, costs, OF_NODE) + launch_ms(tracks, costs) * tracks.launches
+@dataclass(frozen=True)
+class HostCosts:
+    """Costs of several hosts, or of one at several paces: arrays with a row for each host.
+
+    Attributes:
+        once_ms, launch_ms: hosts × kinds of nodes: the host's time for a node besides its launches, and for each launch.
+        others: hosts × COSTS.
+    """
+
+    once_ms: Floats
+    launch_ms: Floats
+    others: Floats
+
+    @classmethod
+    def at(cls, costs: PipelineCosts, paces: Sequence[float] | Floats = (1.0,)) -> HostCosts:
+        """The costs of a host at some paces (`PipelineCosts.at_pace`)."""
+        values = np.array([getattr(costs, name) for name in COSTS]) * np.where(AT_PACE, np.asarray(paces)[:, None], 1.0)
+        once_ms, launch_ms = ((values[..., None] * paid).sum(axis=-2) for paid in (PAID_ONCE, PAID_EACH_LAUNCH))
+        return cls(once_ms, launch_ms, values)
+
+    def __getitem__(self, name: str) -> Floats:
+        """One of COSTS, with an axis for nodes."""
+        return self.others[:, INDEX[name], None]
 
 
-def host_work_ms(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = None) -> float:
-    """How long the host works in a run, without the time in which it waits for the GPU, ms."""
-    off_gpu_ms = 0.0 if off_gpu is None else costs.off_gpu * off_gpu.host_ms.sum()
-    return float(costs.start_ms + own_ms(tracks, costs).sum() + off_gpu_ms)
+class Steps(NamedTuple):
+    """The effect of each node on a run; arrays of runs × nodes, in ms.
+
+    Attributes:
+        before_ms: the host's time up to the dispatch, after that of the node before.
+        busy_ms: how long the host is busy after it has waited for the GPU.
+        waits: whether it waits at the node until the GPU has done all its work.
+        work_ms: the GPU's work, with the pauses between launches.
+        after_ms: a lower bound of the GPU's end, less the dispatch and all work from this node on; -inf without work. All
+            launches of a node take the same time, on the host and on the GPU. So its work ends no earlier than its first launch
+            plus all of it, and no earlier than its last launch plus the last part; launches between give no later bound.
+        seen_ms: the same where the host waits: the GPU's work then begins no earlier than the dispatch. `lead_ms` alone could
+            place it
+            earlier: it is fitted to whole runs, and also compensates GPU times that are too long.
+    """
+
+    before_ms: Floats
+    busy_ms: Floats
+    waits: npt.NDArray[np.bool_]
+    work_ms: Floats
+    after_ms: Floats
+    seen_ms: Floats
+
+    @classmethod
+    def of(cls, tracks: Tracks, hosts: HostCosts, off_gpu: OffGpu | None = None) -> Steps:
+        """The steps of nodes (one run, or runs × nodes) for each host; one host serves all runs."""
+        shape = np.broadcast_shapes((len(hosts.others), 1), np.atleast_2d(tracks.launches).shape)
+        kinds = np.broadcast_to(tracks.kinds, shape)
+        once, launch = (np.take_along_axis(np.broadcast_to(table, (shape[0], table.shape[1])), kinds, axis=1)
+                        for table in (hosts.once_ms, hosts.launch_ms))
+        dispatch, launched = once + launch * tracks.launches, np.maximum(tracks.launches, 1.0)
+        working, work = tracks.launches > 0, tracks.gpu_ms + hosts["gap_ms"] * tracks.launches
+        lead, first = hosts["lead_ms"], hosts["lead_ms"] - launch * (launched - 1.0)
+        rest = work - work / launched
+        after = np.where(working, np.maximum(first, lead - rest), -np.inf)
+        work = np.where(working, work, 0.0)
+        if off_gpu is None:
+            never = np.zeros(shape, dtype=bool)
+            return cls(dispatch, np.zeros(shape), never, work, after, after)
+        busy, waits = hosts["off_gpu"] * off_gpu.host_ms, np.broadcast_to(off_gpu.waits, shape)
+        seen = np.where(working, np.maximum(np.maximum(first, -dispatch), np.maximum(lead, -dispatch) - rest), -np.inf)
+        return cls(dispatch + np.where(waits, 0.0, busy), np.where(waits, busy, 0.0), waits, work, after, seen)
+
+    def taken(self, runs: npt.NDArray[np.int_]) -> Steps:
+        """The steps of runs whose nodes are given by index, for each host: hosts × runs × nodes."""
+        waits = self.waits[:, runs]
+        if not waits.any():
+            return Steps(self.before_ms[:, runs], NOTHING, waits, self.work_ms[:, runs], self.after_ms[:, runs], NOTHING)
+        return Steps(self.before_ms[:, runs], self.busy_ms[:, runs], waits, self.work_ms[:, runs], self.after_ms[:, runs],
+                     self.seen_ms[:, runs])
+
+    @property
+    def host_ms(self) -> Floats:
+        """The host's work time, without waiting for the GPU and without the time before the first node."""
+        total: Floats = (self.before_ms + self.busy_ms).sum(axis=-1)
+        return total
 
 
 class HostTimes(NamedTuple):
-    """When the host has dispatched each node, and when it goes on to the next: later where it waits for the GPU. In ms from the
-    start of the run."""
+    """When the host has dispatched each node and when it continues (later if it waits for the GPU), ms from the run's start."""
 
     dispatched: Floats
     goes_on: Floats
 
 
-def host_times(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = None) -> HostTimes:
-    """The host's track in a run, given what nodes off the GPU do on the host (None: there are no such nodes).
+def _from_here(work_ms: Floats) -> Floats:
+    """The sum of all work from each node on."""
+    total: Floats = np.cumsum(work_ms[..., ::-1], axis=-1)[..., ::-1]
+    return total
 
-    Where the host waits, the GPU's work on a node begins no earlier than the node's dispatch. `lead_ms` alone may say
-    otherwise: it is fitted to whole runs, and also makes up for what the GPU's times have too much.
-    """
-    dispatch_ms = own_ms(tracks, costs)
-    if off_gpu is None:
-        at = costs.start_ms + np.cumsum(dispatch_ms)
+
+def _host_times(steps: Steps, start_ms: Floats) -> HostTimes:
+    """The host's track of each run, simulated from one node at which a host waits to the next."""
+    waiting = np.flatnonzero(steps.waits.any(axis=tuple(range(steps.waits.ndim - 1))))
+    if not waiting.size:
+        at = start_ms + np.cumsum(steps.before_ms, axis=-1)
         return HostTimes(at, at)
-    launched = np.maximum(tracks.launches, 1.0)
-    firsts = np.maximum(costs.lead_ms - launch_ms(tracks, costs) * (launched - 1.0), -dispatch_ms)
-    leads = np.maximum(costs.lead_ms, -dispatch_ms)
-    work = tracks.gpu_ms + costs.gap_ms * tracks.launches
-    dispatched, goes_on, host, gpu = np.empty(len(dispatch_ms)), np.empty(len(dispatch_ms)), costs.start_ms, -np.inf
-    for place, (takes, busy, first, lead, gives, count, waits) in enumerate(zip(
-            dispatch_ms.tolist(), (costs.off_gpu * off_gpu.host_ms).tolist(), firsts.tolist(), leads.tolist(), work.tolist(),
-            tracks.launches.tolist(), off_gpu.waits.tolist(), strict=True)):
-        host += takes if waits else takes + busy
-        if count > 0:
-            last = gives / max(count, 1.0)
-            gpu = max(max(gpu, host + first) + gives - last, host + lead) + last
-        dispatched[place] = host
-        if waits:
-            host = max(host, gpu) + busy
-        goes_on[place] = host
+    goes_on, dispatched = np.empty_like(steps.before_ms), np.empty_like(steps.before_ms)
+    host, gpu, begin = start_ms[..., 0] + np.zeros_like(goes_on[..., 0]), np.full_like(goes_on[..., 0], -np.inf), 0
+    for stop in (*(waiting + 1).tolist(), goes_on.shape[-1]):
+        if begin == stop:
+            break
+        at = host[..., None] + np.cumsum(steps.before_ms[..., begin:stop], axis=-1)
+        left = _from_here(steps.work_ms[..., begin:stop])
+        dispatched[..., begin:stop] = goes_on[..., begin:stop] = at
+        gpu = np.maximum(gpu + left[..., 0], (at + left + steps.seen_ms[..., begin:stop]).max(axis=-1))
+        host = at[..., -1] if stop - 1 not in waiting else np.where(
+            steps.waits[..., stop - 1], np.maximum(at[..., -1], gpu) + steps.busy_ms[..., stop - 1], at[..., -1])
+        goes_on[..., stop - 1], begin = host, stop
     return HostTimes(dispatched, goes_on)
 
 
+def latencies_ms(steps: Steps, hosts: HostCosts) -> Floats:
+    """The latency of each run, ms. The host dispatches node after node, and the GPU does their work in that order.
+
+    The GPU begins the work of a launch when the host has launched it and the work before it is done. So for every launch the
+    run ends no earlier than this launch plus all work from this one on. The latest of these bounds is the GPU's end. `steps`
+    are runs × nodes with a host for each run, or hosts × runs × nodes.
+    """
+    start, end = (hosts[name] if steps.before_ms.ndim == 2 else hosts[name][..., None] for name in ("start_ms", "end_ms"))
+    if not steps.before_ms.shape[-1]:
+        return np.broadcast_to((start + end)[..., 0], steps.before_ms.shape[:-1])
+    host = _host_times(steps, start)
+    ends = (host.dispatched + _from_here(steps.work_ms) + steps.after_ms).max(axis=-1, initial=0.0)
+    return np.maximum(host.goes_on[..., -1], ends) + end[..., 0]
+
+
+def pipeline_ms(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = None) -> float:
+    """The latency of one run, ms (`latencies_ms`). `off_gpu`: the host's work for CPU nodes and copies, if there are any."""
+    hosts = HostCosts.at(costs)
+    return float(latencies_ms(Steps.of(tracks, hosts, off_gpu), hosts)[0])
+
+
+def host_work_ms(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = None) -> float:
+    """The host's work time in a run, without waiting for the GPU, ms."""
+    return float(costs.start_ms + Steps.of(tracks, HostCosts.at(costs), off_gpu).host_ms[0])
+
+
+def host_times(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = None) -> HostTimes:
+    """The host's track in a run."""
+    hosts = HostCosts.at(costs)
+    times = _host_times(Steps.of(tracks, hosts, off_gpu), hosts["start_ms"])
+    return HostTimes(times.dispatched[0], times.goes_on[0])
+
+
 def dispatched_ms(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = None) -> Floats:
-    """When the host goes on after each node, in ms from the start of the run."""
+    """When the host continues after each node, in ms from the start of the run."""
     return host_times(tracks, costs, off_gpu).goes_on
 
 
+def launch_ms(tracks: Tracks, costs: PipelineCosts) -> Floats:
+    """The host's time for one launch of each node."""
+    return HostCosts.at(costs).launch_ms[0, tracks.kinds]
+
+
 class GpuWork(NamedTuple):
-    """The GPU's work in a run, in order: of each node that gives it some all launches but the last, then the last; all ms.
+    """The GPU's work in a run, in order; all ms. Each node with work has two entries: all launches but the last, and the last.
 
-    The launches of a node take equally long, on the host and on the GPU. So the work of a node ends no earlier than its first
-    launch plus all of its work, and no earlier than its last launch plus the last part, and nothing between is later.
-
-    Attributes:
-        ready_ms: when the GPU can begin it, from the start of the run.
-        work_ms: how long it takes, with the pauses between launches.
+    `ready_ms` is when the GPU can begin it, from the start of the run; `work_ms` includes the pauses between launches.
     """
 
     ready_ms: Floats
@@ -235,109 +338,68 @@ def gpu_work(tracks: Tracks, costs: PipelineCosts, dispatched: Floats) -> GpuWor
     return GpuWork(np.column_stack([first, last]).ravel(), np.column_stack([work - work / launched, work / launched]).ravel())
 
 
-def pipeline_ms(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = None) -> float:
-    """The latency of a run, ms. The host dispatches node after node, and the GPU does their work in that order.
+class _Alike(NamedTuple):
+    """Runs of similar length, padded to the longest: runs × nodes; `places` are their indices among all runs."""
 
-    The GPU begins the work of a launch when the host has launched it and the work before it is done. So for every launch the
-    run ends no earlier than this launch plus all work from this one on; the latest of these ends is the GPU's end.
-
-    Args:
-        tracks: the run's.
-        costs: of the target.
-        off_gpu: what nodes of the CPU provider and copies do on the host; None where the run has no such nodes.
-    """
-    host = host_times(tracks, costs, off_gpu)
-    if not len(host.goes_on):
-        return costs.start_ms + costs.end_ms
-    ready, work = gpu_work(tracks, costs, host.dispatched)
-    ends = ready + np.cumsum(work[::-1])[::-1]  # all work from each launch on
-    return float(max(host.goes_on[-1], ends.max(initial=0.0)) + costs.end_ms)
-
-
-COSTS = tuple(PipelineCosts.model_fields)
-AT_PACE = np.array([name != "gap_ms" for name in COSTS])  # those that a slower host makes longer
+    places: list[int]
+    tracks: Tracks
+    off_gpu: OffGpu | None
+    paces: Floats
 
 
 class Runs:
-    """Runs whose latencies are asked for thousands of times with different costs, as a fit does.
-
-    `pipeline_ms` takes the latest of several ends. Each of them is a sum: every cost as often as it is paid before that end,
-    and work of the GPU. How often is counted once; the ends of all runs are then one product of matrices. Runs with nodes off
-    the GPU, where the host may wait, are simulated one by one.
-    """
+    """Runs whose latencies are computed thousands of times with different costs, as in a fit."""
 
     def __init__(self, runs: Sequence[tuple[Tracks, float, OffGpu | None]]) -> None:
-        """Counts what each run costs.
-
-        Args:
-            runs: the tracks of each, the pace of its host (see `PipelineCosts.at_pace`), and what nodes off the GPU do.
+        """Groups runs of similar length. Each run has tracks, its host's pace (`PipelineCosts.at_pace`), and the host's work
+        off the GPU.
         """
-        self._simulated = [(place, *run) for place, run in enumerate(runs) if run[2] is not None]
-        self._counted = [place for place, run in enumerate(runs) if run[2] is None]
-        ends = [_ends(runs[place][0]) for place in self._counted]
-        self._begins = np.cumsum([0, *(len(work_ms) for _, work_ms in ends)])[:-1]  # the first row of each run: the host's end
-        self._counts = np.concatenate([np.empty((0, len(COSTS))), *(
-            counts * np.where(AT_PACE, runs[place][1], 1.0) for place, (counts, _) in zip(self._counted, ends, strict=True))])
-        self._work_ms = np.concatenate([np.empty(0), *(work_ms for _, work_ms in ends)])
+        self._count, self._alike = len(runs), list[_Alike]()
+        lengths = [len(tracks.kinds) for tracks, *_ in runs]
+        groups: dict[tuple[bool, int], list[int]] = {}
+        for place, length in enumerate(lengths):
+            groups.setdefault((runs[place][2] is not None, round(LENGTHS * math.log2(length + 1))), []).append(place)
+        for (beside, _), places in groups.items():
+            tracks, off = [runs[place][0] for place in places], [runs[place][2] for place in places]
+            self._alike.append(_Alike(
+                places, Tracks(_filled([each.gpu_ms for each in tracks]), _filled([each.launches for each in tracks]),
+                               _filled([each.kinds for each in tracks], NO_NODE)),
+                OffGpu(_filled([each.host_ms for each in off if each]), _filled([each.waits for each in off if each]))
+                if beside else None, np.array([runs[place][1] for place in places])))
 
-    def _all(self, counted: Floats, simulated: Sequence[float]) -> Floats:
-        """Both kinds of runs, in the order in which they were given."""
-        all_runs = np.empty(len(self._counted) + len(self._simulated))
-        all_runs[self._counted] = counted
-        all_runs[[place for place, *_ in self._simulated]] = simulated
-        return all_runs
+    def _each(self, of_runs: Callable[[Steps, HostCosts], Floats], costs: PipelineCosts) -> Floats:
+        """Applies a function to all runs; results in their order."""
+        found = np.empty(self._count)
+        for alike in self._alike:
+            hosts = HostCosts.at(costs, alike.paces)
+            found[alike.places] = of_runs(Steps.of(alike.tracks, hosts, alike.off_gpu), hosts)
+        return found
 
     def latencies_ms(self, costs: PipelineCosts) -> Floats:
-        """The latency of each run, as `pipeline_ms` has it."""
-        ends = self._counts @ _values(costs) + self._work_ms
-        return self._all(np.maximum.reduceat(ends, self._begins) if len(ends) else ends,
-                         [pipeline_ms(tracks, costs.at_pace(pace), off_gpu) for _, tracks, pace, off_gpu in self._simulated])
+        """The latency of each run."""
+        return self._each(latencies_ms, costs)
 
     def hosts_ms(self, costs: PipelineCosts) -> Floats:
         """When the host of each run has dispatched the last node."""
-        values = _values(costs) * (np.array(COSTS) != "end_ms")
-        return self._all(self._counts[self._begins] @ values,
-                         [dispatched_ms(tracks, costs.at_pace(pace), off_gpu)[-1]
-                          for _, tracks, pace, off_gpu in self._simulated])
+        return self._each(lambda steps, hosts: _host_times(steps, hosts["start_ms"]).goes_on[:, -1] if steps.before_ms.size
+                          else hosts["start_ms"][:, 0], costs)
 
 
-def _values(costs: PipelineCosts) -> Floats:
-    return np.array([getattr(costs, name) for name in COSTS])
 
 
-def _ends(tracks: Tracks) -> tuple[Floats, Floats]:
-    """How often each of COSTS is paid, and the GPU's work in ms, up to each end that a run may have: that of its host, then
-    those of all work from each node's last launch on, then from the first launch of those with several."""
-    of_launch = {name: np.isin(tracks.kinds, kinds) for name, kinds in OF_LAUNCH.items()}
-    of_node = {name: np.isin(tracks.kinds, kinds) for name, kinds in OF_NODE.items()} | {
-        name: tracks.launches * paid for name, paid in of_launch.items()}
-    host = np.zeros((len(tracks.kinds) + 1, len(COSTS)))
-    for name, counts in of_node.items():
-        host[1:, COSTS.index(name)] = np.cumsum(counts)
-    host[:, [COSTS.index("start_ms"), COSTS.index("end_ms")]] = 1.0
-    working = tracks.launches > 0
-    launches = tracks.launches[working]
-    launched = np.maximum(launches, 1.0)
-    part = 1.0 - 1.0 / launched  # of a node's work that is before its last launch
 
-    def of_all_from(of_nodes: Floats) -> Floats:
-        return np.cumsum(of_nodes[::-1])[::-1]
-
-    last, gap = host[1:][working], COSTS.index("gap_ms")
-    last[:, COSTS.index("lead_ms")] = 1.0
-    work_ms, gaps = of_all_from(tracks.gpu_ms[working]), of_all_from(launches)
-    several = launched > 1
-    first = last[several]
-    for name, paid in of_launch.items():
-        first[:, COSTS.index(name)] -= (launched[several] - 1.0) * paid[working][several]
-    first[:, gap], last[:, gap] = gaps[several], gaps - part * launches
-    return (np.concatenate([host[-1:], last, first]),
-            np.concatenate([[0.0], work_ms - part * tracks.gpu_ms[working], work_ms[several]]))
+def _filled(rows: Sequence[npt.NDArray[Any]], with_value: int = 0) -> npt.NDArray[Any]:
+    """Stacks rows into one array; pads the short ones."""
+    filled = np.full((len(rows), max(map(len, rows), default=0)), with_value, dtype=rows[0].dtype)
+    for row, values in zip(filled, rows, strict=True):
+        row[:len(values)] = values
+    return filled
 
 
 class NodeSpan(NamedTuple):
     """When the host dispatches a node and when the GPU works on it, in ms from the start of a run. `gpu` is None for a node
-    that gives the GPU no work."""
+    without work for the GPU.
+    """
 
     host: tuple[float, float]
     gpu: tuple[float, float] | None
@@ -346,12 +408,8 @@ class NodeSpan(NamedTuple):
 def timeline(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = None) -> list[NodeSpan]:
     """The two tracks node by node. `pipeline_ms` is the end of the later one (with its last gap) plus costs.end_ms.
 
-    Where the fitted lead is longer than the first dispatch, the GPU's track begins before 0, as in that formula.
-
-    Args:
-        tracks: the run's.
-        costs: of the target.
-        off_gpu: what nodes of the CPU provider and copies do on the host; None where the run has no such nodes.
+    If the fitted lead is longer than the first dispatch, the GPU's track begins before 0, as in that formula. Arguments as for
+    `pipeline_ms`.
     """
     spans, host, gpu = [], costs.start_ms, -np.inf
     times = host_times(tracks, costs, off_gpu)
@@ -370,14 +428,14 @@ def timeline(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = None
 
 
 def chrome_trace(names: Sequence[str], spans: Sequence[NodeSpan]) -> dict[str, Any]:
-    """A timeline in Chrome's trace-event format (see utils/trace_events.py): one track for the host, one for the GPU.
+    """A timeline in Chrome's trace-event format (see records/traces.py): one track for the host, one for the GPU.
 
-    Time 0 is the start of the run, or of the earliest span where that is before it.
+    Time 0 is the start of the run, or of the earliest span if that is before it.
     """
     earliest = min([0.0, *(when[0] for span in spans for when in span if when is not None)])
 
-    def track(place: int) -> list[Span]:
-        return [Span(name, 1000 * (when[0] - earliest), 1000 * (when[1] - when[0]))
+    def track(place: int) -> list[TraceSpan]:
+        return [TraceSpan(name, 1000 * (when[0] - earliest), 1000 * (when[1] - when[0]))
                 for name, span in zip(names, spans, strict=True) if (when := span[place]) is not None]
 
     return document(process_events(1, PREDICTED, {"host": track(0), "GPU": track(1)}))

@@ -1,9 +1,9 @@
-"""Requests to models that are served on one device: they arrive at random, wait, and are run together.
+"""Simulates requests to models that are served on one device: they arrive at random, wait, and are run in batches.
 
-Requests of a model arrive as a Poisson process. One server takes them: whenever it is free, it runs all that wait, up to
-`batch`, first come, first served. A run takes the time of a full one, however many requests are in it. While other models run
-it goes on more slowly, by a factor for each set of them that depends on the host's pace (`Case`). That pace changes meanwhile,
-and a host that was idle takes longer at first (`Host`).
+Requests of a model arrive as a Poisson process. One server per model takes them: whenever it is free, it runs all that wait, up
+to `batch`, first come, first served. A run takes the time of a full batch, however many requests are in it. While other models
+run, it slows down by a factor for each set of them, which depends on the host's pace (`Case`). That pace changes meanwhile, and
+a host that was idle is slower at first (`Host`).
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from hase.graph_model.simulation.pipeline import Floats
 from hase.utils.lazy import scipy
 
 Ints = npt.NDArray[np.int_]
-SURE = 1e-12  # the chance of more requests in a run than are reckoned with
-LONGEST_QUEUE = 2000  # that is reckoned with
-WARMING_UP = 0.25  # of the counted time, before it: queues begin empty
-LONGEST_RUNS = 60  # the counted time holds at least so many of the longest runs
+SURE = 1e-12  # neglected probability of more requests during a run
+LONGEST_QUEUE = 2000  # that is considered
+WARMING_UP = 0.25  # of the counted time, simulated before it since queues begin empty
+LONGEST_RUNS = 60  # the counted time contains at least this many of the longest runs
 MOST_IN_A_ROW = 1200  # requests of one repetition, unless they come within LONGEST_RUNS
-MOST_AT_ONCE = 2e7  # requests of what is simulated side by side: 160 MB
+MOST_AT_ONCE = 2e7  # requests simulated side by side: 160 MB
 LEAST_REPETITIONS = 40
-RARELY = 0.003  # the least share of the time for which a model is busy; what the others take hardly depends on it
+RARELY = 0.003  # minimum busy share of a model; the results of the others hardly depend on it
 LATE_RUNS = 20  # after the counted time, for requests that still wait
 LEAST_SLOWDOWN = 0.1
-SLOWER_RANGE = (-1.0, 1.5)  # for which slowdowns are taken to change evenly with the logarithm of the pace; SLOWER is 1
+SLOWER_RANGE = (-1.0, 1.5)  # range in which slowdowns are linear in the logarithm of the pace; SLOWER is 1
 ROUNDING = 1e-12  # of times
 PERCENTILES = np.arange(101)
-PACES = (0.6, 0.8, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0, 4.0)  # of the host, relative to usual, at which a run's time is given
-SLOWER = 1.4  # one of PACES: how much longer a run takes there shows how far the host is the slower track
+PACES = (0.6, 0.8, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0, 4.0)  # paces of the host, relative to usual, at which run times are given
+SLOWER = 1.4  # one of PACES: the slowdown there shows how much the host is the slower track
 
 
 class Host(NamedTuple):
@@ -41,11 +41,11 @@ class Host(NamedTuple):
 
     Attributes:
         paces: equally likely ones, relative to the usual pace; all processes on the host have the same.
-        lasts_ms: for how long one lasts, on average.
-        idle_ms, slower: how many times as long the host takes for a run (`slower`) that begins after the model's process was
-            idle for so long (`idle_ms`, ascending); between these, on a line over the logarithm of the time.
-        stalls_per_s: how often the host does nothing for a while, as a virtual machine does that has to wait for its cores.
-        stalls_ms: how long, equally likely; empty where it never does.
+        lasts_ms: the mean duration of a pace.
+        idle_ms, slower: factors on the host's time (`slower`) for a run that begins after the model's process was idle for
+            `idle_ms` (ascending); interpolated linearly over the logarithm of the time.
+        stalls_per_s: how often the host stalls, as a virtual machine does that waits for its cores.
+        stalls_ms: equally likely durations; empty if it never stalls.
     """
 
     paces: Floats
@@ -60,15 +60,16 @@ STEADY = Host(np.ones(1), math.inf, np.ones(1), np.ones(1))
 
 
 class Case(NamedTuple):
-    """Some models that are served on one device in one way.
+    """Models that are served on one device in one way.
 
     Attributes:
-        rates_per_s: of the requests, one each model.
-        batches: the most requests in a run, one each model.
-        runs_ms: how long a run takes alone, for each model: at each of PACES, or one value where the host does not matter.
-        slowdowns: models × sets × 2 × samples: how many times as long a run of a model takes while those of a set (`set_of`)
-            run again and again, itself not counted: at the usual pace of the host, and at SLOWER, where more of a wait for the
-            GPU is hidden. Each run has one of the samples, which are equally likely.
+        rates_per_s: request rate of each model.
+        batches: maximum requests in a run of each model.
+        runs_ms: the time of a run alone, for each model: at each of PACES, or one value if the host does not matter.
+        slowdowns: models × sets × 2 × samples: factors on the time of a model's run while the models of a set (`set_of`, itself
+            not counted)
+            run in loops: at the usual pace of the host, and at SLOWER, where more of a wait for the GPU is hidden. Each run
+                uses one of the equally likely samples.
     """
 
     rates_per_s: Sequence[float]
@@ -78,20 +79,20 @@ class Case(NamedTuple):
 
 
 def set_of(models: Iterable[int]) -> int:
-    """The number of a set of models, which are given by their places: each is a bit of it."""
+    """The number of a set of models: a bit for the index of each."""
     return sum(1 << place for place in models)
 
 
 class Served(NamedTuple):
-    """How requests to one model fare.
+    """The simulated service of one model's requests.
 
     Attributes:
-        mean_ms: from arrival to answer; infinite where more requests come than can be served.
-        percentiles_ms: the latency that p % of the requests do not exceed, for each whole p from 0 to 100; infinite where fewer
+        mean_ms: mean latency, from arrival to answer; infinite if more requests come than can be served.
+        percentiles_ms: the latency that p % of the requests do not exceed, for each whole p from 0 to 100; infinite if fewer
             are answered.
-        run_ms: a run beside the others, on average.
-        busy: the share of the time in which a run goes on.
-        offered: how many requests come for each that full runs, as long as `run_ms`, could take; a ratio.
+        run_ms: mean time of a run beside the others.
+        busy: the share of the time in which a run is in progress.
+        offered: requests divided by the capacity of full runs of `run_ms`, a ratio.
     """
 
     mean_ms: float
@@ -113,18 +114,13 @@ class Served(NamedTuple):
 
 def served(cases: Sequence[Case], generator: np.random.Generator, requests: int = 20_000, repetitions: int = 400,
            host: Host = STEADY) -> list[list[Served]]:
-    """Simulates requests in each case. All cases have the same number of models, and get the same arrivals, so that they
-    compare.
+    """Simulates requests in each case; returns the models of each. All cases have the same number of models and slowdown
+    samples and the same arrivals, so they can be compared.
 
     Args:
-        cases: what is simulated; all have as many samples of slowdowns.
-        generator: draws arrivals and runs.
-        requests: that are counted of the model with the fewest, about; fewer where the others get very many more.
-        repetitions: that are simulated independently, side by side; fewer where runs are long and requests many.
+        requests: about the number counted for the model with the fewest; fewer if the others get very many more.
+        repetitions: independent simulations, side by side; fewer if runs are long and requests many.
         host: of all cases.
-
-    Returns:
-        for each case, its models.
     """
     slowest = float(host.paces.max() * host.slower.max())
     longest_ms = max(float(np.interp(slowest, PACES, np.broadcast_to(run_ms, len(PACES))))
@@ -138,7 +134,7 @@ def served(cases: Sequence[Case], generator: np.random.Generator, requests: int 
     repetitions = max(min(repetitions, int(MOST_AT_ONCE / (most * last_ms))), min(LEAST_REPETITIONS, repetitions))
     arrivals = []  # of each model, in mean gaps: repetitions × requests
     for expected in rates.max(axis=0) * last_ms:
-        arriving = int(expected + 8.0 * math.sqrt(expected) + 8.0)  # more never come
+        arriving = int(expected + 8.0 * math.sqrt(expected) + 8.0)  # upper bound of their number
         arrivals.append(np.cumsum(generator.exponential(1.0, (repetitions, arriving)), axis=1))
     at_once = max(int(MOST_AT_ONCE / sum(of_model.size for of_model in arrivals)), 1)
     results = []
@@ -152,8 +148,9 @@ def served(cases: Sequence[Case], generator: np.random.Generator, requests: int 
 
 
 def _rates(case: Case) -> Floats:
-    """The rates in requests per ms. Those of a model that is hardly ever busy are raised to where it is for a share RARELY, so
-    that some of its requests are seen."""
+    """The rates in requests per ms. Those of a model that is hardly ever busy are raised until it is busy for a share RARELY,
+    so that some of its requests are simulated.
+    """
     return np.maximum(np.array(case.rates_per_s) / 1e3, [RARELY / float(np.median(run_ms)) for run_ms in case.runs_ms])
 
 
@@ -164,14 +161,14 @@ class _Simulated:
         self.cases, self.repetitions, self.generator, self.host = cases, len(units[0]), generator, host
         rows, models = len(cases) * self.repetitions, len(units)
         self.case_of = np.repeat(np.arange(len(cases)), self.repetitions)
-        self.arrivals = []  # rows × requests; the last ones never come
+        self.arrivals = []  # rows × requests; the last is at infinity
         for unit, rates in zip(units, np.array([_rates(case) for case in cases]).T, strict=True):
             of_rows = (unit / rates[:, None, None]).reshape(rows, -1)
             of_rows = np.append(of_rows, np.full((rows, max(max(case.batches) for case in cases)), np.inf), axis=1)
             self.arrivals.append(of_rows)
         self.batches = np.array([case.batches for case in cases])[self.case_of]
         self.slowdowns = np.array([case.slowdowns for case in cases])  # cases × models × sets × 2 × samples
-        self.sample = np.zeros((rows, models), dtype=int)  # of the run that goes on
+        self.sample = np.zeros((rows, models), dtype=int)  # slowdown sample of the current run
         self.models, self.bits = np.arange(models), 1 << np.arange(models)
         self.runs_ms = np.array([[np.broadcast_to(run_ms, len(PACES)) for run_ms in case.runs_ms] for case in cases])
         usual, slower = (self.runs_ms[..., PACES.index(pace)] for pace in (1.0, SLOWER))
@@ -179,17 +176,17 @@ class _Simulated:
         self.host_share = np.clip((slower / usual - 1.0) / (SLOWER - 1.0), 0.0, 1.0)
         self.now, self.idle_since = np.zeros(rows), np.full((rows, models), -np.inf)
         self.pace, self.pace_ends = np.zeros(rows), np.zeros(rows)
-        self.towards_slower = np.zeros((rows, models))  # how far the pace of the run that goes on is from usual: SLOWER is 1
+        self.towards_slower = np.zeros((rows, models))  # how far the pace of the current run is from usual: SLOWER is 1
         self.busy = np.zeros((rows, models), dtype=bool)
-        self.left = np.full((rows, models), np.inf)  # of the run that goes on, as if it were alone
-        self.next = np.stack([arrivals[:, 0] for arrivals in self.arrivals], axis=1)  # the first that has not begun
+        self.left = np.full((rows, models), np.inf)  # remaining time of the current run, as if alone
+        self.next = np.stack([arrivals[:, 0] for arrivals in self.arrivals], axis=1)  # the first waiting or future request
         self.first, self.count = np.zeros((rows, models), dtype=int), np.zeros((rows, models), dtype=int)
         self.began = np.zeros((rows, models))
         self.log: list[list[tuple[Ints, Ints, Ints, Floats, Floats]]] = [[] for _ in range(models)]
 
     def step(self, last_ms: float) -> bool:
-        """Goes to the next event of each row, if it comes until `last_ms`: the end of a run, or a request for a model that is
-        free. False where there is none left."""
+        """Advances rows to their next event up to `last_ms` (end of a run, request for a free model); False if there is none.
+        """
         running = self.busy.copy()
         at_paces = self.slowdowns[self.case_of[:, None], self.models, (running @ self.bits)[:, None], :, self.sample]
         usual, slower = at_paces[..., 0], at_paces[..., 1]
@@ -214,7 +211,7 @@ class _Simulated:
         return True
 
     def _end(self, model: int, rows: Ints) -> None:
-        """The run of a model ends."""
+        """Ends the run of a model."""
         first, count = self.first[rows, model], self.count[rows, model]
         self.log[model].append((rows, first, count, self.began[rows, model], self.now[rows]))
         self.first[rows, model] += count
@@ -222,7 +219,7 @@ class _Simulated:
         self.next[rows, model] = self.arrivals[model][rows, self.first[rows, model]]
 
     def _begin(self, model: int, rows: Ints, until: Floats) -> None:
-        """A run of a model begins, with all requests that wait."""
+        """Begins a run of a model, with all requests that wait."""
         first, most = self.first[rows, model], self.batches[rows, model]
         places = np.arange(int(most.max()))
         come = self.arrivals[model][rows[:, None], first[:, None] + places] <= until[:, None]
@@ -232,7 +229,7 @@ class _Simulated:
         self.busy[rows, model], self.began[rows, model] = True, self.now[rows]
 
     def _alone_ms(self, model: int, rows: Ints) -> Floats:
-        """How long a run of a model that begins now takes alone, at the pace that the host has."""
+        """The time alone of a run that begins now, at the host's current pace."""
         now, host = self.now[rows], self.host
         changed = rows[self.pace_ends[rows] <= now]
         self.pace[changed] = self.generator.choice(host.paces, changed.size)
@@ -249,8 +246,7 @@ class _Simulated:
         return run_ms + self._stalls_ms(run_ms * self.host_share[cases, model], self.idle_since[rows, model] < now)
 
     def _stalls_ms(self, host_ms: Floats, was_idle: npt.NDArray[np.bool_]) -> Floats:
-        """How much longer runs take by a stall that begins while the host holds them up, or, where the process was idle, went
-        on when they should have begun."""
+        """Delays by stalls that begin while a run depends on the host, or that an idle process meets at the start of a run."""
         per_ms, lengths_ms, draw, size = self.host.stalls_per_s / 1e3, self.host.stalls_ms, self.generator, host_ms.size
         begins = draw.random(size) < -np.expm1(-per_ms * host_ms)
         goes_on = was_idle & (draw.random(size) < per_ms * lengths_ms.mean())
@@ -258,7 +254,7 @@ class _Simulated:
                 + np.where(goes_on, draw.random(size) * draw.choice(lengths_ms, size), 0.0))
 
     def result(self, model: int, begin_ms: float, end_ms: float) -> list[Served]:
-        """What became of the requests of a model that came between two times, for each case."""
+        """The results of a model for requests that came between two times, for each case."""
         rows, firsts, counts, begins, ends = (np.concatenate(part) for part in zip(*self.log[model], strict=True))
         of_run = np.repeat(np.arange(rows.size), counts)
         places = firsts[of_run] + np.arange(of_run.size) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -275,7 +271,7 @@ class _Simulated:
             answered = np.sort(latencies[cases == number])
             places = np.ceil(PERCENTILES / 100.0 * asked).astype(int) - 1
             offered = case.rates_per_s[model] * run_ms / 1e3 / case.batches[model]
-            late_ms = np.inf if offered >= 1.0 else answered[-1]  # of the few that waited longer than was simulated
+            late_ms = np.inf if offered >= 1.0 else answered[-1]  # of the few that were not answered in the simulated time
             known = np.append(answered, np.full(asked - answered.size, late_ms))
             results.append(Served(
                 mean_ms=float(known.mean()), percentiles_ms=tuple(known[np.maximum(places, 0)].tolist()), run_ms=run_ms,
@@ -285,11 +281,11 @@ class _Simulated:
 
 
 def busy_share(rate_per_s: float, run_ms: float, batch: int) -> float:
-    """The share of the time (a ratio) in which a server runs, if every run takes the same time.
+    """The busy share of a server (a ratio), if every run takes the same time.
 
-    By the Markov chain of what waits when a run ends (Bailey 1954, "On queueing processes with bulk service", with servers that
-    don't wait for a full batch): with none, the server is idle for 1/rate on average, and then runs one. 1 where more requests
-    come than it can serve.
+    By the Markov chain of the queue length when a run ends (Bailey 1954, "On queueing processes with bulk service", with
+    servers that don't wait for a full batch): with no request waiting, the server is idle for 1/rate on average, and then runs
+    one. 1 if more requests come than it can serve.
     """
     offered = rate_per_s * run_ms / 1e3  # requests that arrive in a run
     if offered >= batch:
@@ -299,7 +295,7 @@ def busy_share(rate_per_s: float, run_ms: float, batch: int) -> float:
     room = 1.0 - offered / batch
     states = min(LONGEST_QUEUE, int(batch + scipy.stats.poisson.isf(SURE, offered) + 30.0 / room))
     arriving = scipy.stats.poisson.pmf(np.arange(states), offered)
-    balance = -np.eye(states)  # of the states, by the rates into and out of each
+    balance = -np.eye(states)  # balance equations of the states
     for waiting in range(states):
         left = max(waiting - batch, 0)
         balance[left:, waiting] += arriving[:states - left]

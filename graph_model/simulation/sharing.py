@@ -1,29 +1,47 @@
-"""Simulates runs of a model while another process takes turns on the same GPU."""
+"""Simulates runs of a model while other processes use the same GPU.
+
+They run in time slices (`shared_runs_ms`), or at the same time, through MPS (`mps_runs_ms`).
+
+Through MPS, a kernel is cut into blocks. The GPU starts the blocks of all processes in the order in which their kernels were
+queued, each as soon as there is room. So a kernel that is queued behind one with more blocks than fit waits until those have
+started, and one that leaves room delays nobody. Blocks that run at the same time share the memory's bandwidth. The blocks of a
+process with a share of the threads take no more room than that share.
+
+Simulating each block would be too slow, so blocks that start at the same time are one event. The limits of the simulation, and
+how the rules were found: docs/sharing.md.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import heapq
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from hase.graph_model.simulation.pipeline import Floats, PipelineCosts, Tracks, dispatched_ms, gpu_work, pipeline_ms
+from hase.graph_model.simulation.pipeline import Floats, PipelineCosts, Tracks, dispatched_ms, gpu_work, launch_ms, pipeline_ms
+from hase.utils.config import Frozen
 
-MOST_STAGES = 48  # of a simulated run on a shared GPU: twice as many change its mean by less than 1 % and take twice as long
-SHARED_RUNS = (200, 10)  # callers, and runs of each: with fewer callers the 95th percentile is left to chance
-LOOPED_RUNS = 30  # of a model in a loop: its turns repeat by then
+MOST_STAGES = 48  # per simulated run; twice as many change its mean by less than 1 % and take twice as long
+SHARED_RUNS = (200, 10)  # callers, and runs of each; with fewer callers the 95th percentile is noise
+LOOPED_RUNS = 30  # of a model in a loop; its turns repeat by then
 BETWEEN_RUNS_MS = 0.02  # a caller's time between the end of a run and the start of the next
 TINY_MS = 1e-6
-DRAWN_AT_ONCE = 64  # waits of every caller: drawing them one by one takes a third of a simulation
+DRAWN_AT_ONCE = 64  # waits per caller; drawing them one by one would take a third of a simulation
+FULL = 0.9  # a wider kernel counts as filling the GPU
+NARROWEST = 0.05  # minimum share of the GPU of a kernel
+MPS_RUNS = 40
+FIRST_RUNS = 2  # dropped, since the processes are not yet in step
+ROOM = 1e-9  # less counts as none
 
 
 class CoRunner(NamedTuple):
-    """Another process on a GPU that processes share in time slices, as a model's process experiences it.
+    """Another process on a GPU in time slices, as a model's process experiences it.
 
     Attributes:
-        busy_ms, quiet_ms: how long it has work, and then none, in turn; where quiet_ms is 0 it never pauses.
-        waits_ms: a sample of how long one waits for the GPU while it is busy; empty: one never waits.
+        busy_ms, quiet_ms: alternating phases with work and without; it never pauses if quiet_ms is 0.
+        waits_ms: a sample of waits for the GPU while it is busy; empty: none.
     """
 
     busy_ms: float
@@ -37,15 +55,15 @@ class CoRunner(NamedTuple):
 
     @property
     def busy_share(self) -> float:
-        """The share of the time in which it is busy; a ratio."""
+        """The share of the time in which it is busy, a ratio."""
         return self.busy_ms / self.cycle_ms
 
 
 class _Stages(NamedTuple):
-    """What a run queues on the GPU, by node or by group of nodes.
+    """The work that a run queues on the GPU, by node or by group of nodes.
 
     Attributes:
-        ready_ms: the earliest start of each one's work, from the start of the run.
+        ready_ms: the earliest start of each, from the start of the run.
         work_ms: the GPU's time for it.
         dispatched_ms: when the host has dispatched everything.
     """
@@ -61,16 +79,17 @@ class _Stages(NamedTuple):
 
 
 def _queued(tracks: Tracks, costs: PipelineCosts) -> _Stages:
-    """The work of each launch, or of several of one node, as a stage of its own."""
+    """A stage for each launch, or for several of one node."""
     at = dispatched_ms(tracks, costs)
     ready, work = gpu_work(tracks, costs, at)
-    # no launch comes before its run, whatever lead was fitted
+    # no launch comes before its run, whatever the fitted lead
     return _Stages(np.maximum(ready, 0.0), work, float(at[-1]) if len(at) else costs.start_ms)
 
 
 def _stages(tracks: Tracks, costs: PipelineCosts) -> _Stages:
     """The launches in at most MOST_STAGES groups of neighbours. A group begins so late that its work never waits for a
-    dispatch: the GPU's pauses within the group are moved to before it."""
+    dispatch: pauses of the GPU within the group are moved before it.
+    """
     ready, work, dispatched = _queued(tracks, costs)
     done = np.cumsum(work)
     slack = ready - (done - work)  # the latest start of all work with which no node waits for its dispatch
@@ -81,23 +100,19 @@ def _stages(tracks: Tracks, costs: PipelineCosts) -> _Stages:
 
 def shared_runs_ms(tracks: Tracks, costs: PipelineCosts, slice_ms: float, co_runner: CoRunner,
                    generator: np.random.Generator, shape: tuple[int, int] = SHARED_RUNS) -> Floats:
-    """Latencies (ms) of runs one after another on a GPU that another process uses too, in time slices.
+    """Latencies (ms) of consecutive runs on a GPU that another process also uses, in time slices.
 
-    The two never run at the same time. The other process gets the GPU while this run has no work for it, and after this run
-    has had it for `slice_ms`; it then keeps it for one of its waits. The host goes on dispatching meanwhile, so part of a
-    wait is hidden where the host is the slower track. The rules were learned on an H200 (training/fit_sharing.py).
+    The two never run at the same time. The other process gets the GPU while this run has no work for it, and after this run has
+    had it for `slice_ms`; it then keeps it for one of its waits. The host goes on dispatching meanwhile, so part of a wait is
+    hidden if the host is the slower track. The rules were learned on an H200 (training/fit_sharing.py).
 
-    Without a co-runner a run takes as long as `pipeline_ms` says. The fitted lead may let the GPU begin before the run, as no
-    simulated launch can; what it thereby saves an idle run is subtracted from every run.
+    Without a co-runner a run takes `pipeline_ms`. There, a fitted lead can let the GPU begin before the run, which no simulated
+    launch can; the time that this saves an idle run is subtracted from every run.
 
     Args:
-        tracks: the run's.
-        costs: of the target.
-        slice_ms: how long a process keeps the GPU before another has its turn.
-        co_runner: what else runs.
-        generator: draws the waits, and the phase in which the other process is at the start.
+        generator: draws the waits, and the other process's phase at the start.
         shape: number of callers, which are simulated independently, and number of runs of each. The first run of each is
-            dropped: it only brings the two processes into step.
+            dropped, since the two processes are not yet in step.
 
     Returns:
         latencies, shape (runs − 1, callers).
@@ -113,7 +128,7 @@ def shared_runs_ms(tracks: Tracks, costs: PipelineCosts, slice_ms: float, co_run
             wait = met.wait()
             start = np.maximum(free, begin + ready)
             idle = start > free
-            if np.count_nonzero(idle):  # seldom where the GPU is the slower track
+            if np.count_nonzero(idle):  # rare if the GPU is the slower track
                 gap = start - free
                 lost = idle & met.busy(start)
                 start = start + np.where(lost, wait - np.mod(gap, np.maximum(wait, TINY_MS)), 0.0)
@@ -126,8 +141,7 @@ def shared_runs_ms(tracks: Tracks, costs: PipelineCosts, slice_ms: float, co_run
 
 
 class _OtherMet(NamedTuple):
-    """The other process as many callers meet it: for each of them it is at another point (ms) of its phases at the start, and
-    `waits` has a wait (ms) of each for every turn."""
+    """The other process as each caller meets it, at its own point (ms) of the phases; `waits` yields waits for all callers."""
 
     co_runner: CoRunner
     begins_ms: Floats
@@ -140,26 +154,22 @@ class _OtherMet(NamedTuple):
         return (self.begins_ms + when) % self.co_runner.cycle_ms < self.co_runner.busy_ms
 
     def wait(self) -> Floats:
-        """One wait (ms) for each caller, drawn at random."""
+        """One random wait (ms) for each caller."""
         return next(self.waits)
 
 
 def _waits(co_runner: CoRunner, generator: np.random.Generator, callers: int) -> Iterator[Floats]:
-    """Waits (ms) for each caller, drawn at random, without end."""
+    """Endless random waits (ms) for each caller."""
     waits = co_runner.waits_ms if len(co_runner.waits_ms) else np.zeros(1)
-    while True:  # as `choice` draws them, in half the time
+    while True:  # same numbers as `choice`, in half the time
         yield from waits[generator.integers(0, len(waits), (DRAWN_AT_ONCE, callers))]
 
 
 def _worked(work: float, start: Floats, used: Floats, slice_ms: float, met: _OtherMet) -> tuple[Floats, Floats]:
-    """When the GPU has done `work` (ms) for each caller, and how much of the caller's slice is used up by then.
+    """When the GPU has done some work for each caller, and how much of the caller's slice is used by then.
 
-    Args:
-        work: the GPU's time for it.
-        start: when it begins, of each caller.
-        used: how much of the slice was used before.
-        slice_ms: after which the other process has its turn, if it has work.
-        met: the other process.
+    `work` (ms) begins at `start`; `used` of the slice was used before. After `slice_ms` it is the other process's turn, if it
+    has work.
     """
     now, left, used_after = start, np.asarray(work), used + work
     while np.count_nonzero(over := used_after > slice_ms):
@@ -172,25 +182,16 @@ def _worked(work: float, start: Floats, used: Floats, slice_ms: float, met: _Oth
 
 
 def gpu_work_ms(tracks: Tracks, costs: PipelineCosts) -> float:
-    """The GPU's time for a run with these tracks and costs, with the pauses between launches, ms."""
+    """The GPU's time for a run, with the pauses between launches, ms."""
     return float(_queued(tracks, costs).work_ms.sum())
 
 
 def turns_ms(tracks: Tracks, costs: PipelineCosts, longest_ms: float, away_ms: float, runs: int = LOOPED_RUNS) -> Floats:
-    """The turns on the GPU (ms) of a model that runs in a loop, while another process has the GPU in between.
+    """The turns on the GPU (ms) of a model in a loop while another process also uses it; empty if it gives the GPU no work.
 
-    A turn ends when everything that was dispatched is done, as at the end of each run, or after `longest_ms`. The host goes on
-    dispatching during the other process's turn, so the next turn is longer.
-
-    Args:
-        tracks: the run's.
-        costs: of the target.
-        longest_ms: the longest turn; positive.
-        away_ms: the other process's turn, with the time for switching.
-        runs: number of runs that are simulated after a first one, which only brings the two processes into step.
-
-    Returns:
-        the turns, in order; empty for a model that gives the GPU no work.
+    A turn ends when all dispatched work is done, as at the end of each run, or after `longest_ms` (positive). The host goes on
+    dispatching during the other process's turn of `away_ms` (with the time for switching), so the next turn is longer. A first
+    run, in which the processes are not yet in step, is simulated before `runs` others.
     """
     ready, work, dispatched_all = _queued(tracks, costs)
     turns: list[float] = []
@@ -212,3 +213,176 @@ def turns_ms(tracks: Tracks, costs: PipelineCosts, longest_ms: float, away_ms: f
         if run == 0:
             turns.clear()
     return np.array(turns)
+
+
+class Grids(NamedTuple):
+    """How the kernels of a run's nodes use the GPU; one entry of each array per node.
+
+    Attributes:
+        width: the share of the GPU's threads that they can use at the same time, 0–1; 1 for kernels with more blocks than fit.
+        bandwidth: the share of the memory's bandwidth that they use while nothing else runs, 0–1.
+    """
+
+    width: Floats
+    bandwidth: Floats
+
+
+class MpsRules(Frozen):
+    """How kernels of several processes run at the same time; fitted (learned/sharing.py).
+
+    Attributes:
+        wave_ms: approximate time of the blocks of a kernel that fills the GPU; its time divided by this is its number of waves.
+        last_wave: the share of the GPU that the last wave fills.
+        slowdown: a block's relative slowdown beside blocks that use the whole bandwidth.
+        bandwidth_slowdown: an additional slowdown, times the share of the bandwidth that the block itself uses.
+        switch_ms: the GPU's pause before each launch while other processes use it.
+        share_slowdown: the effect of a share of the threads that is smaller than a kernel's width; 1: in full, so that half of
+            the width doubles its time.
+    """
+
+    wave_ms: float
+    last_wave: float
+    slowdown: float
+    bandwidth_slowdown: float
+    switch_ms: float
+    share_slowdown: float
+
+
+class MpsProcess(NamedTuple):
+    """A process that runs a model in a loop without a pause. `share`: of the GPU's threads that it may use, 0–1."""
+
+    tracks: Tracks
+    costs: PipelineCosts
+    grids: Grids
+    share: float = 1.0
+
+
+def times_at_share(gpu_ms: Floats, width: Floats, share: float, rules: MpsRules) -> Floats:
+    """The GPU's time of kernels (ms) whose process may use a share of the threads."""
+    return gpu_ms * (1.0 + rules.share_slowdown * (np.maximum(1.0, width / share) - 1.0))
+
+
+def with_share(tracks: Tracks, grids: Grids, share: float, rules: MpsRules) -> Tracks:
+    """The tracks of a process that may use a share of the threads and has the GPU to itself."""
+    return tracks._replace(gpu_ms=times_at_share(tracks.gpu_ms, grids.width, share, rules))
+
+
+class _Launches(NamedTuple):
+    """The launches of a run in order, as lists.
+
+    Attributes:
+        ready_ms: the earliest start, from the start of the run.
+        room: of all blocks together; 1 is the whole GPU.
+        block_ms: how long each block takes.
+        bandwidth: as in `Grids`.
+        dispatched_ms: when the host has dispatched everything.
+    """
+
+    ready_ms: list[float]
+    room: list[float]
+    block_ms: list[float]
+    bandwidth: list[float]
+    dispatched_ms: float
+
+
+def _launches(process: MpsProcess, rules: MpsRules) -> _Launches:
+    tracks, costs, grids, share = process
+    at = dispatched_ms(tracks, costs)
+    working = np.flatnonzero(tracks.launches > 0)
+    counts = np.maximum(1, np.round(tracks.launches[working]).astype(int))
+    nodes = np.repeat(working, counts)
+    before_last = np.concatenate([np.arange(count)[::-1] for count in counts]) if len(counts) else np.zeros(0)
+    ready = np.maximum(at[nodes] + costs.lead_ms - launch_ms(tracks, costs)[nodes] * before_last, 0.0)
+    alone = tracks.gpu_ms[nodes] / np.repeat(counts, counts)
+    width = np.clip(grids.width[nodes], NARROWEST, 1.0)
+    room = np.where(width > FULL, np.maximum(1.0, np.round(alone / rules.wave_ms)) - 1.0 + rules.last_wave, width)
+    waves = np.ceil(room / share - ROOM)
+    block = times_at_share(alone, width, share, rules) / waves
+    return _Launches(ready.tolist(), room.tolist(), block.tolist(), grids.bandwidth[nodes].tolist(),
+                     float(at[-1]) if len(at) else costs.start_ms)
+
+
+class _Process:
+    """A simulated process: its current launch, and what is left of it."""
+
+    def __init__(self, process: MpsProcess, rules: MpsRules, alone: bool) -> None:
+        self.launches, self.share = _launches(process, rules), process.share
+        self.end_ms = process.costs.end_ms
+        self.gap_ms = process.costs.gap_ms + (0.0 if alone else rules.switch_ms)
+        self.place, self.begin, self.latencies = 0, 0.0, list[float]()
+        self.waiting = 0.0  # room needed by blocks that have not started
+        self.running = 0.0  # room of running blocks
+        self.bandwidth = 0.0  # bandwidth that they ask for, as a share of the memory's
+
+    def run(self, room: float) -> float:
+        """Changes the room of running blocks by `room`; returns the change in the bandwidth that they ask for.
+
+        That is all of the kernel's bandwidth, or less if fewer blocks run than would fit.
+        """
+        before, self.running = self.bandwidth, self.running + room
+        if self.running < ROOM:
+            self.running = self.bandwidth = 0.0
+        else:
+            whole = min(1.0, self.launches.room[self.place])
+            self.bandwidth = self.launches.bandwidth[self.place] * min(1.0, self.running / whole)
+        return self.bandwidth - before
+
+    def ended(self, now: float) -> None:
+        """Goes on to the next launch, which may be in the next run."""
+        self.place += 1
+        if self.place == len(self.launches.room):
+            end = max(now, self.begin + self.launches.dispatched_ms) + self.end_ms
+            self.latencies.append(end - self.begin)
+            self.begin, self.place = end + BETWEEN_RUNS_MS, 0
+
+    @property
+    def ready(self) -> float:
+        """When the host has launched the next one."""
+        return self.begin + self.launches.ready_ms[self.place]
+
+
+def mps_runs_ms(model: MpsProcess, co_runners: Sequence[MpsProcess], rules: MpsRules, generator: np.random.Generator,
+                runs: int = MPS_RUNS) -> Floats:
+    """Latencies (ms) of `runs` consecutive runs while other processes run their models through MPS.
+
+    The model has work for the GPU; co-runners without are left out. FIRST_RUNS more runs come before, and are dropped.
+    `generator` draws when the others begin.
+    """
+    others = [process for process in co_runners if np.any(process.tracks.launches > 0)]
+    processes = [_Process(process, rules, not others) for process in (model, *others)]
+    events: list[tuple[float, int, int, float]] = []  # time, a unique number, the process, released room
+    count = 0
+    for number, process in enumerate(processes):
+        process.begin = generator.uniform(0.0, 1.0) if number else 0.0
+        heapq.heappush(events, (process.ready, count, number, 0.0))
+        count += 1
+    free, asked = 1.0, 0.0  # room, and bandwidth
+    queue: list[_Process] = []
+    number_of = {id(process): number for number, process in enumerate(processes)}
+    while len(processes[0].latencies) < runs + FIRST_RUNS:
+        now, _, number, room = heapq.heappop(events)
+        process = processes[number]
+        if not room:  # a launch is queued
+            process.waiting = process.launches.room[process.place]
+            queue.append(process)
+        else:
+            free, asked = free + room, asked + process.run(-room)
+            if not process.running and not process.waiting:
+                process.ended(now)
+                heapq.heappush(events, (max(now + process.gap_ms, process.ready), count, number, 0.0))
+                count += 1
+        for queued in list(queue):  # in order; one that has used up its share lets the next pass
+            started = min(free, queued.waiting, queued.share - queued.running)
+            if started < ROOM:
+                if free < ROOM:
+                    break
+                continue
+            place, launches, others_bandwidth = queued.place, queued.launches, min(1.0, asked - queued.bandwidth)
+            longer = 1.0 + others_bandwidth * (rules.slowdown + rules.bandwidth_slowdown * launches.bandwidth[place])
+            heapq.heappush(events, (now + launches.block_ms[place] * longer, count, number_of[id(queued)], started))
+            count += 1
+            free, asked, queued.waiting = free - started, asked + queued.run(started), queued.waiting - started
+            if queued.waiting < ROOM:
+                queued.waiting = 0.0
+                queue.remove(queued)
+    return np.array(processes[0].latencies[FIRST_RUNS:])

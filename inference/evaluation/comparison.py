@@ -1,25 +1,26 @@
-"""Compares predicted and measured latencies, for one model and for many, and makes the tables."""
+"""Compares predicted and measured latencies, of one model and of many, as records and as tables."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field
 
-from hase.inference.evaluation.evaluated_models import EvaluatedModel
-from hase.inference.sharing.co_runner import LoadSource
-from hase.utils import cli
-from hase.utils.frozen import Frozen
+from hase.inference.evaluation.models import EvaluatedModel
+from hase.inference.prediction.under_load import LoadSource
+from hase.utils.config import Frozen
+from hase.utils.text import names_by_warning
 from hase.utils.timing import ErrorStatistics, error_statistics, summarize
 
 EVALUATION_VERSION = 1
+EvaluationSource = Literal["measured", "recorded", "listed"]
 
 
 def _if_known() -> Any:
-    """A field that files leave out where it is None."""
+    """A field that files omit if it is None."""
     return Field(None, exclude_if=lambda value: value is None)
 
 
@@ -28,8 +29,9 @@ class Comparison(Frozen):
 
     Attributes:
         model: the record's name, with the sizes of dynamic dimensions.
-        level: share of the time for which the stressor was busy; 0 is idle.
-        background: the stressor's work, by its name in the dataset or config; "" is idle.
+        kind: kind of model, in a list of models.
+        level: busy share of the stressor; 0 is idle.
+        background: name of the stressor's work in the dataset or config; "" is idle.
         load: the metrics that the prediction used, by DCGM field name.
         told_by: source of the load; None for an idle device, or for a prediction without distribution.
         held_out: its group is in no fit.
@@ -38,7 +40,7 @@ class Comparison(Frozen):
         measured_ms: the median of the samples; under load their mean.
         error, strict_error: predicted / measured − 1, ratios.
         spread: interquartile range over the median of the samples, a ratio.
-        p50_error, p95_error: of these percentiles, likewise; None if the prediction has no distribution.
+        p50_error, p95_error: the same errors for these percentiles; None if the prediction has no distribution.
         runs: number of samples.
         measured_share: share of the looked-up kernels in the kernel time of predicted_ms, a ratio.
         rough_estimate: whether the prediction with look-up is a rough estimate.
@@ -47,13 +49,14 @@ class Comparison(Frozen):
             if it was not measured.
         canary: time of the canary (a reference workload) before the measurements over its best in the dataset, a ratio: 1 is
             steady.
-        predicted_memory_mib, measured_memory_mib: that the session holds at the peak of its runs.
+        predicted_memory_mib, measured_memory_mib: peak memory of the session.
         warnings: of the prediction with look-up.
         predicted_energy_j, measured_energy_j, energy_error: of a run (predicted with look-up; the median of sessions), and
-            predicted / measured − 1; None where the energy was not measured, or nothing was learned of it.
+            predicted / measured − 1; None if the energy was not measured, or can't be predicted.
     """
 
     model: str
+    kind: str | None = _if_known()
     batch: int | None
     level: float
     background: str = ""
@@ -88,8 +91,9 @@ class Comparison(Frozen):
 
 
 class Summary(Frozen):
-    """Errors of a group of comparisons, with look-up and strict; also mean absolute errors of percentiles (ratios), if all
-    predictions have distributions, and errors of the energies of those that have one."""
+    """Errors of a group of comparisons, with look-up and strict. Errors of percentiles (mean absolute ratios) are given if all
+    predictions have distributions, those of energies where they are known.
+    """
 
     group: str
     level: float
@@ -103,10 +107,10 @@ class Summary(Frozen):
 
 
 class Evaluation(Frozen):
-    """What the evaluator writes and `--json` prints. Version 1 is the first.
+    """The result that the evaluator writes and `--json` prints. Version 1 is the first.
 
     Attributes:
-        source: `measured` here and now, or `recorded` in the dataset.
+        source: `measured` here and now, `recorded` in the dataset, or `listed` in a file of latencies.
         way: how the models were run, in words.
         load: the load of the predictions: metrics, or `idle`, `as the probe met it`, `recorded`, or `by level` if each level
             has its own.
@@ -117,7 +121,7 @@ class Evaluation(Frozen):
     version: int = EVALUATION_VERSION
     target: str
     composition: dict[str, Any]
-    source: str
+    source: EvaluationSource
     way: str
     load: str | dict[str, float]
     comparisons: tuple[Comparison, ...]
@@ -127,7 +131,7 @@ class Evaluation(Frozen):
 
 
 def compare(model: EvaluatedModel, held_out: Sequence[str], held_out_backgrounds: Sequence[str] = ()) -> Comparison | None:
-    """A model's predictions compared with its samples; None if one of the two is missing."""
+    """Compares a model's predictions with its samples; None if one of the two is missing."""
     if model.failed or model.with_lookup is None or model.strict is None or not model.samples_ms:
         return None
     statistics = summarize(model.samples_ms)
@@ -137,7 +141,7 @@ def compare(model: EvaluatedModel, held_out: Sequence[str], held_out_backgrounds
     p50_error = shared.percentile_ms(50) / statistics.median_ms - 1 if shared else None
     p95_error = shared.percentile_ms(95) / statistics.p95_ms - 1 if shared else None
     return Comparison(
-        model=model.record.model, batch=model.record.batch, level=model.level, background=model.background,
+        model=model.record.model, kind=model.kind, batch=model.record.batch, level=model.level, background=model.background,
         load=dict(model.load), told_by=shared.told_by if shared else None,
         held_out=model.record.group in held_out, background_held_out=model.background in held_out_backgrounds,
         predicted_ms=predicted_ms, strict_ms=strict_ms, measured_ms=measured_ms, median_ms=statistics.median_ms,
@@ -154,7 +158,7 @@ def compare(model: EvaluatedModel, held_out: Sequence[str], held_out_backgrounds
 
 
 def _energies(model: EvaluatedModel) -> dict[str, float]:
-    """The fields of a comparison that hold energies, where there are two to compare."""
+    """The energy fields of a comparison, if there are two to compare."""
     if model.energy is None or not model.energies_j:
         return {}
     measured_j = float(np.median(model.energies_j))
@@ -169,7 +173,7 @@ def _energy_errors(comparisons: Sequence[Comparison]) -> ErrorStatistics | None:
 
 
 def summarise(comparisons: Sequence[Comparison]) -> tuple[Summary, ...]:
-    """Errors by level and background: of all models, and if there are both, of the held-out ones and of the others."""
+    """Errors by level and background: of all models, and if both exist, of the held-out ones and of the others."""
     groups: dict[tuple[tuple[float, str], str], list[Comparison]] = defaultdict(list)
     for comparison in comparisons:
         load = comparison.level, comparison.background
@@ -186,7 +190,7 @@ def summarise(comparisons: Sequence[Comparison]) -> tuple[Summary, ...]:
 
 
 def _mean_size(errors: Sequence[float | None]) -> float | None:
-    """The mean of their absolute values; None if one is missing."""
+    """The mean of absolute errors; None if one is missing."""
     known = [abs(error) for error in errors if error is not None]
     return sum(known) / len(known) if len(known) == len(errors) else None
 
@@ -212,7 +216,7 @@ def energy_columns(row: Comparison, rows: Sequence[Comparison]) -> dict[str, Any
 
 
 def load_columns(row: Comparison | Summary, rows: Sequence[Comparison | Summary]) -> dict[str, Any]:
-    """The columns that show what else ran, if any of `rows` was measured under load."""
+    """The columns of the load, if any of `rows` was measured under load."""
     if not any(other_row.level for other_row in rows):
         return {}
     background = {"background": row.background + (" (held out)" if row.background_held_out else "")}
@@ -220,9 +224,9 @@ def load_columns(row: Comparison | Summary, rows: Sequence[Comparison | Summary]
 
 
 def table(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
-    """The comparisons as rows of a table."""
+    """The comparisons as table rows."""
     return [
-        {"model": c.model, **load_columns(c, comparisons),
+        {"model": c.model, **({"kind": c.kind} if c.kind else {}), **load_columns(c, comparisons),
          "held out": "yes" if c.held_out else "", "measured (ms)": c.measured_ms, "spread": f"{100 * c.spread:.1f} %",
          "canary": c.canary,
          **({"host pace": c.host_pace} if any(row.host_pace is not None for row in comparisons) else {}),
@@ -236,7 +240,7 @@ def table(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
 
 
 def summary_table(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
-    """The summaries as rows of a table: one with look-up and one strict for each group."""
+    """The summaries as table rows: for each group one with look-up and one strict."""
     return [
         {"models": s.group, **load_columns(s, summaries), "kernels": kind, "count": e.count, "MAPE": f"{e.mape:.1%}",
          "median": f"{e.median:.1%}", "within ±5 %": f"{e.within_5:.0%}", "within ±10 %": f"{e.within_10:.0%}",
@@ -247,7 +251,22 @@ def summary_table(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
                                            *((("energy", s.energy),) if s.energy else ()))]
 
 
-def warned_of(comparisons: Sequence[Comparison]) -> dict[str, list[str]]:
-    """The models by warning of their predictions; the most frequent warning first."""
-    warned = cli.warned_of((comparison.model, comparison.warnings) for comparison in comparisons)
+def models_by_warning(comparisons: Sequence[Comparison]) -> dict[str, list[str]]:
+    """The models that each warning concerns, most frequent warning first."""
+    warned = names_by_warning((comparison.model, comparison.warnings) for comparison in comparisons)
     return dict(sorted(warned.items(), key=lambda item: -len(item[1])))
+
+
+def marks_in_words(comparisons: Sequence[Comparison]) -> str:
+    """How many predictions are marked as rough estimates, the errors of the others, and how many intervals hold."""
+    marked = sum(row.rough_estimate for row in comparisons)
+    errors = [abs(row.error) for row in comparisons if not row.rough_estimate]
+    held = [row.interval_low_ms <= row.measured_ms <= row.interval_high_ms for row in comparisons
+            if row.interval_low_ms is not None and row.interval_high_ms is not None]
+    words = [f"{marked} of {len(comparisons)} predictions are marked as rough estimates"]
+    if errors:
+        words.append(f"the others err by {np.mean(errors):.1%} on the mean, {np.median(errors):.1%} in the median, "
+                     f"{max(errors):.1%} at most")
+    if held:
+        words.append(f"{sum(held) / len(held):.1%} of the 90 % intervals hold what was measured")
+    return "; ".join(words)

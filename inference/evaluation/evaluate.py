@@ -1,7 +1,7 @@
-"""Evaluates models: predicts them, and compares with their latencies, measured on this machine or recorded in the dataset.
+"""Evaluates models: predicts them, and compares with latencies that are measured now or were recorded.
 
-On this machine, models are measured under the load that runs anyway, or under loads that the evaluation starts. They are
-predicted for the load that is read just before they are measured.
+Models are measured under the load that is present, or under loads that the evaluation starts. They are predicted for the load
+that is read just before they are measured.
 """
 
 from __future__ import annotations
@@ -13,46 +13,64 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from hase.benchmark.load.loads import describe_load
 from hase.benchmark.load.stress import Stress, stress
-from hase.benchmark.measuring.bench import Canary, busy_share
-from hase.benchmark.measuring.run_times import Effort
+from hase.benchmark.measuring.blocks import Canary, busy_share
+from hase.benchmark.measuring.driver import describe_load
 from hase.benchmark.metrics.source import MetricSource, values
-from hase.inference.core.conditions import check_mode_while_shared, check_run_mode
-from hase.inference.core.host_pace import USUAL, HostPace, compares, counts, ratio_of
-from hase.inference.core.run_modes import AS_USUAL, RunMode
-from hase.inference.core.targets import MAKE_PREDICTORS, Fitted, fitted_for, is_here, local_targets, predictor_folders
-from hase.inference.evaluation.comparison import Evaluation, compare, summarise
-from hase.inference.evaluation.evaluated_models import EvaluatedModel, Failures, models_in_dataset, models_of, predict_model
+from hase.inference.evaluation.comparison import Evaluation, EvaluationSource, compare, summarise
+from hase.inference.evaluation.models import (
+    EvaluatedModel,
+    Failures,
+    GpuLatency,
+    MadeModel,
+    listed_models,
+    models_in_dataset,
+    models_of,
+    predict_model,
+)
+from hase.inference.library.predictor import Predictor
 from hase.inference.live.load import InferenceConfig, LoadReading, current_load, fields_asked, read_metrics
 from hase.inference.live.prometheus import server_for
-from hase.inference.sharing.co_runner import probe_of, probed
-from hase.learned.energy import energy_path
-from hase.records.backgrounds import COMPUTE, Background
+from hase.inference.prediction.conditions import (
+    AS_USUAL,
+    USUAL,
+    HostPace,
+    RunMode,
+    check_mode_while_shared,
+    check_run_mode,
+    compares,
+    counts,
+    ratio_of,
+)
+from hase.inference.prediction.targets import MAKE_PREDICTORS, Fitted, fitted_for, is_here, local_targets, predictor_folders
+from hase.inference.prediction.under_load import co_runner_from_probe, co_runner_from_summary
+from hase.learned import target_files
 from hase.records.dataset_files import header_path, model_table_path, read_header
 from hase.records.dataset_tables import read_model_table
 from hase.records.kernel_record import ModelRecord
 from hase.records.kernel_record_files import read_model_records
-from hase.runtimes.protocol import Reply, Request, Setting, Worker
-from hase.utils import cli
+from hase.records.measurement import COMPUTE, Background, Effort
+from hase.runtimes.protocol import Reply, Request, RuntimeSetting, Worker
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import DEFAULT_RUNTIME, machine
 from hase.utils.locks import measuring
-from hase.utils.logger import get_logger
+from hase.utils.logger import get_logger, progress
 from hase.utils.paths import ROOT, Workspace
+from hase.utils.processes import WorkerFailed
 from hase.utils.timing import pause
-from hase.utils.worker_process import WorkerFailed
 
 if TYPE_CHECKING:
     from hase.benchmark.collecting.config import CollectorConfig
     from hase.graph_model.simulation.sharing import CoRunner
+    from hase.inference.prediction.conditions import HostPace, RunMode
+
 
 log = get_logger("evaluator")
 
 WARMUP = 3
-LEAST_RUNS, MOST_RUNS = 10, 500  # of a session on an idle GPU
+LEAST_RUNS, MOST_RUNS = 10, 500  # per session on an idle GPU
 STEADY = 0.10  # how much slower than at its best the canary may be before a measurement
 PATIENCE_S = 15.0  # how long to wait for that
 TIMEOUT_S = 600.0
@@ -60,14 +78,13 @@ TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class MeasuringPlan:
-    """How models are measured here.
+    """How models are measured.
 
     Attributes:
-        rounds: how often each model is measured.
-        budget_s: seconds for each model and round.
-        patience_s: how long to wait on an idle device, before each model, until the machine is as fast as in its dataset.
-        timeout_s: seconds after which a model whose session does not answer is given up.
-        inputs: a file with values of the models' inputs; None: made-up ones.
+        rounds: how often each model is measured, for `budget_s` each time.
+        patience_s: on an idle device, maximum wait before each model until the machine is as fast as in its dataset.
+        timeout_s: seconds until a model whose session does not answer is skipped.
+        inputs: a file with values of the models' inputs; None: generated ones.
     """
 
     rounds: int = 3
@@ -79,10 +96,10 @@ class MeasuringPlan:
 
 @dataclass(frozen=True)
 class EvaluationLoads:
-    """What else runs on this machine meanwhile, and how it is read.
+    """The loads on this machine during an evaluation, and how they are read.
 
     Attributes:
-        config, metrics_file: where metrics are read from, as in `hase.inference.live.load.current_load`; neither: nothing runs.
+        config, metrics_file: sources of metrics, as in `hase.inference.live.load.current_load`; neither: nothing runs.
         under_load: its levels and backgrounds are started, one after another. If `config` names no Prometheus, its source of
             metrics is read.
         probe: whether the sharing probe is read before each.
@@ -94,12 +111,9 @@ class EvaluationLoads:
     probe: bool = False
 
     def check(self, fitted: Fitted, run_mode: RunMode, workspace: Workspace) -> None:
-        """Checks, before anything is measured, that this machine can have all loads, and that a Prometheus that will be read
-        answers.
+        """Checks, before any measurement, that this machine supports all loads, and that Prometheus answers.
 
-        Raises:
-            UserError: it can't, or it does not answer (whatever `on_failure` says: a started load is never taken for idle),
-                or nothing is known of models run that way while the GPU is shared.
+        A started load is never taken for idle, whatever `on_failure` says.
         """
         device = fitted.target.flavour.device
         if self.metrics_file:
@@ -110,7 +124,7 @@ class EvaluationLoads:
             raise UserError(f"{fitted.target.name}: its predictors were trained without metrics, so no load changes what they "
                             "say; collect at levels above 0 and train again, or leave --under-load out")
         if self.probe:
-            probed(fitted)
+            co_runner_from_probe(fitted)
         if self.under_load:
             if self.under_load.device not in ("auto", device):
                 raise UserError(f"the loads are described for device {self.under_load.device}, and {fitted.target.name} is a "
@@ -118,16 +132,16 @@ class EvaluationLoads:
             for background in self.under_load.backgrounds_on(device).values():
                 if background.model:
                     workspace.find_model(background.model)
-            if self.config.prometheus.url is not None:  # or each level would fail, after its wait
+            if self.config.prometheus.url is not None:  # otherwise each level would fail, after its wait
                 server_for(self.config.prometheus).check()
 
     def each(self) -> list[tuple[float, Background | None]]:
-        """Levels and backgrounds, one after another; a single idle one if no loads are started."""
+        """The levels and backgrounds, one after another; a single idle one if no loads are started."""
         return self.under_load.loads() if self.under_load else [(0.0, None)]
 
     @contextmanager
     def running(self, level: float, background: Background | None, device: str, workspace: Workspace) -> Iterator[Stress]:
-        """Runs one of them during a block. When the block begins, the load is up, and no metrics from before it are left."""
+        """Runs a load during a block, which begins when the load is up and no metrics from before it are left."""
         with stress(level, background or COMPUTE, device, workspace=workspace) as stressor:
             if self.under_load:
                 settle_s = self.under_load.stress.settle_s + self.config.prometheus.memory_s
@@ -137,34 +151,23 @@ class EvaluationLoads:
             yield stressor
 
     def source(self, device: str) -> MetricSource | None:
-        """What reads this machine's metrics, if loads are started and no Prometheus is read; else None."""
+        """The reader of this machine's metrics, if loads are started and no Prometheus is read; else None."""
         return self.under_load.open_source(device) if self.under_load and self.config.prometheus.url is None else None
 
     def now(self, fitted: Fitted, level: float, source: MetricSource | None) -> tuple[LoadReading, CoRunner | None]:
-        """What else runs at this moment: by metrics, and by a probe.
-
-        Args:
-            source: reads this machine's metrics, as method `source` gives it.
-
-        Raises:
-            UserError: metrics or probe can't be read; a started load is never taken for idle.
-        """
+        """The current load, by metrics (from `source`, if given) and by a probe."""
         if self.under_load and source:
             load = LoadReading(values(source.window(self.under_load.window_s)) if level else {})
         else:
             config = self.config.never_idle() if self.under_load else self.config
             load = current_load(config, self.metrics_file, fields_asked(fitted), not self.probe and fitted.sharing is not None)
-        return load, probed(fitted) if self.probe else probe_of(fitted, load)
+        return load, co_runner_from_probe(fitted) if self.probe else co_runner_from_summary(fitted, load.probe)
 
 
 @dataclass
 class MeasuredModels:
-    """The result of `measure_all`.
-
-    Attributes:
-        models: with their predictions and samples.
-        load: the metrics that were read; a word if there are none, or several loads.
-        notices: what the user should know about it.
+    """The models of an evaluation with predictions and samples. `load`: the metrics that were read, or a word for none or
+    several loads.
     """
 
     models: list[EvaluatedModel] = field(default_factory=list)
@@ -174,15 +177,14 @@ class MeasuredModels:
 
 def measure_all(ready: Sequence[EvaluatedModel], fitted: Fitted, run_mode: RunMode, loads: EvaluationLoads, plan: MeasuringPlan,
                 workspace: Workspace, force: bool, failures: Failures) -> MeasuredModels:
-    """Predicts and measures models under each of `loads`. Models run in a process of their own: if one fails or
-    ends that process, the others are measured all the same.
+    """Predicts and measures models under each of `loads`.
 
-    What else runs is read first, before models of this process are part of it.
-
-    Raises:
-        UserError: no load is started, and what else runs is not known; or another process measures on this device.
+    The load is read before models of this process are part of it. Models run in a separate process: if one fails, the others
+    are still measured.
     """
-    setting = Setting.of(fitted.target, workspace.kernel_onnx)
+    if not ready:
+        return MeasuredModels()
+    setting = RuntimeSetting.of(fitted.target, workspace.kernel_onnx)
     with measuring(fitted.target.flavour.device), Worker(plan.timeout_s, fitted.target.flavour.runtime, setting) as worker:
         return _measure_all(ready, worker, fitted, run_mode, loads, plan, workspace, force, failures)
 
@@ -223,21 +225,18 @@ def _measure_all(ready: Sequence[EvaluatedModel], worker: Worker, fitted: Fitted
 
 def measure_here(models: Sequence[EvaluatedModel], worker: Worker, device: str, run_mode: RunMode, plan: MeasuringPlan,
                  best_canary_ms: float, failures: Failures) -> None:
-    """Times every model as planned. Each round goes over all models, so that drift affects all alike.
+    """Times every model as planned. Each round covers all models, so that drift affects all alike.
 
-    Before each model it waits a while until the machine is as fast as when the dataset was measured, by the canary.
-
-    Args:
-        worker: the process that runs them. If a model ends it or hangs, only this model fails.
-        best_canary_ms: the canary's time in the dataset; 0 if it is not known, or if the device is not idle: no waiting.
+    Before each model it waits a while until the machine is as fast as when the dataset was measured, by the canary. No wait if
+    `best_canary_ms`, the canary's time in the dataset, is 0: unknown, or the device is not idle.
     """
     loaded = False
-    for model in cli.progress([model for _ in range(plan.rounds) for model in models], "measuring"):
+    for model in progress([model for _ in range(plan.rounds) for model in models], "measuring"):
         if model.failed:
             continue
         with failures.costing(model.name, model):
             try:
-                if not loaded:  # a process's first session loads the runtime: this time and memory are not the model's
+                if not loaded:  # the first session also loads the runtime, whose time and memory must not count
                     time_session(model, worker, device, run_mode, 0.0, watch_host=False, inputs=plan.inputs)
                     loaded = True
                 canary = Canary(partial(worker.canary_ms, device), best_ms=best_canary_ms,
@@ -260,8 +259,7 @@ def measure_here(models: Sequence[EvaluatedModel], worker: Worker, device: str, 
 
 
 def at_measured_pace(model: EvaluatedModel, fitted: Fitted, run_mode: RunMode) -> bool:
-    """Sets the host pace that a model is predicted for to the one that was measured with it. False if none was measured, or if
-    the pace does not matter."""
+    """Sets the host pace of a prediction to the one measured with it. False if none was measured, or it does not matter."""
     if model.failed or not model.probes_us or not compares(fitted, run_mode):
         return False
     model.host_pace = HostPace(ratio_of(median(model.probes_us), fitted), "measured")
@@ -270,13 +268,7 @@ def at_measured_pace(model: EvaluatedModel, fitted: Fitted, run_mode: RunMode) -
 
 def time_session(model: EvaluatedModel, worker: Worker, device: str, run_mode: RunMode, budget_s: float,
                  watch_host: bool, inputs: Path | None = None) -> Reply:
-    """One session's samples of a model, and its memory. With `watch_host`, only moments in which the host was undisturbed
-    count.
-
-    Raises:
-        UserError: there is no file, or ONNX Runtime can't load or run it.
-        WorkerFailed: the process ended over it, or did not answer in time.
-    """
+    """One session's samples of a model, and its memory; with `watch_host`, only from moments with an undisturbed host."""
     if model.path is None:
         raise UserError(f"{model.record.model}: no file to run")
     reply = worker.ask(Request(
@@ -306,7 +298,7 @@ def name_missing(records: Mapping[str, ModelRecord], measured: set[str], folder:
 
 
 def held_out_of_fits(workspace: Workspace, target: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Groups and backgrounds that the target's dataset keeps out of every fit; none if there is no dataset."""
+    """The groups and backgrounds that the target's dataset excludes from every fit; none if there is no dataset."""
     folder = workspace.dataset(target)
     if not header_path(folder).exists():
         return (), ()
@@ -315,63 +307,99 @@ def held_out_of_fits(workspace: Workspace, target: str) -> tuple[tuple[str, ...]
 
 
 def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str, Sequence[int]] | None = None,
-             target: str | None = None, recorded: bool = False, run_mode: RunMode | None = None,
+             target: str | None = None, recorded: bool = False, run_mode: RunMode = AS_USUAL,
              loads: EvaluationLoads | None = None, plan: MeasuringPlan | None = None, force: bool = False,
              static: bool = False) -> Evaluation:
-    """Predicts and measures `models` (or reads recorded measurements). If a model fails, the others go on.
-
-    Args:
-        loads: what else runs meanwhile; None: nothing.
-        plan: how models are measured.
-        static: whether dynamic dimensions are fixed before ONNX Runtime optimises a model, for prediction and run.
+    """Predicts models, and measures them here or reads their measurements from the dataset. A failing model does not stop the
+    others. `static` fixes dynamic dimensions before ONNX Runtime optimises a model, for prediction and run.
 
     Raises:
-        UserError: there are no predictors, the target is another machine and `recorded` is off, the load is not known, or no
+        UserError: there are no predictors, the target is another machine and `recorded` is off, the load is unknown, or no
             model could be evaluated.
     """
-    paths = workspace.find_models(models)  # checked first: a name may be mistyped
-    fitted, run_mode, loads = fitted_for(workspace, target), run_mode or AS_USUAL, loads or EvaluationLoads()
+    paths = workspace.find_models(models)  # first, to find mistyped names early
+    fitted, loads, plan = fitted_for(workspace, target), loads or EvaluationLoads(), plan or MeasuringPlan()
     check_run_mode(run_mode, fitted.composition, fitted.target.name)
     name, flavour = fitted.target.name, fitted.target.flavour
     failures = Failures()
     if recorded:
         results = MeasuredModels(recorded_models(workspace, paths, dims or {}, fitted, run_mode, failures, static), "recorded")
-        with_energy = energy_path(predictor_folders(workspace)[name]).is_file()
-        for model in results.models:  # recorded samples are of a host at about its usual pace
+        with_energy = target_files.ENERGY.path(predictor_folders(workspace)[name]).is_file()
+        for model in results.models:  # recorded samples are from a host near its usual pace
             model.host_pace = USUAL if counts(fitted.composition, run_mode) else None
             predict_model(model, name, run_mode, workspace, force, failures, with_energy)
+        return evaluation_of(workspace, fitted, results, "recorded", run_mode, failures)
+    check_measurable(fitted, plan)
+    loads.check(fitted, run_mode, workspace)
+    ready = models_of(paths, dims or {}, flavour, failures, static)
+    results = measure_all(ready, fitted, run_mode, loads, plan, workspace, force, failures)
+    return evaluation_of(workspace, fitted, results, "measured", run_mode, failures)
+
+
+def evaluate_list(workspace: Workspace, folder: Path, models: Sequence[MadeModel], *, target: str | None = None,
+                  latencies: Mapping[str, GpuLatency] | None = None, measure_missing: bool = False,
+                  plan: MeasuringPlan | None = None, force: bool = False) -> Evaluation:
+    """Predicts the models of a list, whose files are in `folder`, and compares with measured latencies.
+
+    They are measured here, or `latencies` has them from another machine, with the pace of its host. With `measure_missing`,
+    first measures kernels that the dataset lacks.
+
+    Raises:
+        UserError: there are no predictors, models are to be measured and the target is another machine, or none could be
+            evaluated.
+    """
+    failures, plan = Failures(), plan or MeasuringPlan()
+    if measure_missing:
+        predictor = Predictor(workspace, target, force=force)
+        for model in progress(models, "measuring kernels"):
+            with failures.costing(model.name):
+                predictor.measure_missing(folder / model.file, [model.dims])
+    fitted = fitted_for(workspace, target)
+    if latencies is None:
+        check_measurable(fitted, plan)
+    ready = listed_models([model for model in models if model.name not in failures], folder, fitted.target.flavour, failures,
+                          latencies)
+    if latencies is None:
+        results = measure_all(ready, fitted, AS_USUAL, EvaluationLoads(), plan, workspace, force, failures)
     else:
-        if not is_here(fitted.target):
-            local_names = [local.name for local in local_targets()]
-            raise UserError(f"target {name} is not this machine ({', '.join(local_names)}), where models are to be measured; "
-                            "compare with the measurements in its dataset (--recorded), or have predictors of this machine "
-                            f"made: {'; '.join(MAKE_PREDICTORS)}")
-        if plan and plan.inputs and flavour.runtime != DEFAULT_RUNTIME:
-            raise UserError("--inputs: only models under ONNX Runtime can be run with them; leave it out here")
-        loads.check(fitted, run_mode, workspace)
-        ready = models_of(paths, dims or {}, flavour, failures, static)
-        results = MeasuredModels()
-        if ready:
-            results = measure_all(ready, fitted, run_mode, loads, plan or MeasuringPlan(), workspace, force, failures)
+        results = MeasuredModels(ready)
+        for evaluated in ready:
+            at_measured_pace(evaluated, fitted, AS_USUAL)
+            predict_model(evaluated, fitted.target.name, AS_USUAL, workspace, force, failures)
+    return evaluation_of(workspace, fitted, results, "measured" if latencies is None else "listed", AS_USUAL, failures)
+
+
+def check_measurable(fitted: Fitted, plan: MeasuringPlan) -> None:
+    """Refuses to measure models for a target that is another machine, and to use given inputs under other runtimes."""
+    name = fitted.target.name
+    if not is_here(fitted.target):
+        local_names = [local.name for local in local_targets()]
+        raise UserError(f"target {name} is not this machine ({', '.join(local_names)}), where models are to be measured; "
+                        "compare with the measurements in its dataset (--recorded), or have predictors of this machine "
+                        f"made: {'; '.join(MAKE_PREDICTORS)}")
+    if plan.inputs and fitted.target.flavour.runtime != DEFAULT_RUNTIME:
+        raise UserError("--inputs: only models under ONNX Runtime can be run with them; leave it out here")
+
+
+def evaluation_of(workspace: Workspace, fitted: Fitted, results: MeasuredModels, source: EvaluationSource, run_mode: RunMode,
+                  failures: Failures) -> Evaluation:
+    """Builds the evaluation from predictions and measurements."""
+    name, used = fitted.target.name, fitted.composition
     held_out = held_out_of_fits(workspace, name)
     comparisons = tuple(compared for model in results.models if (compared := compare(model, *held_out)))
     if not comparisons:
         raise UserError("no model could be evaluated" + (f": {', '.join(failures)} failed" if failures else
-                        f": the dataset of {name} holds no measurement of them" if recorded else ""))
+                        f": the dataset of {name} holds no measurement of them" if source == "recorded" else ""))
     return Evaluation(
-        target=name, composition=composition_facts(fitted), source="recorded" if recorded else "measured",
-        way=run_mode.description,
-        load=results.load, comparisons=comparisons, summaries=summarise(comparisons), failures=dict(failures),
-        warnings=tuple(results.notices))
+        target=name, composition={"label": used.label, "kind": used.kind, "alpha": used.alpha, "beta_ms": used.beta_ms,
+                                  "node_ms": used.node_ms},
+        source=source, way=run_mode.description, load=results.load, comparisons=comparisons, summaries=summarise(comparisons),
+        failures=dict(failures), warnings=tuple(results.notices))
 
 
 def recorded_models(workspace: Workspace, paths: Sequence[Path], dims: Mapping[str, Sequence[int]], fitted: Fitted,
                     run_mode: RunMode, failures: Failures, static: bool) -> list[EvaluatedModel]:
-    """The models in `paths`, or all models, for which the target's dataset has measurements.
-
-    Raises:
-        UserError: there is no dataset, or no record of a model.
-    """
+    """The models in `paths`, or all models, that the target's dataset has measurements of."""
     folder = workspace.dataset(fitted.target.name)
     if not header_path(folder).exists():
         shipped = ROOT / "recipes" / "h200" / f"{fitted.target.name}.tar.xz"
@@ -381,7 +409,7 @@ def recorded_models(workspace: Workspace, paths: Sequence[Path], dims: Mapping[s
             "measure it on such a machine: python benchmark/collector.py"))
     records = recorded_records(workspace, paths, dims, fitted, failures, static)
     models = models_in_dataset(folder, records, fitted.predictors.sidecar.metrics, run_mode.label)
-    if paths:  # without paths, models that the dataset lacks are not asked for
+    if paths:  # without paths, only models in the dataset are wanted
         name_missing(records, {model.record.model for model in models}, folder, failures)
     return models
 
@@ -394,9 +422,3 @@ def recorded_records(workspace: Workspace, paths: Sequence[Path], dims: Mapping[
         models = models_of(paths, dims, flavour, failures, static)
         return {model.record.model: model.record for model in models}
     return {record.model: record for record in read_model_records(workspace, flavour)}
-
-
-def composition_facts(fitted: Fitted) -> dict[str, Any]:
-    """How kernel times add up to model times: the facts of the composition."""
-    used = fitted.composition
-    return {"label": used.label, "kind": used.kind, "alpha": used.alpha, "beta_ms": used.beta_ms, "node_ms": used.node_ms}

@@ -1,1 +1,1 @@
-"""Predictions that follow the load."""
+"""Live predictions that follow the load."""

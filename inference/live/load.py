@@ -1,4 +1,8 @@
-"""The load of the device at the time of a run: none (idle), or metrics by DCGM field name and the readings of probes."""
+"""Reads what else runs on the device, and how fast its host is, at the time of a prediction.
+
+The load is none (idle), metrics by DCGM field name from a file or Prometheus, or the reading of a probe. The host's pace comes
+from its own probe.
+"""
 
 from __future__ import annotations
 
@@ -10,37 +14,38 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hase.benchmark.metrics.names import NAMES, in_unit
 from hase.benchmark.metrics.source import Unsound, checked, values
-from hase.inference.core.targets import Fitted
-from hase.inference.live.prometheus import PrometheusConfig, PrometheusError, Server, server_for
-from hase.learned.sharing.slices import BUSY_FIELDS
+from hase.inference.live.prometheus import PrometheusConfig, PrometheusError, PrometheusServer, server_for
+from hase.inference.prediction.targets import Fitted
+from hase.inference.prediction.under_load import co_runner_from_probe, co_runner_from_summary
+from hase.learned.sharing import BUSY_FIELDS
+from hase.records.probe_reading import read_reading
 from hase.utils import files
 from hase.utils.config import Config
 from hase.utils.errors import UserError
 from hase.utils.paths import ROOT
 
 if TYPE_CHECKING:
+    from hase.graph_model.simulation.sharing import CoRunner
+    from hase.inference.prediction.conditions import LoadOptions, PaceAsked, RunMode
     from hase.records.probe_reading import ProbeSummary
+
 
 T = TypeVar("T")
 CONFIG_FILE = ROOT / "inference" / "config.yaml"
 
 
 class InferenceConfig(Config):
-    """`inference/config.yaml`."""
+    """The schema of `inference/config.yaml`."""
 
     prometheus: PrometheusConfig = PrometheusConfig()
 
     def never_idle(self) -> InferenceConfig:
-        """The same config, except that an unusable answer is an error whatever `on_failure` says."""
+        """A copy of the config in which an unusable answer is always an error, whatever `on_failure` says."""
         return self.model_copy(update={"prometheus": self.prometheus.model_copy(update={"on_failure": "error"})})
 
 
 def read_metrics(path: Path) -> dict[str, float]:
-    """The metrics in a JSON file, `{"DCGM_FI_DEV_GPU_UTIL": 60, …}`: by DCGM field name, old or new, in the unit of that name.
-
-    Raises:
-        UserError: no such file, no JSON object, or a value that is no number or that the metric can't have.
-    """
+    """Reads a JSON file such as `{"DCGM_FI_DEV_GPU_UTIL": 60, …}`; old field names and units are converted to today's."""
     document = files.read_json(path)
     if not isinstance(document, dict) or not document:
         raise UserError(f'{path}: a JSON object of metrics by DCGM field name is expected, {{"DCGM_FI_DEV_GPU_UTIL": 60}}')
@@ -59,8 +64,7 @@ def read_metrics(path: Path) -> dict[str, float]:
 
 
 def fields_asked(fitted: Fitted) -> tuple[str, ...]:
-    """The metrics to ask Prometheus for: those with which the target's predictors were trained; or, where it is known how the
-    target is shared, only the one that shows how busy it is."""
+    """The metrics to ask Prometheus for: those of the predictors or, if sharing was learned, only the GPU's busy share."""
     metrics = fitted.predictors.sidecar.metrics
     if fitted.sharing is None:
         return tuple(metrics)
@@ -69,13 +73,13 @@ def fields_asked(fitted: Fitted) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class LoadReading:
-    """What was read of the device's load, and of its host's pace, at one moment.
+    """The load of the device and the probe of its host at one moment.
 
     Attributes:
         metrics: by DCGM field name; empty on an idle device.
-        notices: what the reader should know about them.
-        probe: the sharing probe's reading, which says more than metrics; None where there is none.
-        host_probe_us: the time of the host's probe, from which the host's pace follows; None where there is none.
+        notices: notes for the reader about them.
+        probe: the sharing probe's reading, which is more precise than metrics.
+        host_probe_us: the time of the host's probe, which gives the host's pace.
     """
 
     metrics: dict[str, float] = field(default_factory=dict)
@@ -86,18 +90,9 @@ class LoadReading:
 
 def current_load(config: InferenceConfig, metrics_file: Path | None = None, fields: Collection[str] = (),
                  probe: bool = False, pace: bool = False) -> LoadReading:
-    """The load to predict for: that in `metrics_file`, else what the config's Prometheus says, else idle.
+    """The load to predict for: from `metrics_file`, else from the config's Prometheus, else idle.
 
-    Args:
-        config: names the Prometheus, if there is one.
-        metrics_file: read in place of Prometheus.
-        fields: the metrics to ask Prometheus for (`fields_asked`).
-        probe: whether to ask it for a reading of the sharing probe too, as where it is known how the target is shared.
-        pace: whether to ask it for the host's pace too, as where it matters.
-
-    Raises:
-        UserError: the file can't be read, or Prometheus gives no metrics that can be trusted and the config does not say
-            `on_failure: idle`.
+    Prometheus is asked for `fields`, and if wanted for the sharing probe (`probe`) and the host's pace (`pace`).
     """
     if metrics_file is not None:
         return LoadReading(read_metrics(metrics_file))
@@ -115,9 +110,9 @@ def current_load(config: InferenceConfig, metrics_file: Path | None = None, fiel
         raise
 
 
-def _of_prometheus(server: Server, fields: Collection[str], probe: bool, pace: bool) -> LoadReading:
-    """The load as Prometheus reports it, with the readings of the probes that are wanted."""
-    from hase.inference.live.prometheus_readings import PrometheusSource, latest_host_probe, latest_probe
+def _of_prometheus(server: PrometheusServer, fields: Collection[str], probe: bool, pace: bool) -> LoadReading:
+    """The load as Prometheus reports it, with the requested probe readings."""
+    from hase.inference.live.prometheus_readings import PrometheusSource, latest_host_probe, latest_probe  # noqa: PLC0415 - most predictions do not need it
 
     load = LoadReading(values(PrometheusSource(server, fields).latest()))
     if probe:
@@ -131,15 +126,15 @@ def _of_prometheus(server: Server, fields: Collection[str], probe: bool, pace: b
     return load
 
 
-def _recent(latest: Callable[[Server, Collection[str]], tuple[T, float] | None], server: Server, fields: Collection[str],
+def _recent(latest: Callable[[PrometheusServer, Collection[str]], tuple[T, float] | None], server: PrometheusServer,
+            fields: Collection[str],
             setting: str, last: str, instead: str) -> tuple[T | None, tuple[str, ...]]:
-    """A probe's last reading; or None, with a notice if it is too old.
+    """A probe's last reading, or None with a notice if it is too old.
 
     Args:
-        latest: asks a server, given the fields of the load, for the reading and its age in seconds.
-        server, fields: arguments of `latest`.
-        setting: the config's entry with the greatest age; where it is null, Prometheus is not asked.
-        last, instead: parts of the notice: what happened last, and what is done without the reading.
+        latest: asks a server, given the fields of the load, for the reading and its age (s).
+        setting: the config's entry with the maximum age; if it is null, Prometheus is not asked.
+        last, instead: parts of the notice: the last event, and what happens without the reading.
     """
     max_age_s: float | None = getattr(server.config, setting)
     if max_age_s is None or (last_reading := latest(server, fields)) is None:
@@ -148,3 +143,61 @@ def _recent(latest: Callable[[Server, Collection[str]], tuple[T, float] | None],
     if age_s <= max_age_s:
         return reading, ()
     return None, (f"{last} {age_s:.0f} s ago, prometheus.{setting} is {max_age_s:g}: {instead}",)
+
+
+@dataclass(frozen=True)
+class LiveSources:
+    """Where a command reads the device's load and the host's pace.
+
+    Attributes:
+        fitted: returns the target's predictors, which a training may replace meanwhile.
+        metrics: a file that is read each time, in place of Prometheus.
+        probe: a file with a reading of the sharing probe; "": read it on this machine; None: Prometheus may have one.
+        host: the source of the host's pace.
+    """
+
+    fitted: Callable[[], Fitted]
+    run_mode: RunMode
+    config: InferenceConfig
+    metrics: Path | None
+    probe: str | None
+    host: PaceAsked
+
+    @property
+    def asks_prometheus(self) -> bool:
+        """Whether Prometheus is asked for the load."""
+        return self.config.prometheus.url is not None and not self.metrics
+
+    @property
+    def change(self) -> bool:
+        """Whether any source may report something else at the next prediction."""
+        return bool(self.asks_prometheus or self.metrics or self.probe is not None
+                    or self.host.is_followed(self.fitted(), self.run_mode))
+
+    def fields(self) -> tuple[str, ...]:
+        """The metrics to ask Prometheus for; none if it is not asked, or the predictors use none."""
+        return fields_asked(self.fitted()) if self.asks_prometheus else ()
+
+    def load(self, config: InferenceConfig | None = None) -> LoadReading:
+        """The load now; `config` replaces the command's own."""
+        config = config or self.config
+        if not self.asks_prometheus:
+            return current_load(config, self.metrics)
+        fitted = self.fitted()
+        return current_load(config, None, self.fields(), self.probe is None and fitted.sharing is not None,
+                            self.host.of_prometheus(fitted, self.run_mode))
+
+    def with_load(self, load: LoadReading) -> LoadOptions:
+        """The prediction options for a load. Probes on this machine are read now."""
+        return {"load": load.metrics, "notices": load.notices, "co_runner": self._co_runner(load),
+                "host_pace": self.host.now(self.fitted(), self.run_mode, load.host_probe_us)}
+
+    def now(self) -> LoadOptions:
+        """The prediction options for this moment. If Prometheus does not know the load, this is an error, never idle."""
+        return self.with_load(self.load(self.config.never_idle()))
+
+    def _co_runner(self, load: LoadReading) -> CoRunner | None:
+        """The co-runner from the command's own probe, else from Prometheus."""
+        if self.probe is None:
+            return co_runner_from_summary(self.fitted(), load.probe)
+        return co_runner_from_probe(self.fitted(), read_reading(Path(self.probe)) if self.probe else None)

@@ -1,13 +1,17 @@
-"""Queries the Prometheus server that inference/config.yaml names, and explains failures in the user's words."""
+"""Queries the Prometheus server that inference/config.yaml names, and explains its failures to the user."""
 
 from __future__ import annotations
 
 import base64
 import functools
+import io
 import json
+import logging
 import os
 from collections.abc import Mapping
+from http.client import HTTPResponse
 from pathlib import Path
+from socket import socket
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -15,34 +19,34 @@ from pydantic import Field, field_validator, model_validator
 
 from hase.benchmark.metrics.names import HOST_LABEL, INDEX_LABEL, UUID_LABEL
 from hase.utils.config import Config
-from hase.utils.deadlines import TooLate
 from hase.utils.errors import UserError
 from hase.utils.lazy import requests
 from hase.utils.logger import get_logger
+from hase.utils.web_server import DeadlineReader, TooLate
 
 log = get_logger("prometheus")
 FOREIGN_SERIES = "prometheus.url: the answer holds a series that no Prometheus sends; set the address of a Prometheus"
-MAX_ANSWER_MIB = 8  # unpacked: a thousand times what a window of samples takes
+MAX_ANSWER_MIB = 8  # unpacked; a thousand times the size of a window of samples
 PIECE_BYTES = 1 << 16
-SHOWN_CHARACTERS = 1000  # of a message, since parts of it may be the server's
+SHOWN_CHARACTERS = 1000  # of a message, since a server may have sent parts of it
 SECRETS = ("password_env", "password_file", "token_env", "token_file")
 
 
 class PrometheusError(UserError):
-    """The server gave no metrics on which a prediction can rest. It is the only failure that `on_failure: idle` accepts."""
+    """The server gave no usable metrics; the only failure that `on_failure: idle` accepts."""
 
     def __init__(self, message: str) -> None:
         super().__init__(shown(message))
 
 
 def shown(message: str) -> str:
-    """A message of which a part may be what a server sent, as one line of a reasonable length."""
+    """Shortens a message, which may contain text of a server, to one line."""
     short = message if len(message) <= SHOWN_CHARACTERS else message[:SHOWN_CHARACTERS] + " …"
     return "".join(character if character.isprintable() else "?" for character in short)
 
 
-class Device(Config):
-    """Whose metrics to take: a UUID, or an index among a host's GPUs; for a CPU only a host. Empty: the only device."""
+class DeviceChoice(Config):
+    """The device to read: a UUID, or an index among a host's GPUs; for a CPU only a host. Empty: the only device."""
 
     uuid: str | None = None
     index: int | None = Field(default=None, ge=0)
@@ -50,7 +54,7 @@ class Device(Config):
 
     @property
     def labels(self) -> dict[str, str]:
-        """The same as labels of dcgm-exporter."""
+        """The choice as labels of dcgm-exporter."""
         values = {UUID_LABEL: self.uuid, INDEX_LABEL: None if self.index is None else str(self.index), HOST_LABEL: self.host}
         return {label: value for label, value in values.items() if value is not None}
 
@@ -59,11 +63,10 @@ class Device(Config):
 
 
 class PrometheusConfig(Config):
-    """The Prometheus server that knows the device's metrics; `url` is None where there is none. config.yaml explains each
-    entry."""
+    """The Prometheus server that has the device's metrics; inference/config.yaml explains each entry."""
 
     url: str | None = None
-    gpu: Device = Device()
+    gpu: DeviceChoice = DeviceChoice()
     job: str | None = None
     window_s: float = Field(default=60.0, ge=0.1, le=86400)
     max_age_s: float = Field(default=45.0, gt=0)
@@ -82,22 +85,22 @@ class PrometheusConfig(Config):
 
     @property
     def memory_s(self) -> float:
-        """How long past samples still matter to answers (s); 0 where no server is named."""
+        """How long past samples affect answers (s); 0 if no server is named."""
         return max(self.window_s + self.max_age_s, self.probe_max_age_s or 0.0) if self.url else 0.0
 
     @field_validator("gpu", mode="before")
     @classmethod
-    def _uuid_or_place(cls, value: Any) -> Any:
+    def _uuid_or_mapping(cls, value: Any) -> Any:
         if value is None or isinstance(value, str):
             return {"uuid": value}
-        if not isinstance(value, (Mapping, Device)):
+        if not isinstance(value, (Mapping, DeviceChoice)):
             raise ValueError("a UUID, or {index: 0, host: node7}, is expected")
         return value
 
     @field_validator("url")
     @classmethod
     def _plain_address(cls, value: str | None) -> str | None:
-        """The address without a last slash. Raises no ValueError, which would print it: it may hold a secret."""
+        """Strips a trailing slash. Raises no ValueError: its message would print the address, which may hold a secret."""
         if value is None:
             return None
         try:
@@ -126,36 +129,24 @@ class PrometheusConfig(Config):
         elif self.max_age_s > self.window_s:
             problem = (f"max_age_s {self.max_age_s:g} is longer than window_s {self.window_s:g}, and older samples are never "
                        "looked at")
-        if problem:  # no ValueError, which would print the whole mapping
+        if problem:  # a ValueError would print the whole mapping
             raise UserError(f"prometheus: {problem}")
         return self
 
 
-class Server:
-    """Queries one server over a persistent connection. Secrets are read anew each time, since token files are renewed."""
+class PrometheusServer:
+    """Queries one server over a persistent connection. Reads secrets for each query, since token files are renewed."""
 
     def __init__(self, config: PrometheusConfig) -> None:
-        from hase.inference.live.timed_http import TimedSession  # loads requests
-
         self.config = config
-        self._session = TimedSession()
+        self._session = _timed_session()()
 
     def check(self) -> None:
-        """Checks that it answers, whatever it knows.
-
-        Raises:
-            UserError: the config's secrets or certificates can't be read.
-            PrometheusError: no answer, or not a Prometheus's answer; the message says why.
-        """
+        """Checks that the server answers."""
         self.query("vector(1)", "vector")
 
     def query(self, promql: str, kind: Literal["matrix", "vector"]) -> list[dict[str, Any]]:
-        """The series that `promql` gives now, as the API's JSON has them.
-
-        Raises:
-            UserError: the config's secrets or certificates can't be read.
-            PrometheusError: no answer, or not a Prometheus's answer; the message says why.
-        """
+        """The series that `promql` gives now, as in the API's JSON."""
         status, text = self._get(promql)
         where = f"prometheus.url {self.config.url}"
         if status in (401, 403):
@@ -170,7 +161,7 @@ class Server:
             raise PrometheusError(f"{where}: HTTP 503: it is not ready, perhaps still starting; try again")
         try:
             body = json.loads(text)
-        except (ValueError, RecursionError):  # no text of the answer is shown: it may repeat what was sent
+        except (ValueError, RecursionError):  # the answer's text is not shown: it may repeat secrets that were sent
             plain = status == 400 and b"HTTPS server" in text
             raise PrometheusError(f"{where}: HTTP {status}: " + (
                 "it speaks TLS; write https://" if plain else
@@ -191,7 +182,7 @@ class Server:
         return series
 
     def _get(self, promql: str) -> tuple[int, bytes]:
-        """The answer's status, whatever it is, and its text."""
+        """The status and the body of the answer."""
         config = self.config
         where = f"prometheus.url {config.url}"
         ca = str(_readable(config.ca_file, "ca_file")) if config.ca_file else True
@@ -219,7 +210,7 @@ class Server:
                                       "right?") from None
             raise PrometheusError(f"{where}: what came back can't be read ({type(cause).__name__}), so it is no Prometheus; "
                                   "set its address") from None
-        except OSError as error:  # requests raises it bare for certificates
+        except OSError as error:  # requests raises a plain OSError for certificates
             raise UserError(f"prometheus: ca_file, client_cert_file or client_key_file: {error}") from None
 
     @property
@@ -252,9 +243,9 @@ class Server:
 
 
 @functools.lru_cache(maxsize=4)
-def server_for(config: PrometheusConfig) -> Server:
-    """The server of a config, with its connection; kept in a process."""
-    return Server(config)
+def server_for(config: PrometheusConfig) -> PrometheusServer:
+    """The server of a config, cached in the process with its connection."""
+    return PrometheusServer(config)
 
 
 def _are_labels(labels: Any) -> bool:
@@ -274,11 +265,7 @@ class _Header:
 
 
 def _secret(what: str, variable: str | None, file: Path | None) -> str:
-    """A password or a token.
-
-    Raises:
-        UserError: the variable is not set, the file can't be read, or it is empty.
-    """
+    """A password or a token, from an environment variable or a file."""
     if variable is not None:
         value = os.environ.get(variable)
         if not value:
@@ -308,7 +295,7 @@ def _cause(error: BaseException) -> BaseException:
         if not isinstance(inner, BaseException):
             break
         error = inner
-    # where no connection was made, urllib3 has the rest only as text
+    # without a connection, urllib3 has the details only as text
     return error.__cause__ if isinstance(error.__cause__, OSError) else error
 
 
@@ -318,5 +305,38 @@ def _in_words(cause: BaseException) -> str:
 
 
 def quoted(text: str) -> str:
-    """`text` as a string of PromQL."""
+    """`text` as a PromQL string."""
     return json.dumps(text, ensure_ascii=False)
+
+
+@functools.cache
+def _timed_session() -> type[requests.Session]:
+    """A session class whose timeout covers the whole answer (status, headers and body); later, reading raises TooLate.
+
+    It follows no redirect, since requests would first read the whole body of the redirect. Defined in a function, so that
+    requests is imported only when a server is asked.
+    """
+    # urllib3 logs a traceback for headers that it can't read; here the answer's content decides
+    logging.getLogger("urllib3.connection").setLevel(logging.ERROR)
+
+    class TimedResponse(HTTPResponse):
+        def __init__(self, sock: socket, *args: Any, **more: Any) -> None:
+            super().__init__(sock, *args, **more)
+            self.fp = io.BufferedReader(DeadlineReader(self.fp.detach(), sock, sock.gettimeout()))
+
+    class TimedAdapter(requests.adapters.HTTPAdapter):
+        def get_connection_with_tls_context(self, *args: Any, **more: Any) -> Any:
+            pool: Any = super().get_connection_with_tls_context(*args, **more)
+            pool.ConnectionCls = type("TimedConnection", (pool.ConnectionCls,), {"response_class": TimedResponse})
+            return pool
+
+    class TimedSession(requests.Session):
+        def __init__(self) -> None:
+            super().__init__()
+            for scheme in ("http://", "https://"):
+                self.mount(scheme, TimedAdapter())
+
+        def get_redirect_target(self, resp: requests.Response) -> None:
+            return None
+
+    return TimedSession

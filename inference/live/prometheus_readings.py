@@ -1,9 +1,9 @@
-"""What a Prometheus says of one device: its metrics, and the last readings of the sharing probe and of the host's probe.
+"""Reads from Prometheus the metrics of one device, and the last readings of the sharing probe and the host's probe.
 
 For metrics, one query fetches the raw samples of a window, and a second one asks whether their exporter is up: `avg_over_time`
-would return a number even if the exporter is dead, frozen, or reported NaN or nothing for a while. For the readings of a probe
-one instant query is enough: what no longer holds, such as waits or another sharing mode, is gone after the exporter's next
-scrape. Series of MIG instances are never taken: none of them shows what the whole GPU does.
+would return a number even if the exporter is dead, frozen, or reported NaN or nothing for a while. For a probe's reading one
+instant query is enough: outdated series disappear after the exporter's next scrape. Series of MIG instances are ignored, since
+none of them describes the whole GPU.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ from hase.benchmark.metrics.names import (
     FIELDS,
     HOST_LABEL,
     INDEX_LABEL,
+    MEANINGS,
     NAMES,
     PART_LABEL,
     PROFILE_LABEL,
     UUID_LABEL,
+    ProbeSample,
+    Unreadable,
     in_unit,
     names_of,
+    probed_of,
 )
-from hase.benchmark.metrics.probe_metrics import MEANINGS, Sample, Unreadable, probed_of
-from hase.benchmark.metrics.source import AT_WORK, UTILISATION, Mean, MetricSource, Unsound, Window
-from hase.inference.live.prometheus import FOREIGN_SERIES, PrometheusError, Server, quoted
+from hase.benchmark.metrics.source import AT_WORK, UTILISATION, MetricMean, MetricSource, OpenWindow, Unsound
+from hase.inference.live.prometheus import FOREIGN_SERIES, PrometheusError, PrometheusServer, quoted
 from hase.records.host_pace import PACE_MEANINGS, PROBE, TAKEN
 from hase.records.probe_reading import ProbeSummary
 
@@ -37,7 +40,7 @@ LONG_AGO = "1h"  # how far back to look for the reason if the window is empty
 
 
 @dataclass(frozen=True)
-class Series:
+class MetricSeries:
     """Samples of one metric: `(seconds since 1970, value)`, oldest first."""
 
     name: str
@@ -54,7 +57,7 @@ class Series:
 
     @property
     def whole(self) -> bool:
-        """Whether it is of a whole GPU, not of a MIG instance."""
+        """Whether it describes a whole GPU, not a MIG instance."""
         return not self.labels.get(PART_LABEL)
 
     @property
@@ -62,30 +65,25 @@ class Series:
         return self.samples[-1][0]
 
 
-def selector(server: Server, names: Collection[str], everyone: bool = False) -> str:
-    """PromQL that selects metrics of the device in the config, or of `everyone`."""
+def selector(server: PrometheusServer, names: Collection[str], everyone: bool = False) -> str:
+    """PromQL that selects metrics of the device in the config, or of all devices (`everyone`)."""
     labels = {} if everyone else asked_for(server)
     matchers = [f"__name__=~{quoted('|'.join(names))}", *(f"{key}={quoted(value)}" for key, value in labels.items())]
     return "{" + ",".join(matchers) + "}"
 
 
-def asked_for(server: Server) -> dict[str, str]:
+def asked_for(server: PrometheusServer) -> dict[str, str]:
     """The labels of the device and exporter that the config names."""
     job = server.config.job
     return server.config.gpu.labels | ({} if job is None else {"job": job})
 
 
-def series_of(entry: Mapping[str, Any], names: Collection[str]) -> Series:
-    """A series from the API's JSON, of a matrix or a vector; a sample of a vector has the time of the answer. Values are
-    strings, such as "NaN".
-
-    Raises:
-        PrometheusError: it is no series, or of no metric in `names`.
-    """
+def series_of(entry: Mapping[str, Any], names: Collection[str]) -> MetricSeries:
+    """A series from an entry of the API's JSON, of a matrix or a vector. Values are strings, such as "NaN"."""
     try:
         labels = dict(entry["metric"])
         samples = entry["values"] if "values" in entry else [entry["value"]]
-        series = Series(labels.pop("__name__"), labels, [(_finite(when), float(value)) for when, value in samples])
+        series = MetricSeries(labels.pop("__name__"), labels, [(_finite(when), float(value)) for when, value in samples])
     except (KeyError, TypeError, ValueError):
         raise PrometheusError(FOREIGN_SERIES) from None
     if not series.samples or series.name not in names:
@@ -94,11 +92,7 @@ def series_of(entry: Mapping[str, Any], names: Collection[str]) -> Series:
 
 
 def _finite(when: Any) -> float:
-    """A time of the API's JSON.
-
-    Raises:
-        TypeError, ValueError: it is no number, or not a finite one.
-    """
+    """A time in the API's JSON; ValueError or TypeError if it is not a finite number."""
     if not math.isfinite(time_s := float(when)):
         raise ValueError(f"{when} is no time")
     return time_s
@@ -106,10 +100,10 @@ def _finite(when: Any) -> float:
 
 def device_name(labels: Mapping[str, str]) -> str:
     """A device in words that distinguish it from others."""
-    place = [f"{what} {labels[key]}" for key, what in ((INDEX_LABEL, "index"), (HOST_LABEL, "host")) if labels.get(key)]
+    where = [f"{what} {labels[key]}" for key, what in ((INDEX_LABEL, "index"), (HOST_LABEL, "host")) if labels.get(key)]
     if labels.get(UUID_LABEL):
-        return labels[UUID_LABEL] + (f" ({', '.join(place)})" if place else "")
-    return ", ".join(place) if labels.get(HOST_LABEL) else ", ".join([*place, f"instance {labels.get('instance', '?')}"])
+        return labels[UUID_LABEL] + (f" ({', '.join(where)})" if where else "")
+    return ", ".join(where) if labels.get(HOST_LABEL) else ", ".join([*where, f"instance {labels.get('instance', '?')}"])
 
 
 def listed(what: Collection[str]) -> str:
@@ -117,12 +111,8 @@ def listed(what: Collection[str]) -> str:
     return "; ".join(texts[:LISTED]) + (f"; and {len(texts) - LISTED} more" if len(texts) > LISTED else "")
 
 
-def of_one_device(series: Sequence[Series]) -> list[Series]:
-    """The series of the one device, without those of its MIG instances.
-
-    Raises:
-        PrometheusError: they are of several devices, or all of MIG instances.
-    """
+def one_device_series(series: Sequence[MetricSeries]) -> list[MetricSeries]:
+    """The series of the one device that reports, without its MIG instances."""
     devices = {entry.device: device_name(entry.labels) for entry in series}
     if len(devices) > 1:
         raise PrometheusError(f"prometheus: metrics of several devices match: {listed(devices.values())}; set prometheus.gpu "
@@ -136,36 +126,25 @@ def of_one_device(series: Sequence[Series]) -> list[Series]:
     return whole
 
 
-def latest_of_one_exporter(server: Server, names: Collection[str], fields: Collection[str]) -> list[Series]:
-    """The series called `names` of the one device that a server's config names, as one exporter serves them now; empty where
-    there are none. What an exporter stops serving is gone from the answer after its next scrape, as is everything once it is
-    down.
+def latest_of_one_exporter(server: PrometheusServer, names: Collection[str], fields: Collection[str]) -> list[MetricSeries]:
+    """The newest series called `names` of the device that the config names; may be empty.
 
-    Args:
-        server: to ask.
-        names: of metrics that one of Hase's exporters serves.
-        fields: of FIELDS, queried as well: if they are of another device, it is not clear whose series are meant.
-
-    Raises:
-        UserError: the config's secrets or certificates can't be read.
-        PrometheusError: there is no answer, or there are several devices, several exporters or only MIG instances.
+    Series that an exporter no longer serves, or whose exporter is down, are gone after the next scrape. `fields` are queried
+    too: if they belong to another device, the choice of device is ambiguous.
     """
     queried = [*names, *(name for field in fields for name in names_of(field))]
     answer = [series_of(entry, {*names, *NAMES}) for entry in server.query(selector(server, queried), "vector")]
     if not any(entry.name in names for entry in answer):
         return []
-    of_device = [entry for entry in of_one_device(answer) if entry.name in names]
-    check_one_exporter({entry.exporter for entry in of_device}, of_device[0])
-    return of_device
+    served = [entry for entry in one_device_series(answer) if entry.name in names]
+    check_one_exporter({entry.exporter for entry in served}, served[0])
+    return served
 
 
-def of_one_exporter(server: Server, series: Sequence[Series]) -> tuple[list[Series], float]:
+def one_exporter_series(server: PrometheusServer, series: Sequence[MetricSeries]) -> tuple[list[MetricSeries], float]:
     """The series of the one exporter that is up, and the server's time (seconds since 1970).
 
-    A server that has its metrics from another server may not know the exporter; then only the age of the samples shows it.
-
-    Raises:
-        PrometheusError: several exporters are up, or the only one is down.
+    A server that gets its metrics from another server may not know the exporter; then only the age of the samples tells.
     """
     exporters = sorted({entry.exporter for entry in series})
     queries = [f"up{{job={quoted(job)},instance={quoted(instance)}}}" for job, instance in exporters]
@@ -185,12 +164,8 @@ def of_one_exporter(server: Server, series: Sequence[Series]) -> tuple[list[Seri
     return [entry for entry in series if entry.exporter == running[0]], now_s
 
 
-def check_one_exporter(exporters: Collection[tuple[str, str]], series: Series) -> None:
-    """Checks that the device of `series` has one exporter: one pair of job and instance.
-
-    Raises:
-        PrometheusError: it has several.
-    """
+def check_one_exporter(exporters: Collection[tuple[str, str]], series: MetricSeries) -> None:
+    """Checks that the device of `series` has one exporter: one pair of job and instance."""
     if len(exporters) > 1:
         raise PrometheusError(f"prometheus: several exporters report {device_name(series.labels)}: {_described(exporters)}; "
                               "name one's job in prometheus.job")
@@ -201,35 +176,30 @@ def _described(exporters: Collection[tuple[str, str]]) -> str:
 
 
 class PrometheusSource(MetricSource):
-    """Metrics of the device that a server's config names. The samples of a window are those scraped while it was open.
+    """A metric source for the device that a server's config names.
 
-    `latest` and `stop` raise `PrometheusError` where there is no answer, there are several devices or only MIG instances of
-    one, or samples are missing, too old, of a dead exporter, or impossible; the message says which and what to do. They raise
-    `UserError` where the config's secrets or certificates can't be read.
+    A window's samples are those scraped while it was open. `latest` and `stop` raise `PrometheusError` if there is no answer,
+    there are several devices or only MIG instances, or samples are missing, too old, impossible, or of a dead exporter.
     """
 
     name = "Prometheus"
     minimum_window_s = 0.001  # Prometheus counts in milliseconds
 
-    def __init__(self, server: Server, fields: Collection[str]) -> None:
-        """Reads `fields` under any of their names.
-
-        Raises:
-            UserError: one of them is no name of FIELDS.
-        """
+    def __init__(self, server: PrometheusServer, fields: Collection[str]) -> None:
+        """Reads `fields` under any of their names."""
         super().__init__(list(FIELDS), list(fields))
         self._server = server
-        # a further field may show whether those stuck at 0 are right
+        # another field can show whether fields stuck at 0 are right
         self._further = [UTILISATION] if UTILISATION not in self.fields and set(AT_WORK) & set(self.fields) else []
 
-    def latest(self) -> dict[str, Mean]:
+    def latest(self) -> dict[str, MetricMean]:
         """The mean of each field over the config's `window_s` up to now, in the units of FIELDS."""
-        return self._means(Window(time.monotonic() - self._server.config.window_s, None))
+        return self._means(OpenWindow(time.monotonic() - self._server.config.window_s, None))
 
-    def stop(self, window: Window) -> dict[str, Mean]:
+    def stop(self, window: OpenWindow) -> dict[str, MetricMean]:
         return self._means(window)  # windows may share samples, so they are not compared with each other
 
-    def _means(self, window: Window) -> dict[str, Mean]:
+    def _means(self, window: OpenWindow) -> dict[str, MetricMean]:
         try:
             return super()._means(window)
         except Unsound as error:
@@ -238,9 +208,9 @@ class PrometheusSource(MetricSource):
                                   "sample any more") from None
 
     def _read(self) -> None:
-        """Nothing to do at the start of a window: the server keeps the samples."""
+        """Does nothing at the start of a window: the server keeps the samples."""
 
-    def _readings(self, before: Window, after: Window) -> dict[str, list[float]]:
+    def _readings(self, before: OpenWindow, after: OpenWindow) -> dict[str, list[float]]:
         server, window_s = self._server, round(after.began_s - before.began_s, 3)
         names = [name for field in (*self.fields, *self._further) for name in names_of(field)]
         answer = server.query(f"{selector(server, names)}[{window_s * 1e3:.0f}ms]", "matrix")
@@ -248,7 +218,7 @@ class PrometheusSource(MetricSource):
         wanted = [entry for entry in series if NAMES[entry.name].field in self.fields]
         if not wanted:
             raise _nothing(server, [name for name in names if NAMES[name].field in self.fields], window_s)
-        wanted, now_s = of_one_exporter(server, of_one_device(wanted))
+        wanted, now_s = one_exporter_series(server, one_device_series(wanted))
         newest = {field: latest for field in self.fields if (latest := _newest(wanted, field))}
         if missing := [field for field in self.fields if field not in newest]:
             raise _missing(missing, wanted[0], window_s)
@@ -260,21 +230,23 @@ class PrometheusSource(MetricSource):
         return {field: _values(same, latest.name) for field, latest in newest.items()}
 
 
-def _newest(series: Sequence[Series], field: str) -> Series | None:
-    """The series of a field with the newest sample; if the old and the new name have the same, that of the old one."""
+def _newest(series: Sequence[MetricSeries], field: str) -> MetricSeries | None:
+    """The series of a field with the newest sample; at equal times the one with the field's old name."""
     names = names_of(field)
     return max((candidate for candidate in series if candidate.name in names), default=None,
                key=lambda candidate: (candidate.last_s, -names.index(candidate.name)))
 
 
-def _values(series: Sequence[Series], name: str) -> list[float]:
-    """All samples under a name, in the unit of FIELDS, by time. A GPU that changes hands (Kubernetes' pods) has a series for
-    each user, and several users at once have the same samples."""
+def _values(series: Sequence[MetricSeries], name: str) -> list[float]:
+    """All samples under a name, in the unit of FIELDS, by time.
+
+    A GPU that changes users (Kubernetes pods) has a series for each; several users at once have the same samples.
+    """
     samples = {when: value for part in series if part.name == name for when, value in part.samples}
     return [in_unit(name, samples[when]) for when in sorted(samples)]
 
 
-def _check_age(series: Series, now_s: float, max_age_s: float) -> None:
+def _check_age(series: MetricSeries, now_s: float, max_age_s: float) -> None:
     age_s = now_s - series.last_s
     if age_s > max_age_s:
         raise PrometheusError(f"prometheus: {series.name} of {device_name(series.labels)} is stale: its newest sample is "
@@ -282,8 +254,8 @@ def _check_age(series: Series, now_s: float, max_age_s: float) -> None:
                               "scraped less often")
 
 
-def _nothing(server: Server, names: Collection[str], window_s: float) -> PrometheusError:
-    """Why the window holds no sample of the device: which devices reported before, and which targets are down."""
+def _nothing(server: PrometheusServer, names: Collection[str], window_s: float) -> PrometheusError:
+    """Explains why the window has no sample of the device: which devices reported before, and which targets are down."""
     seen = [entry["metric"] for entry in server.query(
         f"count by ({', '.join(IDENTITY)}) (last_over_time({selector(server, names, everyone=True)}[{LONG_AGO}]))", "vector")]
     same = [labels for labels in seen if all(labels.get(label) == value for label, value in asked_for(server).items())]
@@ -302,33 +274,23 @@ def _nothing(server: Server, names: Collection[str], window_s: float) -> Prometh
                            f"{', '.join(names)}: have it scrape an exporter that reports them{down}")
 
 
-def _missing(fields: Sequence[str], reported: Series, window_s: float) -> PrometheusError:
-    """What to do about fields that are missing although series `reported` of the same device is not."""
+def _missing(fields: Sequence[str], reported: MetricSeries, window_s: float) -> PrometheusError:
+    """Explains what to do about missing fields of a device that reports `reported`."""
     names = ", ".join(" or ".join(names_of(field)) for field in fields)
     return PrometheusError(f"prometheus: no sample of {names} within {window_s:g} s, though {device_name(reported.labels)} "
                            f"reports {reported.name}; these predictors need it: add it to the exporter's list of metrics "
                            "(dcgm-exporter leaves some out by default)")
 
 
-def _down(server: Server) -> str:
-    """The scrape targets that are down, as the end of a message; empty where none is."""
+def _down(server: PrometheusServer) -> str:
+    """The scrape targets that are down, as the end of a message; "" if there are none."""
     targets = [entry["metric"] for entry in server.query("up == 0", "vector")]
     down = listed([f"job {labels.get('job', '?')}, instance {labels.get('instance', '?')}" for labels in targets])
     return f"; can't be scraped at present: {down}" if targets else ""
 
 
-def latest_host_probe(server: Server, fields: Collection[str]) -> tuple[float, float] | None:
-    """The time of the host's probe (µs) for the device that a server's config names, and its age (s); None where there is none.
-
-    Args:
-        server: to ask.
-        fields: of FIELDS, queried as well: if they are of another device, it is not clear whose pace is meant.
-
-    Raises:
-        UserError: the config's secrets or certificates can't be read.
-        PrometheusError: there is no answer, there are several devices, several exporters or only MIG instances, or the samples
-            are not a valid reading.
-    """
+def latest_host_probe(server: PrometheusServer, fields: Collection[str]) -> tuple[float, float] | None:
+    """The time of the host's probe (µs) and its age (s), for the device that the config names; None if there is none."""
     series = latest_of_one_exporter(server, PACE_MEANINGS, fields)
     if not series:
         return None
@@ -342,23 +304,13 @@ def latest_host_probe(server: Server, fields: Collection[str]) -> tuple[float, f
     return (1e6 * probe_s, series[0].last_s - taken_s)
 
 
-def latest_probe(server: Server, fields: Collection[str]) -> tuple[ProbeSummary, float] | None:
-    """The sharing probe's last reading on the device that a server's config names, and its age (s); None where there is none.
-
-    Args:
-        server: to ask.
-        fields: of FIELDS, queried as well: if they are of another device, it is not clear whose reading is meant.
-
-    Raises:
-        UserError: the config's secrets or certificates can't be read.
-        PrometheusError: there is no answer, there are several devices, several exporters or only MIG instances, or the samples
-            are not a valid reading.
-    """
+def latest_probe(server: PrometheusServer, fields: Collection[str]) -> tuple[ProbeSummary, float] | None:
+    """The sharing probe's last reading and its age (s), for the device that the config names; None if there is none."""
     series = latest_of_one_exporter(server, MEANINGS, fields)
     if not series:
         return None
     try:
-        probed = probed_of(Sample(entry.name, entry.labels, entry.samples[-1][1]) for entry in series)
+        probed = probed_of(ProbeSample(entry.name, entry.labels, entry.samples[-1][1]) for entry in series)
     except Unreadable as error:
         raise PrometheusError(f"prometheus: the sharing probe's reading of {device_name(series[0].labels)} can't be "
                               f"used: {error.fact}; mend its exporter (benchmark/metrics_exporter.py --probe-every), or do "

@@ -1,1 +1,1 @@
-"""Language models: their files and dimensions, the runs that make up a request, and what a request takes."""
+"""Language models: their files, the runs of a request, and predictions for requests."""

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from hase.inference.core.answers import Provenance
-from hase.inference.core.chances import chance_within, in_words
-from hase.inference.core.host_pace import PaceSource
-from hase.utils.frozen import Frozen
-from hase.utils.pages import cards
+from hase.inference.prediction.answers import Provenance, chance_within, chance_word
+from hase.inference.prediction.conditions import PaceSource
+from hase.utils.config import Frozen
+from hase.utils.pages import rendering as cards
 
 LLM_VERSION = 1
 Objective = Literal["ttft", "tpot"]
 
 
-class Time(Frozen):
-    """A time.
+class LlmTime(Frozen):
+    """A predicted time.
 
     Attributes:
         ms: the prediction.
-        interval_ms: the range around it that held nine of ten predictions of a single run. That of a sum is the sum of the
-            ranges: runs of one model err alike, so their errors don't cancel out.
+        interval_ms: 90 % prediction interval; that of a sum is the sum of the ranges.
     """
 
     ms: float
@@ -31,7 +29,7 @@ class Time(Frozen):
         return "{:.4g} and {:.4g}".format(*self.interval_ms)
 
 
-class TokenTime(Time):
+class TokenTime(LlmTime):
     """The time of one token of each sequence.
 
     Attributes:
@@ -46,12 +44,11 @@ class LlmMemory(Frozen):
 
     Attributes:
         weights_mib: constants of the optimised graph.
-        cache_mib: keys, values and other states: one buffer that all runs share, as long as `max_length`; or, where runs don't
-            share it, that of the last token before and after its run.
-        activations_mib: the other inputs, outputs (the prompt's logits) and intermediate tensors alive at the peak.
+        cache_mib: keys, values and other states.
+        activations_mib: other inputs, outputs and tensors alive at the peak.
         arena_mib: the arena's surplus.
         workspace_mib: the kernels' own scratch, as far as it is known.
-        loading_mib: what loading leaves in the heap of a CPU's process; 0 on CUDA.
+        loading_mib: what loading leaves in a CPU's heap; 0 on CUDA.
         peak_mib: the sum of all.
     """
 
@@ -71,7 +68,7 @@ class LlmEnergy(Frozen):
         prompt_j: the prompts of the whole batch.
         request_j: the same and all further tokens.
         token_j: request_j over the tokens generated, all sequences together.
-        token_interval_j: the range around it; the ranges of the runs added up.
+        token_interval_j: its 90 % interval.
         rough_estimate: whether one of the runs' energies is a rough estimate.
     """
 
@@ -86,11 +83,11 @@ class ObjectiveMet(Frozen):
     """Whether a request meets an objective.
 
     Attributes:
-        objective: `ttft`: the time to first token; `tpot`: the mean time per further token.
+        objective: `ttft` or `tpot`.
         limit_ms, predicted_ms: the objective, and the prediction that is compared with it.
         met: whether the prediction is at most the limit.
         headroom_ms: the limit less the prediction.
-        chance, chance_in_words: how likely the objective is met, 0 to 1, given how wrong the prediction may be.
+        chance, chance_in_words: how likely the objective is met, 0 to 1.
     """
 
     objective: Objective
@@ -102,42 +99,38 @@ class ObjectiveMet(Frozen):
     chance_in_words: str
 
     @classmethod
-    def of(cls, objective: Objective, time: Time, limit_ms: float) -> Self:
+    def of(cls, objective: Objective, time: LlmTime, limit_ms: float) -> Self:
         """Compares a predicted time with its limit."""
         chance = chance_within(time.ms, time.interval_ms, limit_ms)
         return cls(objective=objective, limit_ms=limit_ms, predicted_ms=time.ms, met=time.ms <= limit_ms,
-                   headroom_ms=limit_ms - time.ms, chance=chance, chance_in_words=in_words(chance))
+                   headroom_ms=limit_ms - time.ms, chance=chance, chance_in_words=chance_word(chance))
 
 
 class LlmPrediction(Frozen):
     """What a request to a language model takes. `--json` prints it as it is. Version 1 is the first.
 
     Attributes:
-        model, target: the names of the model's folder or file, and of the target.
-        batch, prompt, generate: sequences, tokens of each prompt (the longest, to which shorter ones are padded), and tokens
-            generated for each. The prompt's run gives the first of them.
+        model, target: folder or file, and target.
+        batch, prompt, generate: sequences, tokens of each prompt, tokens generated for each.
         max_length: tokens for which the cache is made.
         shares_cache: whether one buffer of `max_length` tokens is the cache of all runs.
-        cuda_graph: whether tokens after the first are predicted as a CUDA graph, as the model's config asks.
-        ttft: time to first token: the run of the prompts with an empty cache.
-        tpot: time per output token after the first, the mean over the generation; None where only one is generated.
+        cuda_graph: whether further tokens run as a CUDA graph.
+        ttft: time to first token.
+        tpot: mean time per further token.
         tpot_start, tpot_middle, tpot_end: of the first, the middle and the last of these tokens.
-        tokens: the lengths at which such a token was predicted. Between two of them the time is interpolated linearly.
+        tokens: lengths at which a token was predicted; others are interpolated.
         request: the whole request.
         tokens_per_second: generated for each sequence, in the time of the whole request.
         device_tokens_per_second: the same of all sequences together.
-        genai_loop_ms: what onnxruntime-genai's loop takes for each token, in the times; None where it was not measured for the
-            target, so that the times are without it.
+        genai_loop_ms: onnxruntime-genai's loop for each token, in the times; None where not measured.
         memory: at its peak.
-        device_memory_mib: of the target's device; None where it is not known, as in all that follows from it.
+        device_memory_mib: of the target's device.
         fits_memory: whether the peak is no more than that.
-        largest_batch: the largest with which this request still fits, with caches for max_length tokens; 0: none.
-        longest_context: the most tokens of prompt and answer that fit in this batch, with the same number generated and a cache
-            no longer than that; 0: none.
-        context_length: the most that the model allows; None where nothing says.
-        energy: None where nothing was learned of the target's energy.
-        prompt_share, token_share: the time of the kernels of the prompt's run and of the middle token's, by provenance, a
-            ratio.
+        largest_batch: with which this request still fits; 0: none.
+        longest_context: prompt and answer that fit in this batch; 0: none.
+        context_length: the most that the model allows.
+        energy: None where none was learned.
+        prompt_share, token_share: kernels' time by provenance, ratios.
         host_pace, host_pace_source: as in `Prediction`.
         rough_estimate: whether one of the runs is a rough estimate.
         objectives: those that were asked for.
@@ -153,13 +146,13 @@ class LlmPrediction(Frozen):
     max_length: int
     shares_cache: bool
     cuda_graph: bool
-    ttft: Time
-    tpot: Time | None
-    tpot_start: Time | None
-    tpot_middle: Time | None
-    tpot_end: Time | None
+    ttft: LlmTime
+    tpot: LlmTime | None
+    tpot_start: LlmTime | None
+    tpot_middle: LlmTime | None
+    tpot_end: LlmTime | None
     tokens: tuple[TokenTime, ...]
-    request: Time
+    request: LlmTime
     tokens_per_second: float
     device_tokens_per_second: float
     genai_loop_ms: float | None
@@ -179,20 +172,19 @@ class LlmPrediction(Frozen):
     warnings: tuple[str, ...] = ()
 
     def judged(self, ttft_ms: float | None, tpot_ms: float | None) -> LlmPrediction:
-        """The same with objectives: limits in ms of the time to first token and of the mean time per further token. A request
-        for one token has no further ones."""
-        limits: tuple[tuple[Objective, float | None, Time | None], ...] = (
+        """This answer with objectives: limits (ms) for the time to first token and the mean time per further token, if any."""
+        limits: tuple[tuple[Objective, float | None, LlmTime | None], ...] = (
             ("ttft", ttft_ms, self.ttft), ("tpot", tpot_ms, self.tpot))
         return self.model_copy(update={"objectives": tuple(
             ObjectiveMet.of(name, time, limit) for name, limit, time in limits if limit is not None and time is not None)})
 
     def _repr_html_(self) -> str:
-        """A card, for notebooks."""
+        """A card for notebooks."""
         times = [("first token", self.ttft), ("each further token", self.tpot), ("whole request", self.request)]
-        numbers = [cards.Field(name, f"{time.ms:.4g} ms", f"90 % between {time.between}") for name, time in times if time]
+        numbers = [cards.CardField(name, f"{time.ms:.4g} ms", f"90 % between {time.between}") for name, time in times if time]
         fits = {True: "fits", False: "more than the device has", None: ""}[self.fits_memory]
-        numbers += [cards.Field("throughput", f"{self.device_tokens_per_second:.4g} tokens/s", f"batch {self.batch}"),
-                    cards.Field("peak memory", f"{self.memory.peak_mib:.4g} MiB", fits)]
+        numbers += [cards.CardField("throughput", f"{self.device_tokens_per_second:.4g} tokens/s", f"batch {self.batch}"),
+                    cards.CardField("peak memory", f"{self.memory.peak_mib:.4g} MiB", fits)]
         asked = f"{self.prompt} tokens in, {self.generate} out, batch {self.batch}; {self.target}"
         return cards.card(self.model, asked, numbers, self.warnings, "a rough estimate" if self.rough_estimate else "")
 

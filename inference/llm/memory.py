@@ -1,12 +1,12 @@
-"""The memory of a request to a language model, and what fits into that of a device.
+"""Predicts the memory of a request to a language model, and what fits into the device.
 
-Counted are the weights, the cache, the other inputs and outputs (the prompt's logits are large: sequences × tokens × words)
-with the intermediate tensors alive at the peak, the arena's surplus, and what `hase.inference.core.memory` counts besides. The cache
-does not grow where runs share it: onnxruntime-genai makes it for `max_length` tokens before the first run.
+Counted are weights, cache, other inputs and outputs (the prompt's logits are large: sequences × tokens × vocabulary), live
+intermediate tensors at the peak, the arena's surplus, and the other parts of `hase.inference.memory.session`. A shared cache
+does not grow: onnxruntime-genai allocates it for `max_length` tokens before the first run.
 
-On CUDA all of this lies in arenas, one of the session and one of onnxruntime-genai, whose regions double in size from 1 MiB to
-1 GiB and more (inference/core/arena.py). The surplus is what they hold and do not use. Libraries keep a constant amount
-besides: on an H200 requests took 148 to 150 MiB more than the arenas' regions wherever these were right, which is 70 of 101.
+On CUDA all of this lies in two arenas, one of the session and one of onnxruntime-genai, whose regions double in size from 1 MiB
+to 1 GiB and more (inference/memory/buffers.py). The surplus is their unused part. Libraries take a constant amount besides: on
+an H200, 148 to 150 MiB in all 70 of 101 requests whose arena regions were predicted correctly.
 
 Not counted: the process or CUDA context itself, and onnxruntime-genai's copies of the last token's logits.
 """
@@ -18,20 +18,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from hase.inference.core.arena import MIB
-from hase.inference.core.cuda_memory import LIBRARIES_MIB
-from hase.inference.core.memory import peak_memory
 from hase.inference.llm.answers import LlmMemory
-from hase.inference.llm.dimensions import DecoderFile
-from hase.inference.llm.taken_memory import taken_by_generation
+from hase.inference.llm.language_model import DecoderFile
+from hase.inference.memory.buffers import MIB, Arena, buffers_of_run, lay_out, layouts_of
+from hase.inference.memory.session import LIBRARIES_MIB, peak_memory, weight_bytes_of
+from hase.records.attention import kernel_grouped_query_sizes
 from hase.records.kernel_record import ModelRecord
 
-MOST_SEQUENCES = 2**20  # of a batch that is asked about
-CLOSE = 0.01  # of a context: how much longer one might fit
-TRIES = 12  # of a search; each analyses the model once more
+MOST_SEQUENCES = 2**20  # limit of the search for the largest batch
+CLOSE = 0.01  # relative tolerance of the longest context
+TRIES = 12  # per search; each analyses the model again
 
 
-class Run(NamedTuple):
+class DecoderRun(NamedTuple):
     """A run of one of a model's files, by its record."""
 
     file: DecoderFile
@@ -39,22 +38,17 @@ class Run(NamedTuple):
 
     @property
     def cache_bytes(self) -> tuple[int, int]:
-        """Of the caches before and after the run."""
+        """The bytes of the caches before and after the run."""
         tensors = ((self.record.inputs, self.file.caches), (self.record.outputs, self.file.presents))
         before, after = (sum(held[name].bytes for name in names if name in held) for held, names in tensors)
         return before, after
 
 
-def request_memory(runs: tuple[Run, ...], shares_cache: bool) -> LlmMemory:
-    """The peak over the runs of a request, whose arena keeps what any of them needed.
-
-    Args:
-        runs: of the prompt and of the last token.
-        shares_cache: whether a run writes into the buffer that it reads.
-    """
+def request_memory(runs: tuple[DecoderRun, ...], shares_cache: bool) -> LlmMemory:
+    """The peak over the runs of a request (the prompt, and the last token). The arena keeps what any of them needed."""
     memories = [peak_memory(run.record, apart={*run.file.caches, *run.file.presents}) for run in runs]
     cache = max(max(run.cache_bytes) if shares_cache else sum(run.cache_bytes) for run in runs) / MIB
-    # A prefill in a file of its own is a session of its own, with weights of its own.
+    # A separate prefill file is a separate session with its own weights.
     weights = sum({run.file.path: memory.weights_mib for run, memory in zip(runs, memories, strict=True)}.values())
     activations, arena, workspace, loading = (max(getattr(memory, name) or 0.0 for memory in memories) for name in (
         "activations_mib", "arena_mib", "workspace_mib", "loading_mib"))
@@ -66,13 +60,14 @@ def request_memory(runs: tuple[Run, ...], shares_cache: bool) -> LlmMemory:
 
 
 def _total(memory: LlmMemory) -> LlmMemory:
-    """The same with its peak as the sum of its parts, but for what loading leaves (`hase.inference.core.memory`)."""
+    """Sets the peak of a request's memory: the sum of all parts except what loading leaves (`hase.inference.memory.session`).
+    """
     return memory.model_copy(update={"peak_mib": memory.weights_mib + memory.cache_mib + memory.activations_mib +
                                      memory.arena_mib + memory.workspace_mib})
 
 
-def _surplus_mib(runs: tuple[Run, ...], shares_cache: bool, used_mib: float, times: float = 1.0) -> float:
-    """What the arenas hold and do not use: the most after any of the runs, of which each file has a session of its own."""
+def _surplus_mib(runs: tuple[DecoderRun, ...], shares_cache: bool, used_mib: float, times: float = 1.0) -> float:
+    """The unused memory of the arenas; the maximum over the runs. Each file has its own session."""
     sessions: dict[Path, int] = {}
     genai = 0
     for run in runs:
@@ -81,14 +76,8 @@ def _surplus_mib(runs: tuple[Run, ...], shares_cache: bool, used_mib: float, tim
     return max((sum(sessions.values()) + genai) / MIB - used_mib, 0.0)
 
 
-def times_as_many(memory: LlmMemory, times: float, runs: tuple[Run, ...], shares_cache: bool) -> LlmMemory:
-    """The memory of so many times as many sequences: cache and activations grow with them, and what does not is far smaller.
-
-    Args:
-        memory: of a request.
-        times: a ratio.
-        runs, shares_cache: of the request, as for `request_memory`.
-    """
+def times_as_many(memory: LlmMemory, times: float, runs: tuple[DecoderRun, ...], shares_cache: bool) -> LlmMemory:
+    """The memory with `times` as many sequences: cache and activations grow in proportion, the rest is nearly constant."""
     cache, activations = times * memory.cache_mib, times * memory.activations_mib
     arena = times * memory.arena_mib
     if runs[0].record.flavour.device == "cuda":
@@ -96,15 +85,8 @@ def times_as_many(memory: LlmMemory, times: float, runs: tuple[Run, ...], shares
     return _total(memory.model_copy(update={"cache_mib": cache, "activations_mib": activations, "arena_mib": arena}))
 
 
-def largest_batch(memory: LlmMemory, batch: int, runs: tuple[Run, ...], shares_cache: bool, device_mib: float) -> int:
-    """The largest batch that fits into a device's memory; 0: none.
-
-    Args:
-        memory: of a request with `batch` sequences.
-        batch: number of sequences.
-        runs, shares_cache: of the request, as for `request_memory`.
-        device_mib: its memory.
-    """
+def largest_batch(memory: LlmMemory, batch: int, runs: tuple[DecoderRun, ...], shares_cache: bool, device_mib: float) -> int:
+    """The largest batch that fits into a device's memory, given the `memory` of a request with `batch` sequences; 0: none."""
     def exceeds(count: int) -> bool:
         used = memory.weights_mib + count / batch * (memory.cache_mib + memory.activations_mib)  # a lower bound, without arenas
         return used > device_mib or times_as_many(memory, count / batch, runs, shares_cache).peak_mib > device_mib
@@ -115,10 +97,9 @@ def largest_batch(memory: LlmMemory, batch: int, runs: tuple[Run, ...], shares_c
 def longest_context(left_mib: Callable[[int], float], fewest: int, most: int) -> int:
     """The most tokens of prompt and answer that fit, to within CLOSE; 0: not even `fewest`.
 
-    Args:
-        left_mib: the memory that is left with so many tokens, in MiB; below 0 they do not fit. It falls as there are more.
-        fewest, most: tokens between which to search: where a line between the ends crosses 0. An end that is kept twice counts
-            half (the Illinois algorithm), since memory may grow with the square of the tokens.
+    `left_mib` gives the memory that is left at a number of tokens (MiB), negative if they do not fit. The search is the
+    Illinois algorithm (regula falsi in which an end that is kept twice counts half), since memory may grow with the square of
+    the tokens.
     """
     (low, low_left), (high, high_left) = ((tokens, left_mib(tokens)) for tokens in (fewest, most))
     if low_left < 0:
@@ -139,3 +120,32 @@ def longest_context(left_mib: Callable[[int], float], fewest: int, most: int) ->
             low_left *= 0.5 if kept == "low" else 1.0
             high, high_left, kept = tokens, left, "low"
     return low
+
+
+class TakenMemory(NamedTuple):
+    """Bytes that the arenas of a session, and of onnxruntime-genai, took from the device."""
+
+    session: int
+    genai: int
+
+
+def taken_by_generation(record: ModelRecord, file: DecoderFile, shares_cache: bool, times: float = 1.0) -> TakenMemory:
+    """The arenas' memory after a run with `times` as many sequences as in the record.
+
+    The session's arena has weights and intermediate tensors, onnxruntime-genai's has caches, other inputs and logits.
+    """
+    session, genai, apart = Arena(), Arena(), {*file.caches, *file.presents}
+    for size in weight_bytes_of(record).values():
+        session.allocate(size)
+    presents = () if shares_cache else file.presents
+    for tensors, names in ((record.inputs, file.caches), (record.outputs, presents),
+                           *((tensors, tuple(name for name in tensors if name not in apart))
+                             for tensors in (record.inputs, record.outputs))):
+        for name in names:
+            if name in tensors:
+                genai.allocate(int(times * tensors[name].bytes))
+    layouts, kernels = layouts_of(record, "cuda"), [record.kernel_of(node) for node in record.nodes]
+    scratch = [int((times if kernel_grouped_query_sizes(kernel) else 1.0) * layouts[kernel.id].scratch_bytes)
+               for kernel in kernels]
+    lay_out(session, buffers_of_run(record, layouts, apart), scratch, times)
+    return TakenMemory(session.taken, genai.taken)

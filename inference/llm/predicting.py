@@ -9,68 +9,57 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from hase.inference.core.answers import make_monotonic
-from hase.inference.core.arguments import checked_dims, shown
-from hase.inference.core.energy import EnergyPrediction, energy_of
-from hase.inference.core.memory import device_memory_mib, memory_warnings
-from hase.inference.core.model_warnings import weights_warning
-from hase.inference.core.predictor import Predictor
-from hase.inference.core.report import log_measured
-from hase.inference.core.run_modes import AS_USUAL, RunMode
-from hase.inference.core.sources import missing_weights
-from hase.inference.llm.answers import LlmEnergy, LlmMemory, LlmPrediction, Time, TokenTime
-from hase.inference.llm.dimensions import DecoderFile, Step
-from hase.inference.llm.language_model import LanguageModel, language_model
-from hase.inference.llm.memory import Run, largest_batch, longest_context, request_memory
-from hase.inference.llm.requests import Request, over_generation, request_for
-from hase.inference.llm.steps import Learned, as_step, learned_of
-from hase.ort_analysis.cuda.capture import capture_obstacle
+from hase.inference.library.predictor import Predictor
+from hase.inference.llm.answers import LlmEnergy, LlmMemory, LlmPrediction, LlmTime, TokenTime
+from hase.inference.llm.language_model import DecoderFile, DecoderStep, LanguageModel, language_model
+from hase.inference.llm.memory import DecoderRun, largest_batch, longest_context, request_memory
+from hase.inference.llm.requests import GenerationModels, LlmRequest, as_step, generation_models, over_generation, request_for
+from hase.inference.memory.session import device_memory_mib, memory_warnings
+from hase.inference.prediction.answers import make_monotonic
+from hase.inference.prediction.conditions import AS_USUAL, RunMode
+from hase.inference.prediction.energy import EnergyPrediction, energy_of
+from hase.inference.prediction.run import weights_warning
+from hase.inference.prediction.sources import checked_dims, missing_weights, shown
+from hase.ort_analysis.cuda.placement import capture_obstacle
 from hase.ort_analysis.isolated.analysis import optimized_once
-from hase.utils import cli
 from hase.utils.errors import UserError
+from hase.utils.logger import progress
+from hase.utils.processes import is_command
+from hase.utils.text import cell, distinct
 
 if TYPE_CHECKING:
-    from hase.inference.core.answers import Prediction
-    from hase.inference.core.host_pace import HostPace
-    from hase.inference.core.model_run import PredictedRun
+    from hase.inference.prediction.answers import Prediction
+    from hase.inference.prediction.conditions import HostPace
+    from hase.inference.prediction.run import PredictedRun
     from hase.records.generations import Phase
     from hase.records.kernel_record import ModelRecord
     from hase.utils.fingerprint import Target
     from hase.utils.paths import Workspace
 
-MOST_CONTEXT = 2**20  # tokens that are asked about where nothing says what a model allows
-LESS_SURE = 0.01  # of a token's kernel time: a length between whose kernels were measured that much less is left out
+MOST_CONTEXT = 2**20  # tokens; the limit of the search if a model's own is unknown
+LESS_SURE = 0.01  # of a token's kernel time: intermediate lengths with this much less measured are left out
 PADDED = "prompts of a batch count as padded to the longest; continuous batching is not predicted"
 NO_LOOP = "without what genai's loop takes per token: not measured for this target"
 
 
 @dataclass
-class Analysed:
-    """The records of a model's runs on a target, each made once.
-
-    Attributes:
-        predictor: for the target.
-        model: the language model.
-    """
+class AnalysedModel:
+    """A language model on a target, with cached records of its runs."""
 
     predictor: Predictor
     model: LanguageModel
     _records: dict[tuple[Path, tuple[tuple[str, int], ...]], ModelRecord] = field(default_factory=dict)
 
     @cached_property
-    def learned(self) -> Learned:
-        """What was learned of generation on the target."""
-        return learned_of(self.predictor)
+    def learned(self) -> GenerationModels:
+        """The fitted corrections for token generation on the target."""
+        return generation_models(self.predictor)
 
-    def file(self, step: Step) -> DecoderFile:
+    def file(self, step: DecoderStep) -> DecoderFile:
         return self.model.decode if step.before else self.model.prefill
 
-    def record(self, step: Step) -> ModelRecord:
-        """The record of the file that makes a step.
-
-        Raises:
-            UserError: it can't be analysed at these sizes.
-        """
+    def record(self, step: DecoderStep) -> ModelRecord:
+        """The record of the file that runs a step."""
         file = self.file(step)
         dims = file.dims(step)
         key = file.path, tuple(sorted(dims.items()))
@@ -78,26 +67,27 @@ class Analysed:
             self._records[key] = self.predictor.record(file.path, dims)
         return self._records[key]
 
-    def prompt_step(self, request: Request) -> Step:
+    def prompt_step(self, request: LlmRequest) -> DecoderStep:
         return self.model.step(request.batch, request.prompt, 0, request.max_length)
 
-    def token_step(self, request: Request, cached: int) -> Step:
+    def token_step(self, request: LlmRequest, cached: int) -> DecoderStep:
         """The run for one token when the cache holds `cached` tokens."""
         return self.model.step(request.batch, 1, cached, request.max_length)
 
-    def runs(self, request: Request) -> tuple[Run, ...]:
-        """The runs of a request that need most memory: of the prompt, and of the last token."""
+    def runs(self, request: LlmRequest) -> tuple[DecoderRun, ...]:
+        """The runs of a request that can need the most memory: the prompt, and the last token."""
         steps = [self.prompt_step(request), *(self.token_step(request, cached) for cached in request.outline[-1:])]
-        return tuple(Run(self.file(step), self.record(step)) for step in steps)
+        return tuple(DecoderRun(self.file(step), self.record(step)) for step in steps)
 
-    def memory(self, request: Request) -> LlmMemory:
-        """The memory that a request holds at its peak."""
+    def memory(self, request: LlmRequest) -> LlmMemory:
+        """The peak memory of a request."""
         return request_memory(self.runs(request), self.model.shares_cache)
 
 
-class Runs(NamedTuple):
-    """The predicted runs of a request: of the prompt, of a token at each of some lengths of the cache, and among these of the
-    one in the middle of the generation; None where the prompt's run gives the only token."""
+class RequestRuns(NamedTuple):
+    """The predicted runs of a request: the prompt, and a token at some lengths of the cache and in the middle of the
+    generation. The latter is None if the prompt's run gives the only token.
+    """
 
     prompt: PredictedRun
     tokens: dict[int, PredictedRun]
@@ -118,15 +108,13 @@ def predict_language_model(model: str | Path | LanguageModel, *, prompt: int, ge
                            dims: Mapping[str, int] | None = None, workspace: Workspace | str | Path | None = None,
                            target: str | None = None, strict: bool = False, force: bool = False, no_weights: bool = False,
                            host_pace: float | HostPace | None = None) -> LlmPrediction:
-    """What a request to a language model takes.
+    """Predicts a request to a language model: a folder as onnxruntime-genai's builder writes it, or a decoder's ONNX file.
 
     Args:
-        model: a folder as onnxruntime-genai's builder writes it, or a decoder's ONNX file.
-        prompt, generate, batch: tokens of each prompt and tokens generated for it, and number of prompts.
-        max_length: tokens of prompt and answer for which the cache is made; by default as genai_config.json says.
-        decode: the file that runs each further token, where `model` runs prompts only.
+        prompt, generate, batch: tokens of each prompt, tokens generated for it, and number of prompts.
+        max_length: tokens of prompt and answer for which the cache is allocated; by default as in genai_config.json.
+        decode: the file that runs further tokens, if `model` runs prompts only.
         dims: sizes of dimensions whose role is not known, by name.
-        workspace, target, strict, force, no_weights, host_pace: as for `inference.predict`.
 
     Raises:
         UserError: the model, the predictors, the request or the pace can't be used; the message says why.
@@ -139,36 +127,22 @@ def predict_language_model(model: str | Path | LanguageModel, *, prompt: int, ge
 
 
 def _path(name: str, given: object) -> Path:
-    """The path that an argument names.
-
-    Raises:
-        UserError: it names none.
-    """
+    """The path that an argument names."""
     if not isinstance(given, (str, os.PathLike)):
         raise UserError(f"{name}={shown(given)}: give the path of a folder or of an ONNX file")
     return Path(given)
 
 
-def predict_requests(predictor: Predictor, model: LanguageModel, requests: Sequence[Request],
+def predict_requests(predictor: Predictor, model: LanguageModel, requests: Sequence[LlmRequest],
                      host_pace: float | HostPace | None = None) -> list[LlmPrediction]:
-    """What requests to a language model take, in their order.
-
-    Args:
-        predictor: for the target.
-        model: the language model.
-        requests: the requests.
-        host_pace: as for `inference.predict`.
-
-    Raises:
-        UserError: the model, the predictors or the pace can't be used; the message says why.
-    """
+    """Predicts requests to a language model, in their order."""
     return [answer for answer, _ in requests_with_runs(predictor, model, requests, host_pace)]
 
 
-def requests_with_runs(predictor: Predictor, model: LanguageModel, requests: Sequence[Request],
-                       host_pace: float | HostPace | None = None) -> list[tuple[LlmPrediction, Runs]]:
-    """The same, each with the runs that it was made from. Runs that several requests share are predicted once."""
-    analysed = Analysed(predictor, model)
+def requests_with_runs(predictor: Predictor, model: LanguageModel, requests: Sequence[LlmRequest],
+                       host_pace: float | HostPace | None = None) -> list[tuple[LlmPrediction, RequestRuns]]:
+    """Predicts requests, each with the runs that it was made from. Runs that several requests share are predicted once."""
+    analysed = AnalysedModel(predictor, model)
     with optimized_once():
         asked = predicted_runs(analysed, requests, host_pace)
         longest: dict[tuple[int, int], int | None] = {}
@@ -181,55 +155,52 @@ def requests_with_runs(predictor: Predictor, model: LanguageModel, requests: Seq
     return answers
 
 
-def measure_missing(predictor: Predictor, model: LanguageModel, requests: Iterable[Request]) -> None:
-    """Measures the kernels of some requests on this machine, which must be the target: of the prompts, and of a token at the
-    start, in the middle and at the end of each generation.
+def measure_missing(predictor: Predictor, model: LanguageModel, requests: Iterable[LlmRequest]) -> None:
+    """Measures the missing kernels of some requests on this machine, which must be the target.
 
-    Raises:
-        UserError: this machine is not the target, or a model can't be used or run there.
+    They are those of the prompts, and of a token at the start, in the middle and at the end of each generation.
     """
-    analysed, sizes = Analysed(predictor, model), dict[Path, list[dict[str, int]]]()
+    analysed, sizes = AnalysedModel(predictor, model), dict[Path, list[dict[str, int]]]()
     for request in requests:
         for step in (analysed.prompt_step(request), *(analysed.token_step(request, cached) for cached in request.outline)):
             file = analysed.file(step)
-            of_file = sizes.setdefault(file.path, [])
-            if (dims := file.dims(step)) not in of_file:
-                of_file.append(dims)
+            sizes_of_file = sizes.setdefault(file.path, [])
+            if (dims := file.dims(step)) not in sizes_of_file:
+                sizes_of_file.append(dims)
     with optimized_once():
-        for path, of_file in sizes.items():
-            log_measured(predictor.measure_missing(path, of_file))
+        for path, sizes_of_file in sizes.items():
+            predictor.measure_missing(path, sizes_of_file).log()
 
 
-def predicted_runs(analysed: Analysed, requests: Sequence[Request],
-                   host_pace: float | HostPace | None) -> list[tuple[Runs, tuple[str, ...]]]:
-    """The runs of each request, each with what genai's loop takes beside it, and what the reader should know about how they
-    were predicted."""
+def predicted_runs(analysed: AnalysedModel, requests: Sequence[LlmRequest],
+                   host_pace: float | HostPace | None) -> list[tuple[RequestRuns, tuple[str, ...]]]:
+    """The runs of each request, including genai's loop, and notices about how they were predicted."""
     prompts = [analysed.prompt_step(request) for request in requests]
     tokens = [{cached: analysed.token_step(request, cached) for cached in request.lengths} for request in requests]
-    steps = list(dict.fromkeys([*prompts, *(step for of_request in tokens for step in of_request.values())]))
-    shown_steps = cli.progress(steps, "analysing") if cli.is_command() else steps
+    steps = list(dict.fromkeys([*prompts, *(step for token_steps in tokens for step in token_steps.values())]))
+    shown_steps = progress(steps, "analysing") if is_command() else steps
     records = {step: analysed.record(step) for step in shown_steps}
     further = [step for step in steps if step.before]
     token_mode, notices = _token_mode(analysed, records[further[0]]) if further else (AS_USUAL, ())
-    known: dict[Step, PredictedRun] = {}
+    known: dict[DecoderStep, PredictedRun] = {}
     loop_pace: float | None = None  # of the prompts' host; a captured graph does not wait for it, and genai's loop does
-    phases: dict[Phase, tuple[list[Step], RunMode]] = {
+    phases: dict[Phase, tuple[list[DecoderStep], RunMode]] = {
         "first": ([step for step in steps if not step.before], AS_USUAL), "token": (further, token_mode)}
-    for phase, (of_phase, run_mode) in phases.items():
+    for phase, (phase_steps, run_mode) in phases.items():
         pace = None if run_mode.cuda_graph else host_pace  # a captured graph does not wait for its host
-        runs = analysed.predictor.runs([records[step] for step in of_phase], run_mode=run_mode, host_pace=pace,
+        runs = analysed.predictor.runs([records[step] for step in phase_steps], run_mode=run_mode, host_pace=pace,
                                        composition=analysed.learned.compositions.get(phase))
         in_order = make_monotonic([run.prediction for run in runs])
         loop_pace = next((run.prediction.host_pace for run in runs if run.prediction.host_pace), loop_pace)
         known |= {step: as_step(run._replace(prediction=prediction), step, analysed.file(step), analysed.learned, loop_pace)
-                  for step, run, prediction in zip(of_phase, runs, in_order, strict=True)}
-    return [(Runs(known[prompt], as_sure({cached: known[step] for cached, step in of_request.items()}, request),
-                  known[of_request[request.middle]] if of_request else None), notices)
-            for request, prompt, of_request in zip(requests, prompts, tokens, strict=True)]
+                  for step, run, prediction in zip(phase_steps, runs, in_order, strict=True)}
+    return [(RequestRuns(known[prompt], sure_tokens({cached: known[step] for cached, step in token_steps.items()}, request),
+                  known[token_steps[request.middle]] if token_steps else None), notices)
+            for request, prompt, token_steps in zip(requests, prompts, tokens, strict=True)]
 
 
-def _token_mode(analysed: Analysed, record: ModelRecord) -> tuple[RunMode, tuple[str, ...]]:
-    """How the runs of further tokens are made, and a notice where that is not what the model's config asks for."""
+def _token_mode(analysed: AnalysedModel, record: ModelRecord) -> tuple[RunMode, tuple[str, ...]]:
+    """How further tokens are run, and a notice if that is not what the model's config asks for."""
     fitted = analysed.predictor.fitted
     if not analysed.model.captures_cuda_graph or fitted.target.flavour.device != "cuda":
         return AS_USUAL, ()
@@ -239,9 +210,8 @@ def _token_mode(analysed: Analysed, record: ModelRecord) -> tuple[RunMode, tuple
     return RunMode(cuda_graph=True), ()
 
 
-def as_sure(tokens: dict[int, PredictedRun], request: Request) -> dict[int, PredictedRun]:
-    """The tokens without those between that rest on less measured kernels than the outline, which --measure-missing
-    measures."""
+def sure_tokens(tokens: dict[int, PredictedRun], request: LlmRequest) -> dict[int, PredictedRun]:
+    """The tokens without intermediate ones that rest less on measured kernels than the outline (see --measure-missing)."""
     if not tokens:
         return {}
     least = min(tokens[cached].prediction.time_share["measured"] for cached in request.outline) - LESS_SURE
@@ -249,8 +219,8 @@ def as_sure(tokens: dict[int, PredictedRun], request: Request) -> dict[int, Pred
             if cached in request.outline or run.prediction.time_share["measured"] >= least}
 
 
-def _longest_context(analysed: Analysed, request: Request) -> int | None:
-    """The most tokens of prompt and answer that fit in the target's memory; None where that is not known."""
+def _longest_context(analysed: AnalysedModel, request: LlmRequest) -> int | None:
+    """The most tokens of prompt and answer that fit in the target's memory; None if unknown."""
     device_mib, model = _device_mib(analysed.predictor), analysed.model
     if device_mib is None:
         return None
@@ -266,7 +236,7 @@ def _device_mib(predictor: Predictor) -> float | None:
     return device_memory_mib(predictor.fitted.target, predictor.fitted.predictors.sidecar.machines)
 
 
-def _prediction(analysed: Analysed, request: Request, runs: Runs, notices: Sequence[str],
+def _prediction(analysed: AnalysedModel, request: LlmRequest, runs: RequestRuns, notices: Sequence[str],
                 longest: int | None) -> LlmPrediction:
     """The answer to a request, from its runs."""
     model, fitted, learned = analysed.model, analysed.predictor.fitted, analysed.learned
@@ -279,11 +249,11 @@ def _prediction(analysed: Analysed, request: Request, runs: Runs, notices: Seque
     sums = [float(values.sum()) for values in further] or [0.0, 0.0, 0.0]
     whole = _spanned(first.ms + sums[0], first.interval_ms[0] + sums[1], first.interval_ms[1] + sums[2])
     at = dict(zip(lengths, times, strict=True))
-    energy, of_energy = _energy(learned, request, runs)
+    energy, energy_warnings = _energy(learned, request, runs)
     warnings = (*model.notices, *notices, *_missing_weights(analysed), *_config_warnings(model, fitted.target),
                 *(() if learned.generation else (NO_LOOP,)), *((PADDED,) if request.batch > 1 else ()),
                 *_memory_warnings(model, request, memory, device_mib),
-                *cli.distinct(warning for run in runs.all for warning in _of_run(run.prediction)), *of_energy)
+                *distinct(warning for run in runs.all for warning in _run_warnings(run.prediction)), *energy_warnings)
     return LlmPrediction(
         model=model.name, target=fitted.target.name, batch=request.batch, prompt=request.prompt, generate=request.generate,
         max_length=request.max_length, shares_cache=model.shares_cache, cuda_graph=runs.cuda_graph,
@@ -304,8 +274,8 @@ def _prediction(analysed: Analysed, request: Request, runs: Runs, notices: Seque
         rough_estimate=any(run.prediction.rough_estimate for run in runs.all), warnings=tuple(dict.fromkeys(warnings)))
 
 
-def _missing_weights(analysed: Analysed) -> tuple[str, ...]:
-    """A warning where files of the model's weights are missing: runs are predicted from records, which do not say so."""
+def _missing_weights(analysed: AnalysedModel) -> tuple[str, ...]:
+    """A warning if files of the model's weights are missing. Records, which the runs are predicted from, do not tell."""
     if not analysed.predictor.no_weights:
         return ()
     paths = dict.fromkeys((analysed.model.prefill.path, analysed.model.decode.path))
@@ -313,7 +283,7 @@ def _missing_weights(analysed: Analysed) -> tuple[str, ...]:
 
 
 def _config_warnings(model: LanguageModel, target: Target) -> list[str]:
-    """Warnings where a model's config has it run in another way than the target was measured."""
+    """Warnings if the config runs the model in another way than the target was measured."""
     warnings, device = [], target.flavour.device
     if model.provider not in (None, device):
         warnings.append(f"the config has it run by the {model.provider} provider, and the target's is {device}: predicted as "
@@ -326,27 +296,27 @@ def _config_warnings(model: LanguageModel, target: Target) -> list[str]:
     return warnings
 
 
-def _time(prediction: Prediction) -> Time:
+def _time(prediction: Prediction) -> LlmTime:
     return _spanned(prediction.latency_ms, *prediction.interval_ms)
 
 
-def _spanned(ms: float, low_ms: float, high_ms: float) -> Time:
-    return Time(ms=ms, interval_ms=(low_ms, high_ms))
+def _spanned(ms: float, low_ms: float, high_ms: float) -> LlmTime:
+    return LlmTime(ms=ms, interval_ms=(low_ms, high_ms))
 
 
-def _of_run(prediction: Prediction) -> list[str]:
-    """The warnings of a run, without those about a single run's memory: a request's is counted as a whole."""
+def _run_warnings(prediction: Prediction) -> list[str]:
+    """The warnings of a run, except those about memory: it is predicted for the whole request."""
     single = memory_warnings(prediction.memory, prediction.device_memory_mib)
     return [warning for warning in prediction.warnings if warning not in single]
 
 
-def _memory_warnings(model: LanguageModel, request: Request, memory: LlmMemory, device_mib: float | None) -> tuple[str, ...]:
-    """What the reader should know about a request's cache and its memory."""
+def _memory_warnings(model: LanguageModel, request: LlmRequest, memory: LlmMemory, device_mib: float | None) -> tuple[str, ...]:
+    """Warnings about a request's cache and its memory."""
     warnings, needed = [], request.prompt + request.generate
     if model.shares_cache and request.max_length > needed:
         enough_mib = memory.cache_mib * needed / request.max_length
         warnings.append(f"onnxruntime-genai makes the cache for max_length = {request.max_length} tokens, and the request "
-                        f"needs {needed}: {cli.cell(memory.cache_mib)} MiB in place of {cli.cell(enough_mib)} MiB; set "
+                        f"needs {needed}: {cell(memory.cache_mib)} MiB in place of {cell(enough_mib)} MiB; set "
                         "max_length where you generate, and --max-length here")
     if device_mib is not None and memory.peak_mib > device_mib:
         warnings.append(f"it does not fit in the memory: its peak is {memory.peak_mib / 1024:.4g} GiB, and the device has "
@@ -354,8 +324,8 @@ def _memory_warnings(model: LanguageModel, request: Request, memory: LlmMemory, 
     return tuple(warnings)
 
 
-def _energy(learned: Learned, request: Request, runs: Runs) -> tuple[LlmEnergy | None, tuple[str, ...]]:
-    """The energy of a request, and warnings about it; None where nothing was learned of the target's energy."""
+def _energy(learned: GenerationModels, request: LlmRequest, runs: RequestRuns) -> tuple[LlmEnergy | None, tuple[str, ...]]:
+    """The energy of a request, and warnings about it; None if the target has no energy model."""
     if learned.energy is None:
         return None, ("no joules: nothing was learned of this target's energy (docs/energy.md)",)
     limited = bool(learned.generation and learned.generation.power_limit)
@@ -364,12 +334,12 @@ def _energy(learned: Learned, request: Request, runs: Runs) -> tuple[LlmEnergy |
         cached: energy_of(run, learned.energy, limited) for cached, run in runs.tokens.items()}
     totals = [prompt.energy_j, *prompt.interval_j]
     if tokens:
-        of_tokens = ([token.energy_j for token in tokens.values()],
+        token_values = ([token.energy_j for token in tokens.values()],
                      *zip(*(token.interval_j for token in tokens.values()), strict=True))
         totals = [total + float(over_generation(request, list(tokens), values).sum())
-                  for total, values in zip(totals, of_tokens, strict=True)]
+                  for total, values in zip(totals, token_values, strict=True)]
     count = request.batch * request.generate
     return LlmEnergy(prompt_j=prompt.energy_j, request_j=totals[0], token_j=totals[0] / count,
                      token_interval_j=(totals[1] / count, totals[2] / count),
                      rough_estimate=any(energy.rough_estimate for energy in (prompt, *tokens.values()))), tuple(
-        cli.distinct(warning for energy in (prompt, *tokens.values()) for warning in energy.warnings))
+        distinct(warning for energy in (prompt, *tokens.values()) for warning in energy.warnings))

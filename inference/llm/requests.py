@@ -1,34 +1,52 @@
-"""A request to a language model as runs of its files, and the time of its tokens between those that are predicted.
+"""Splits a request to a language model into runs, and adds onnxruntime-genai's loop and the power limit to each.
 
-A request is one run of the prompt with an empty cache, and then one run for each further token. How long such a run takes
-grows about linearly with the tokens in the cache, in pieces: kernels change their algorithm at some lengths, mostly powers of
-two. So a token is predicted at the start, in the middle and at the end of the generation, and at the powers of two between; the
-others are interpolated linearly and added up one by one.
+A request is one run of the prompt with an empty cache, and then one run for each further token. The time of such a run is
+roughly piecewise linear in the tokens in the cache: kernels change their algorithm at some lengths, mostly powers of two. So a
+token is predicted at the start, in the middle and at the end of the generation, and at the powers of two between; the others
+are interpolated linearly and added up.
+
+The loop runs on the host and scales with the host's pace. A long prompt can bring the device to its power limit: after a while
+the device lowers its clocks (learned/llm.py). Both corrections are also applied to the ends of a step's interval.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from hase.inference.llm.language_model import LanguageModel
-from hase.records.generations import Generation, GenerationMemory
+from hase.inference.llm.language_model import DecoderFile, DecoderStep, LanguageModel
+from hase.inference.prediction.energy import parts_of_run
+from hase.inference.prediction.targets import CardPredictors, predictor_folders
+from hase.inference.prediction.uncertainty import hosts_between
+from hase.learned import target_files
+from hase.learned.energy import EnergyModel, scaled
+from hase.learned.llm import LearnedGeneration
+from hase.records.generations import PHASES, Generation, GenerationMemory, Phase
 from hase.utils.errors import UserError
 
+if TYPE_CHECKING:
+    from hase.inference.library.predictor import Predictor
+    from hase.inference.prediction.run import PredictedRun
+    from hase.learned.composition.fitted import Composition
+    from hase.records.kernel_record import ModelRecord
+
+
 Floats = npt.NDArray[np.float64]
+LIMITED = 1.02  # the answer mentions the power limit from this slowdown on
 
 
-class Request(NamedTuple):
+class LlmRequest(NamedTuple):
     """Prompts for which tokens are generated together.
 
     Attributes:
-        batch: number of prompts.
         prompt: tokens of the longest; shorter ones are padded to it.
         generate: tokens generated for each.
-        max_length: tokens of prompt and answer for which the cache is made.
+        max_length: tokens of prompt and answer for which the cache is allocated.
     """
 
     batch: int
@@ -47,7 +65,7 @@ class Request(NamedTuple):
 
     @property
     def outline(self) -> list[int]:
-        """The lengths at the start, in the middle and at the end; fewer where there are fewer tokens."""
+        """The cache lengths at the start, in the middle and at the end, without duplicates."""
         return sorted({self.further[0], self.middle, self.further[-1]}) if self.further else []
 
     @property
@@ -57,22 +75,15 @@ class Request(NamedTuple):
         return sorted({*self.outline, *(power for power in powers if power in self.further)})
 
 
-def request_of(model: LanguageModel, point: Generation | GenerationMemory, generate: int) -> Request:
-    """The request of a measured point, for so many tokens."""
-    return Request(point.batch * model.beams, point.prompt, generate, max(point.cache, point.prompt + generate))
+def request_at_point(model: LanguageModel, point: Generation | GenerationMemory, generate: int) -> LlmRequest:
+    """The request of a measured point, with `generate` tokens generated."""
+    return LlmRequest(point.batch * model.beams, point.prompt, generate, max(point.cache, point.prompt + generate))
 
 
-def request_for(model: LanguageModel, batch: int, prompt: int, generate: int, max_length: int | None = None) -> Request:
-    """A request, checked.
+def request_for(model: LanguageModel, batch: int, prompt: int, generate: int, max_length: int | None = None) -> LlmRequest:
+    """A request, checked against the model.
 
-    Args:
-        model: the language model.
-        batch, prompt, generate: as in `Request`.
-        max_length: tokens of prompt and answer for which the cache is made; None: what the model's config says, and where it
-            says nothing as many as are needed.
-
-    Raises:
-        UserError: a number is below 1, or there are more tokens than max_length or the model allow.
+    `max_length` defaults to the model's config, and without one to the number of tokens needed.
     """
     for what, count in (("batch", batch), ("prompt", prompt), ("generate", generate), ("max_length", max_length)):
         if count is not None and (not isinstance(count, int) or count < 1):
@@ -87,15 +98,96 @@ def request_for(model: LanguageModel, batch: int, prompt: int, generate: int, ma
     if needed > length:
         raise UserError(f"{model.name}: {tokens} are more than max_length, {length}, at which the generation ends; give a "
                         "larger one (--max-length)")
-    return Request(batch, prompt, generate, length)
+    return LlmRequest(batch, prompt, generate, length)
 
 
-def over_generation(request: Request, lengths: Sequence[int], values: Sequence[float]) -> Floats:
-    """A value for each token after the first, interpolated linearly.
-
-    Args:
-        request: the request.
-        lengths: tokens in the cache where the value is known, in order; the first and the last of the generation among them.
-        values: there.
+def over_generation(request: LlmRequest, lengths: Sequence[int], values: Sequence[float]) -> Floats:
+    """A value for each token after the first, interpolated linearly between `values` at `lengths` of the cache. `lengths` are
+    ascending and include the first and the last of the generation.
     """
     return np.interp(np.asarray(request.further, dtype=float), lengths, values)
+
+
+@dataclass(frozen=True)
+class GenerationModels:
+    """The fitted models of token generation on a target.
+
+    Attributes:
+        energy: of language models, else that of other models; None if neither was learned.
+        compositions: of runs of a language model, by phase; if one is missing, the target's own is used.
+    """
+
+    generation: LearnedGeneration | None
+    energy: EnergyModel | None
+    compositions: Mapping[Phase, Composition]
+
+    def loop_ms(self, step: DecoderStep, file: DecoderFile, pace: float = 1.0, cuda_graph: bool = False,
+                other_logits: int = 0) -> float | None:
+        """The time of genai's loop in a step at a pace, with or without a CUDA graph; None if unknown."""
+        if self.generation is None:
+            return None
+        return self.generation.loop_of(cuda_graph).time_ms(_phase(step), step.batch, file.words, layers_of(file), pace,
+                                                           other_logits)
+
+
+def generation_models(predictor: Predictor) -> GenerationModels:
+    """Reads the fitted models of token generation on a predictor's target."""
+    fitted = predictor.fitted
+    predictors = fitted.predictors
+    folder = predictor_folders(predictor.workspace).get(fitted.target.name, predictors.folder)  # or the base card's
+    generation, energy = target_files.GENERATION.read(folder), target_files.GENERATION_ENERGY.read(folder)
+    if energy is None and target_files.ENERGY.path(folder).is_file():
+        energy = target_files.ENERGY.needed(folder)
+    if isinstance(predictors, CardPredictors) and predictors.base and predictors.gpu:
+        generation = generation and generation.for_limit(predictors.gpu.power_w / predictors.base.power_w)
+        energy = energy and scaled(energy, predictors.base, predictors.gpu)
+    return GenerationModels(generation, energy, {} if generation is None else {
+        phase: generation.composition(fitted.composition, phase) for phase in PHASES})
+
+
+def _phase(step: DecoderStep) -> Phase:
+    return "token" if step.before else "first"
+
+
+def layers_of(file: DecoderFile) -> int:
+    """The number of its layers with a cache."""
+    return len(file.caches) // 2
+
+
+def other_logits(record: ModelRecord, file: DecoderFile, step: DecoderStep) -> int:
+    """The number of logits that no token is chosen from: those of a prompt's earlier tokens."""
+    sizes = [math.prod(tensor.shape) for name, tensor in record.outputs.items()
+             if name not in file.presents and tensor.shape and tensor.shape[-1] == file.words]
+    return max(max(sizes, default=0) - step.batch * file.words, 0)
+
+
+def as_step(run: PredictedRun, step: DecoderStep, file: DecoderFile, learned: GenerationModels,
+            pace: float | None) -> PredictedRun:
+    """A predicted run with the time and the interval of its step; `pace` is the host's, None if unknown."""
+    generation, prediction = learned.generation, run.prediction
+    if generation is None or not prediction.latency_ms:
+        return run
+    hosts = hosts_between(None)
+    if pace is None and run.fitted.target.flavour.device == "cpu":
+        pace = 1.0  # there, the loop was measured on the target itself
+    paces = (min(hosts), 1.0, max(hosts)) if pace is None else (pace, pace, pace)
+    others = other_logits(run.run.record, file, step)
+    run_ms = prediction.interval_ms[0], prediction.latency_ms, prediction.interval_ms[1]
+    times_ms = [time_ms + (learned.loop_ms(step, file, at, prediction.way.cuda_graph, others) or 0.0)
+                for time_ms, at in zip(run_ms, paces, strict=True)]
+    low_ms, whole_ms, high_ms = _sustained_ms(times_ms, run, learned)
+    warnings = prediction.warnings
+    if whole_ms > LIMITED * times_ms[1]:
+        what = {"first": "the first token", "token": "a further token"}[_phase(step)]
+        warnings = (*warnings, f"{what} takes {whole_ms / times_ms[1] - 1:.0%} longer than at the device's highest clocks, "
+                    "since it reaches its power limit")
+    return run._replace(prediction=prediction.model_copy(update={
+        "latency_ms": whole_ms, "interval_ms": (low_ms, high_ms), "warnings": warnings}))
+
+
+def _sustained_ms(times_ms: Sequence[float], run: PredictedRun, learned: GenerationModels) -> list[float]:
+    """Times of a step under the device's power limit."""
+    if learned.generation is None or learned.generation.power_limit is None or learned.energy is None:
+        return list(times_ms)
+    power_w = learned.energy.unlimited_w(parts_of_run(run))
+    return [learned.generation.power_limit.sustained_ms(time_ms, power_w) for time_ms in times_ms]

@@ -1,1 +1,1 @@
-"""Answers as pages: `--html FILE` of the commands in inference/ and of the evaluator."""
+"""HTML pages of answers: `--html FILE` of the commands in inference/ and of the evaluator."""

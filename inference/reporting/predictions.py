@@ -5,50 +5,50 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from hase.inference.core.best_batch import BestBatches, said_of_batches
-from hase.inference.core.chances import said
-from hase.inference.core.ranking import compared_ms, ranked_per_item, said_of_order
-from hase.inference.core.report import kernel_rows, statistic, summary
-from hase.inference.reporting.common import about, device_name, pace_of, target_basis
-from hase.inference.reporting.runs import operators_by_time, run_sections, where_time_goes
-from hase.utils import cli
+from hase.inference.compare.choices import BestBatches, compared_ms, ranked_per_item, said_of_batches, said_of_order
+from hase.inference.prediction.answers import chance_text, statistic
+from hase.inference.reporting.printed import kernel_rows, summary
+from hase.inference.reporting.runs import (
+    about,
+    device_name,
+    operators_by_time,
+    pace_of,
+    run_sections,
+    target_basis,
+    where_time_goes,
+)
 from hase.utils.pages.page import (
     COLOURS,
-    Axis,
     Bar,
     Bars,
     Chart,
+    ChartAxis,
+    ChartSeries,
     Fact,
     Limit,
     Page,
+    PageSection,
+    PageTable,
     Piece,
-    Section,
-    Series,
     Shares,
-    Table,
+    axis_for,
 )
-from hase.utils.pages.scales import axis_for
+from hase.utils.text import cell, first_and_count
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hase.inference.core.answers import Prediction
-    from hase.inference.core.report import Answer
+    from hase.inference.prediction.answers import Prediction
+    from hase.inference.reporting.printed import Answer
 
-DETAILED = 12  # answers of a page that are shown in detail
+DETAILED = 12  # number of answers that a page shows in detail
 MIB_PER_GIB = 1024.0
 
 
 def prediction_page(answers: Sequence[Answer], best: Sequence[BestBatches], warned: Mapping[str, Sequence[str]],
                     several: bool, failed: Mapping[Path, str]) -> Page:
-    """The page of some answers.
-
-    Args:
-        answers: in the order in which they are shown.
-        best: the best batches among them.
-        warned: the models that each warning concerns.
-        several: whether several models were asked for.
-        failed: why models have no prediction.
+    """The page of some answers, in the order given. `warned` are the models that each warning concerns, `failed` reasons for
+    missing predictions.
     """
     first, predictions = answers[0], [answer.prediction for answer in answers]
     device = device_name(first.run.fitted)
@@ -60,17 +60,19 @@ def prediction_page(answers: Sequence[Answer], best: Sequence[BestBatches], warn
                     [*run_sections(first.run, first.model), _kernels(first.prediction), _memory(first.prediction),
                      *_failures(failed)], warnings, basis_of(answers), colours)
     said_of_all = [said_of_order(predictions)] if several else []
-    for choice in best:  # of each, the batch within the objective first, where there is one
+    for choice in best:  # the batch within the objective first, if there is one
         said_of_all += reversed(said_of_batches(choice, predictions, [answer.slo for answer in answers],
-                                                _called(answers[choice.places[0]], choice)))
+                                                _model_and_sizes(answers[choice.places[0]], choice)))
     answer, *more = [f"{line}." for line in said_of_all] or [f"{len(answers)} answers about {stem} on {device}."]
     title = f"{len({answer.model for answer in answers})} models on {device}" if several else f"{stem} on {device}"
     text = "Open an answer to see its operators and layers."
     if len(answers) > DETAILED:
         text += f" The first {DETAILED} of {len(answers)} are here; ask for fewer at once to see the others."
-    details = [Section(_named(answer), where_time_goes(answer.run, answer.model), folded=True) for answer in answers[:DETAILED]]
+    details = [PageSection(_named(answer), where_time_goes(answer.run, answer.model), folded=True)
+               for answer in answers[:DETAILED]]
     return Page("Predicted latencies", title, f"{answer[0].upper()}{answer[1:]}" if several else answer, more, (),
-                [_compared(answers, best), *_failures(failed), Section("Where the time goes", (), text), *details], warnings,
+                [_compared(answers, best), *_failures(failed), PageSection("Where the time goes", (), text), *details],
+                warnings,
                 basis_of(answers), colours)
 
 
@@ -78,7 +80,7 @@ def _named(answer: Answer) -> str:
     return answer.prediction.model + (f", {answer.dtype}" if answer.dtype else "")
 
 
-def _called(answer: Answer, choice: BestBatches) -> str:
+def _model_and_sizes(answer: Answer, choice: BestBatches) -> str:
     sizes = ",".join(f"{name}={size}" for name, size in choice.others.items())
     return f"{answer.run.run.record.file_stem}{f'@{sizes}' if sizes else ''}{f', {answer.dtype}' if answer.dtype else ''}"
 
@@ -97,7 +99,7 @@ def _more(answer: Answer) -> list[str]:
     low, high = prediction.interval_ms
     lines = [f"Nine of ten such predictions lie between {low:.4g} and {high:.4g} ms."]
     if slo:
-        lines.append(f"That its {statistic(prediction, slo)} keeps to {slo.limit_ms:g} ms is {said(slo.chance)}.")
+        lines.append(f"That its {statistic(prediction, slo)} keeps to {slo.limit_ms:g} ms is {chance_text(slo.chance)}.")
     if prediction.rough_estimate:
         lines.append("This is a rough estimate: what it rests on was not measured well enough; see the notes below.")
     if prediction.fits_memory is False:
@@ -115,53 +117,53 @@ def _facts(answer: Answer) -> list[Fact]:
         facts.append(Fact("p95 beside other work", f"{p95:.4g}", "ms", f"p50 {p50:.4g}, p99 {p99:.4g} ms"))
     if prediction.items_per_second and prediction.batch:
         least, most = (prediction.batch / end * 1e3 for end in (high, low))
-        facts.append(Fact("throughput", cli.cell(prediction.items_per_second), "items/s",
-                          f"batch {prediction.batch}, between {cli.cell(least)} and {cli.cell(most)}",
+        facts.append(Fact("throughput", cell(prediction.items_per_second), "items/s",
+                          f"batch {prediction.batch}, between {cell(least)} and {cell(most)}",
                           between=(least, prediction.items_per_second, most)))
-    of_device = f"of {prediction.device_memory_mib / MIB_PER_GIB:.0f} GiB" if prediction.device_memory_mib else ""
-    facts.append(Fact("peak memory", cli.cell(prediction.peak_memory_mib), "MiB", of_device,
+    share_of_device = f"of {prediction.device_memory_mib / MIB_PER_GIB:.0f} GiB" if prediction.device_memory_mib else ""
+    facts.append(Fact("peak memory", cell(prediction.peak_memory_mib), "MiB", share_of_device,
                       "bad" if prediction.fits_memory is False else ""))
     others = [f"{share:.0%} {name}" for name, share in prediction.time_share.items() if name != "measured" and share >= 0.005]
     facts.append(Fact("measured", f"{100 * prediction.time_share['measured']:.0f}", "%",
                       "of its kernels' time" + "".join(f", {other}" for other in others)))
     if slo:
-        words, _, number = said(slo.chance).removesuffix(" %)").partition(" (")
+        words, _, number = chance_text(slo.chance).removesuffix(" %)").partition(" (")
         facts.append(Fact(f"within {slo.limit_ms:g} ms", number, "%", words,
                           "good" if words == "very likely" else "bad" if "unlikely" in words else "doubtful"))
     if energy:
-        facts.append(Fact("energy of a run", cli.cell(energy.energy_j), "J", "between {:.4g} and {:.4g}".format(
-            *energy.interval_j) + f", {cli.cell(energy.mean_power_w)} W", "doubtful" if energy.rough_estimate else "",
+        facts.append(Fact("energy of a run", cell(energy.energy_j), "J", "between {:.4g} and {:.4g}".format(
+            *energy.interval_j) + f", {cell(energy.mean_power_w)} W", "doubtful" if energy.rough_estimate else "",
             (energy.interval_j[0], energy.energy_j, energy.interval_j[1])))
     return facts
 
 
-def _kernels(prediction: Prediction) -> Section:
+def _kernels(prediction: Prediction) -> PageSection:
     order = ("kernel", "share", "total (ms)", "each (ms)", "runs", "type", "provenance")
     rows = [{name: row[name] for name in order} for row in kernel_rows(prediction, len(prediction.kernels))]
-    return Section("Kernels", [Table(rows, bar="share", coloured="type")],
+    return PageSection("Kernels", [PageTable(rows, bar="share", coloured="type")],
                    "A kernel is an operation with its shapes; nodes that are alike share one.")
 
 
-def _memory(prediction: Prediction) -> Section:
+def _memory(prediction: Prediction) -> PageSection:
     memory = prediction.memory
     parts = {"weights": memory.weights_mib, "activations": memory.activations_mib, "arena": memory.arena_mib,
              "workspace": memory.workspace_mib or 0.0}
-    return Section("Peak memory", [Shares(f"{memory.peak_mib:.4g} MiB", parts, "MiB")])
+    return PageSection("Peak memory", [Shares(f"{memory.peak_mib:.4g} MiB", parts, "MiB")])
 
 
-def _failures(failed: Mapping[Path, str]) -> list[Section]:
+def _failures(failed: Mapping[Path, str]) -> list[PageSection]:
     """The models without a prediction."""
     rows = [{"model": str(model), "why": why} for model, why in failed.items()]
-    return [Section("Without a prediction", [Table(rows)])] if rows else []
+    return [PageSection("Without a prediction", [PageTable(rows)])] if rows else []
 
 
-def _compared(answers: Sequence[Answer], best: Sequence[BestBatches]) -> Section:
+def _compared(answers: Sequence[Answer], best: Sequence[BestBatches]) -> PageSection:
     """Several answers side by side."""
     predictions = [answer.prediction for answer in answers]
     rough, unfit = any(one.rough_estimate for one in predictions), any(one.fits_memory is False for one in predictions)
     rows = [summary(answer.prediction)
             | ({"dtype": answer.dtype or "as it is"} if any(other.dtype for other in answers) else {})
-            | ({"within SLO": said(answer.slo.chance)} if answer.slo else {})
+            | ({"within SLO": chance_text(answer.slo.chance)} if answer.slo else {})
             | ({"energy (J)": answer.energy.energy_j} if answer.energy else {})
             | ({"rough estimate": "yes" if answer.prediction.rough_estimate else "no"} if rough else {})
             | ({"fits in memory": "no" if answer.prediction.fits_memory is False else "yes"} if unfit else {})
@@ -169,29 +171,31 @@ def _compared(answers: Sequence[Answer], best: Sequence[BestBatches]) -> Section
     limit = Limit(f"{answers[0].slo.limit_ms:g} ms", answers[0].slo.limit_ms) if answers[0].slo else None
     by_batch = best and sum(len(choice.places) for choice in best) == len(answers) and len(best) <= COLOURS
     pieces: list[Piece] = _batch_charts(answers, best, limit) if by_batch else [_ranked(answers, limit)]
-    return Section("Batches" if by_batch else "Side by side", [*pieces, Table(rows, "All answers", most=30)])
+    return PageSection("Batches" if by_batch else "Side by side", [*pieces, PageTable(rows, "All answers", most=30)])
 
 
 def _batch_charts(answers: Sequence[Answer], best: Sequence[BestBatches], limit: Limit | None) -> list[Piece]:
     """Latency and throughput over the batch, a line for each model."""
-    latencies, rates, batches = list[Series](), list[Series](), sorted({answer.prediction.batch or 0 for answer in answers})
+    latencies, rates = list[ChartSeries](), list[ChartSeries]()
+    batches = sorted({answer.prediction.batch or 0 for answer in answers})
     for choice in best:
-        of_model = [answers[place].prediction for place in choice.places]
-        sizes, name = [one.batch or 0 for one in of_model], _called(answers[choice.places[0]], choice)
-        lows, highs = zip(*(one.interval_ms for one in of_model), strict=True)
-        marked = [place for place, one in enumerate(of_model) if one.fits_memory is False]
-        latencies.append(Series(name, sizes, [one.latency_ms for one in of_model], lows, highs, marked=marked))
+        predictions = [answers[index].prediction for index in choice.places]
+        sizes, name = [one.batch or 0 for one in predictions], _model_and_sizes(answers[choice.places[0]], choice)
+        lows, highs = zip(*(one.interval_ms for one in predictions), strict=True)
+        marked = [index for index, one in enumerate(predictions) if one.fits_memory is False]
+        latencies.append(ChartSeries(name, sizes, [one.latency_ms for one in predictions], lows, highs, marked=marked))
         slowest, fastest = ([1e3 * size / end for size, end in zip(sizes, ends, strict=True)] for ends in (highs, lows))
-        rates.append(Series(name, sizes, [one.items_per_second or 0.0 for one in of_model], slowest, fastest, marked=marked))
+        rates.append(ChartSeries(name, sizes, [one.items_per_second or 0.0 for one in predictions], slowest, fastest,
+                                 marked=marked))
     log = len(batches) > 2 and batches[-1] > 4 * max(batches[0], 1)
-    across = Axis("batch", log)
+    across = ChartAxis("batch", log)
     return [Chart("Latency, with its interval", across, axis_for("ms", [y for one in latencies for y in one.y]), latencies,
                   [limit] if limit else [], batches),
-            Chart("Throughput, with its interval", across, Axis("items/s", zero=True), rates, [], batches)]
+            Chart("Throughput, with its interval", across, ChartAxis("items/s", zero=True), rates, [], batches)]
 
 
 def _ranked(answers: Sequence[Answer], limit: Limit | None) -> Bars:
-    """A bar for each answer; with latencies per item where batches differ."""
+    """A bar for each answer; with latencies per item if batches differ."""
     per_item = ranked_per_item([answer.prediction for answer in answers])
     bars = []
     for answer in answers:
@@ -204,7 +208,7 @@ def _ranked(answers: Sequence[Answer], limit: Limit | None) -> Bars:
 
 
 def basis_of(answers: Sequence[Answer]) -> dict[str, str]:
-    """What answers rest on, all of one target."""
+    """The basis of answers for one target."""
     prediction, fitted = answers[0].prediction, answers[0].run.fitted
     used = prediction.composition
     load = prediction.load if isinstance(prediction.load, str) else ", ".join(
@@ -213,7 +217,7 @@ def basis_of(answers: Sequence[Answer]) -> dict[str, str]:
     uncertain = {name: sorted({operator for answer in answers for operator in getattr(answer.prediction, field)})
                  for name, field in (("estimated operators", "estimated_operators"),
                                      ("doubtful operators", "doubtful_operators"))}
-    return {"model": cli.first_of(list(dict.fromkeys(str(answer.model) for answer in answers))),
+    return {"model": first_and_count(list(dict.fromkeys(str(answer.model) for answer in answers))),
             **({"sizes": sizes} if sizes else {}), **target_basis(fitted),
             **({"holds for": "; ".join(prediction.holds_for)} if prediction.holds_for else {}),
             "run": prediction.way.description, "other work": load, "host's pace": pace_of(prediction),

@@ -1,25 +1,34 @@
-"""Where a run's time goes, as parts of a page: by operator, by layer, and over time."""
+"""Sections of pages about a prediction: where a run's time goes (by operator, by layer, over time), and what it is based on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ast
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hase.inference.core.model_run import spans_of
-from hase.inference.reporting.layers import time_by_layer
-from hase.utils.pages.page import COLOURS, Piece, Section, Shares, Span, Table, Timeline, TreeMap
+from hase.inference.prediction.run import spans_of
+from hase.inference.prediction.targets import gpu_of_target
+from hase.utils.lazy import onnx
+from hase.utils.pages.page import COLOURS, PageSection, PageTable, Piece, Shares, Timeline, TimelineSpan, TreeMap, TreeMapPart
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hase.inference.core.answers import Prediction
-    from hase.inference.core.model_run import PredictedRun
+    from hase.inference.llm.answers import LlmPrediction
+    from hase.inference.prediction.answers import Prediction
+    from hase.inference.prediction.run import PredictedRun
+    from hase.inference.prediction.targets import Fitted
+    from hase.records.kernel_record import Node
 
-MOST_SPANS = 8000  # of a timeline: a page stays below 2 MB
+
+MOST_SPANS = 8000  # in a timeline, so that a page stays below 2 MB
+SCOPES = "pkg.torch.onnx.name_scopes"
+LEAST = 0.0005  # share of the whole; smaller parts of a layer are grouped
 
 
 def operators_by_time(predictions: Sequence[Prediction]) -> list[str]:
-    """The kernel types with the most time in all of the predictions: they have a colour each."""
+    """The kernel types with the most time in all of the predictions; each gets its own colour."""
     shares: dict[str, float] = {}
     for prediction in predictions:
         for kernel in prediction.kernels:
@@ -27,17 +36,17 @@ def operators_by_time(predictions: Sequence[Prediction]) -> list[str]:
     return sorted(shares, key=lambda operator: -shares[operator])[:COLOURS]
 
 
-def run_sections(run: PredictedRun, file: Path) -> list[Section]:
-    """Where a run's time goes, and the run over time, of the model in the file."""
-    timeline, said_of_it = run_over_time(run)
-    return [Section("Where the time goes", where_time_goes(run, file), _together(run)),
-            Section("The run over time", [timeline], said_of_it)]
+def run_sections(run: PredictedRun, file: Path) -> list[PageSection]:
+    """Where a run's time goes, and the run over time."""
+    timeline, explanation = run_over_time(run)
+    return [PageSection("Where the time goes", where_time_goes(run, file), _together(run)),
+            PageSection("The run over time", [timeline], explanation)]
 
 
-def folded_run(name: str, run: PredictedRun, file: Path) -> Section:
-    """The same of one run among several, in a section that the reader opens by its name."""
-    timeline, said_of_it = run_over_time(run)
-    return Section(name, [*where_time_goes(run, file), timeline], f"{_together(run)} {said_of_it}", folded=True)
+def folded_run(name: str, run: PredictedRun, file: Path) -> PageSection:
+    """A collapsible section: where the time of one run among several goes."""
+    timeline, explanation = run_over_time(run)
+    return PageSection(name, [*where_time_goes(run, file), timeline], f"{_together(run)} {explanation}", folded=True)
 
 
 def _together(run: PredictedRun) -> str:
@@ -50,12 +59,12 @@ def where_time_goes(run: PredictedRun, file: Path) -> list[Piece]:
     prediction = run.prediction
     layers, layered = time_by_layer(run, file)
     return [Shares("Where the kernels' times come from", {str(name): share for name, share in prediction.time_share.items()}),
-            Table(operator_rows(prediction), "By operator", bar="time (ms)", coloured="operator", most=10),
+            PageTable(operator_rows(prediction), "By operator", bar="time (ms)", coloured="operator", most=10),
             TreeMap("By layer of the model" if layered else "By operator and node", layers, "ms")]
 
 
 def operator_rows(prediction: Prediction) -> list[dict[str, object]]:
-    """A row for each kernel type, the one with the most time first."""
+    """A row for each kernel type, most time first."""
     rows: dict[str, dict[str, float]] = {}
     for kernel in prediction.kernels:
         row = rows.setdefault(kernel.type, {"ms": 0.0, "share": 0.0, "runs": 0, "kernels": 0, "measured": 0.0})
@@ -72,13 +81,13 @@ def operator_rows(prediction: Prediction) -> list[dict[str, object]]:
 def run_over_time(run: PredictedRun) -> tuple[Timeline, str]:
     """The tracks of a run, and sentences about them."""
     record, spans = run.run.record, spans_of(run)
-    nodes = [record.nodes[place] for place in run.run.order]
-    tracks: dict[str, list[Span]] = {"host": [], "GPU": []} if run.run.costs else {"kernels": []}
+    nodes = [record.nodes[index] for index in run.run.order]
+    tracks: dict[str, list[TimelineSpan]] = {"host": [], "GPU": []} if run.run.costs else {"kernels": []}
     for node, span in zip(nodes[:MOST_SPANS], spans, strict=False):
         operator = record.kernel_of(node).type
         for name, when in zip(tracks, span, strict=False):
             if when is not None:
-                tracks[name].append(Span(*when, f"{node.name} ({operator})", operator))
+                tracks[name].append(TimelineSpan(*when, f"{node.name} ({operator})", operator))
     text = "Nodes one after another, each as long as its kernel; what the host does between them is in the latency only."
     if run.run.costs:
         gpu_ms = sum(end - begin for _, when in spans if when for begin, end in [when])
@@ -88,3 +97,105 @@ def run_over_time(run: PredictedRun) -> tuple[Timeline, str]:
     if len(nodes) > MOST_SPANS:
         text += f" The first {MOST_SPANS} of {len(nodes)} nodes are shown."
     return Timeline("Host and GPU" if run.run.costs else "Kernels", tracks), text
+
+
+def time_by_layer(run: PredictedRun, file: Path) -> tuple[TreeMapPart, bool]:
+    """The time of a run's kernels (ms) by layer, or by operator if the model has no layers; and whether it has."""
+    record, scopes = run.run.record, _scopes(file)
+    paths = [_path(node, record.kernel_of(node).op_type, scopes) for node in record.nodes]
+    layered = len({path[0] for path in paths if len(path) > 1}) > 1
+    whole = TreeMapPart(record.file_stem)
+    for index, (node, kernel) in enumerate(zip(record.nodes, run.run.nodes, strict=True)):
+        operator = record.kernel_of(node).type
+        path = (*(paths[index] if layered else (operator,)), f"{operator} ({node.name})")
+        into = whole
+        for name in path[:-1]:
+            into = into.parts.setdefault(name, TreeMapPart(name))
+        into.parts[path[-1]] = TreeMapPart(operator, node.runs * kernel.latency_ms, operator,
+                                           f"{node.name}, {kernel.provenance}")
+    return _tidied(whole, LEAST * whole.total), layered
+
+
+def _path(node: Node, operator: str, scopes: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """The layers of a node, outermost first.
+
+    For a fused node, those of its first original node with the same operator, else of its first with any layers.
+    """
+    origins = sorted(node.origins, key=lambda origin: origin.op_type != operator)
+    names = [*(origin.name for origin in origins), node.name]
+    return next((path for name in names if (path := scopes.get(name) or _layers_in(name))), ())
+
+
+def _layers_in(name: str) -> tuple[str, ...]:
+    """The layers in a node's name, `/layer1/layer1.0/conv1/Conv`; none in a name without slashes."""
+    parts = [part for part in name.split("/")[:-1] if part]
+    return tuple(part.removeprefix(f"{before}.") for before, part in zip(["", *parts], parts, strict=False))
+
+
+def _scopes(file: Path) -> dict[str, tuple[str, ...]]:
+    """The layers in the metadata of a model's nodes, by node name; empty for a record."""
+    if file.suffix == ".json":
+        return {}
+    try:
+        model = onnx.load(file, load_external_data=False)
+    except OSError:
+        return {}  # the file disappeared after the prediction; layers then come from node names
+    written = {node.name: entry.value for node in model.graph.node for entry in node.metadata_props if entry.key == SCOPES}
+    return {name: path for name, text in written.items() if (path := _layers_of(text))}
+
+
+def _layers_of(text: str) -> tuple[str, ...]:
+    """`["", "layer1", "layer1.0", "layer1.0.conv1", "conv2d_1"]` as `("layer1", "0", "conv1")`."""
+    try:
+        scopes = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return ()
+    if not isinstance(scopes, list) or not all(isinstance(scope, str) for scope in scopes):
+        return ()
+    layers = [scope for scope in scopes[:-1] if scope]
+    return tuple(layer.removeprefix(f"{before}.") for before, layer in zip(["", *layers], layers, strict=False))
+
+
+def _tidied(part: TreeMapPart, least: float) -> TreeMapPart:
+    """Simplifies a part: joins the names of a layer and its only part, and groups parts below `least`."""
+    parts = [_tidied(child, least) for child in part.parts.values()]
+    if len(parts) == 1 and parts[0].parts and part.name:
+        return TreeMapPart(f"{part.name}.{parts[0].name}", parts=parts[0].parts)
+    small = [child for child in parts if child.total < least]
+    kept = {str(index): child for index, child in enumerate(parts) if child.total >= least or len(small) == 1}
+    if len(small) > 1:
+        kept["small"] = TreeMapPart(f"{len(small)} smaller", sum(child.total for child in small), note="each below 0.05 %")
+    return TreeMapPart(part.name, part.amount, part.group, part.note, kept)
+
+
+def device_name(fitted: Fitted) -> str:
+    """The name of the device that a prediction is for."""
+    if card := gpu_of_target(fitted.target.name):
+        return card.name
+    machines = fitted.predictors.sidecar.machines
+    return machines[-1].device_name if machines else fitted.target.name
+
+
+def target_basis(fitted: Fitted) -> dict[str, str]:
+    """The basis of all answers for a target."""
+    machines = fitted.predictors.sidecar.machines
+    versions = ", ".join(f"{name} {number}" for name, number in machines[-1].versions.items()) if machines else ""
+    return {"target": fitted.target.name, "device": device_name(fitted),
+            **({"measured with": f"{versions}, driver {machines[-1].driver}"} if versions else {})}
+
+
+def about(warned: Mapping[str, Sequence[str]], asked: int) -> dict[str, Sequence[str]]:
+    """The warnings of a page, each with those that it concerns; the list is empty if it concerns all `asked`."""
+    return {text: () if len(names) == asked else names for text, names in warned.items()}
+
+
+def pace_of(answer: Prediction | LlmPrediction) -> str:
+    """The pace of the host that an answer is for, in words."""
+    if answer.host_pace_source is None:
+        return "does not matter"
+    return "not known" if answer.host_pace is None else f"{answer.host_pace:.3g} ({answer.host_pace_source})"
+
+
+def sentence(words: str) -> str:
+    """Words as a sentence."""
+    return f"{words[:1].upper()}{words[1:]}{'' if words.endswith('.') else '.'}"

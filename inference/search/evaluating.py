@@ -1,22 +1,21 @@
-"""What a search asks of each candidate: its numbers, and how likely it keeps to the limits; in one process or in many."""
+"""Evaluates the candidates of a search: predictions, score, and the probability that the limits are kept."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import csv
+import math
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from hase.inference.core.brief import BriefPrediction
-from hase.inference.core.chances import chance_within
-from hase.inference.core.conditions import pace_of
-from hase.inference.core.host_pace import UNKNOWN, HostPace
-from hase.inference.core.predictor import Predictor
-from hase.inference.core.run_modes import AS_USUAL
-from hase.inference.core.sources import Source
-from hase.inference.core.uncertainty import HOSTS, host_warning
-from hase.inference.search.scores import FLOPS, OWN, TABLE, WEIGHTS, checked, read_scores, score_in
-from hase.inference.search.spaces import Choice, failed, space_of
+from hase.inference.library.predictor import Predictor
+from hase.inference.prediction.answers import chance_within
+from hase.inference.prediction.brief import BriefPrediction
+from hase.inference.prediction.conditions import AS_USUAL, UNKNOWN, HostPace, pace_of
+from hase.inference.prediction.sources import Source
+from hase.inference.prediction.uncertainty import HOSTS, host_warning
+from hase.inference.search.spaces import Choice, space_of, user_code_error
 from hase.records.kernel_record import ModelRecord
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import FROM_SHEET
@@ -24,13 +23,14 @@ from hase.utils.lazy import onnx
 from hase.utils.paths import SHIPPED, Workspace
 
 MIB = 2**20
+OWN, FLOPS, WEIGHTS = "own", "flops", "weights"
+TABLE = ".csv"
+NAME, SCORE = "model", "score"  # the required columns; tables of earlier searches have them
 
 
-class Limits(NamedTuple):
-    """What a candidate has to keep to; None where there is no limit.
-
-    Attributes:
-        least_chance: how likely it has to be that it does, 0 to 1. At 0.5 the predicted numbers themselves keep to the limits.
+class SearchLimits(NamedTuple):
+    """The limits of a candidate; None where there is none. `least_chance`: the required probability of keeping to them, 0 to 1;
+    at 0.5 the predicted numbers themselves must keep to the limits.
     """
 
     latency_ms: float | None = None
@@ -39,18 +39,14 @@ class Limits(NamedTuple):
     least_chance: float = 0.5
 
 
-class Question(NamedTuple):
-    """What a search asks; another process can answer it, too.
+class SearchQuestion(NamedTuple):
+    """The question of a search, in a form that can be sent to another process. `space`, `most` and `seed` are arguments of
+    `space_of`.
 
     Attributes:
-        workspace: the folder with the predictors.
-        target: whose latency.
-        space, most, seed: as for `space_of` (`most`: its `count`).
-        limits: what candidates have to keep to.
-        energy: whether energies are wanted, even without a limit.
-        score: what makes a candidate good: the space's own score, its operations, its weights (inference/search/scores.py), or
-            the path of a table of scores; None: its own, else its operations.
-        host_pace: of the target's host; None where nothing was said of it.
+        energy: predict energies, even without a limit.
+        score: the space's own score, operations, weights, or the path of a table of scores; None: the space's own, else
+            operations.
         force: predict although the target is of another version (with a warning).
     """
 
@@ -59,25 +55,24 @@ class Question(NamedTuple):
     space: str
     most: int | None
     seed: int
-    limits: Limits
+    limits: SearchLimits
     energy: bool
     score: str | None
     host_pace: float | HostPace | None
     force: bool
 
 
-class Candidate(NamedTuple):
-    """A candidate's numbers, which are empty where they were not asked for, or where it can't be predicted (`error`).
+class SearchCandidate(NamedTuple):
+    """A candidate's numbers; empty if not asked for, or if it can't be predicted (`error`).
 
     Attributes:
         model: the choice as text, or the model's name.
-        latency_low_ms, latency_high_ms: the 90 % interval; so with energies.
-        rough_estimate: whether the latency is a rough estimate.
-        peak_memory_mib: empty, too, where the other limits alone rule the candidate out.
-        chance: how likely it keeps to all limits, 0 to 1. The chances of latency and energy are multiplied, which is cautious
-            since the two go together; the memory has no interval, so it counts as it is predicted.
-        score: the larger the better.
-        number: its place in the space, from 0 on; names may come twice.
+        latency_low_ms, latency_high_ms: the 90 % interval; energies have one too.
+        peak_memory_mib: also empty where the other limits alone exclude the candidate.
+        chance: the probability of keeping to all limits, 0 to 1. Those of latency and energy are multiplied, which is cautious
+            since they are correlated; memory has no interval, so the predicted value counts.
+        score: larger is better.
+        number: its index in the space, from 0; names may be repeated.
     """
 
     model: str
@@ -98,14 +93,9 @@ class Candidate(NamedTuple):
 
 
 class Evaluator:
-    """Answers a question for batch after batch of choices; what it learns of kernels it keeps."""
+    """Evaluates batches of choices for one question, and caches kernels between batches."""
 
-    def __init__(self, question: Question) -> None:
-        """Prepares.
-
-        Raises:
-            UserError: the space, its scores or the predictors can't be used, or nothing was learned of the target's energy.
-        """
+    def __init__(self, question: SearchQuestion) -> None:
         self._question = question
         self._space = space_of(question.space, Workspace(question.workspace), question.most, question.seed)
         self._score_by = question.score or (FLOPS if self._space.score is None else OWN)
@@ -120,18 +110,18 @@ class Evaluator:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What the reader should know about all candidates."""
+        """Notes for the reader that concern all candidates."""
         return (*self._predictor.fitted.notices, *(host_warning(HOSTS) if self._pace == UNKNOWN else ()))
 
     @property
-    def elsewhere(self) -> Question:
-        """The question for another machine, which would find another target or pace if these were not said."""
+    def elsewhere(self) -> SearchQuestion:
+        """The question for another machine, with target and pace fixed, since that machine would find others."""
         asked, found = self._question.target, self._predictor.fitted.target.name
         return self._question._replace(target=asked if asked and FROM_SHEET in asked else found, host_pace=self._pace)
 
     @property
     def learned(self) -> dict[str, bytes]:
-        """The files that it predicts from, by their paths in the workspace; without those that come with Hase."""
+        """The predictors' files by their paths in the workspace, without those shipped with Hase."""
         root = self._question.workspace
         folders = self._predictor.fitted.predictors.folder, Workspace(root).data_sheets
         return {str(path.relative_to(root)): path.read_bytes() for folder in folders if not folder.is_relative_to(SHIPPED)
@@ -142,16 +132,16 @@ class Evaluator:
         fitted = self._predictor.fitted
         return pace_of(self._question.host_pace, fitted, fitted.composition, AS_USUAL, self._predictor.workspace)
 
-    def __call__(self, choices: Sequence[Choice]) -> list[Candidate]:
-        """The candidates that choices stand for, in their order. One that can't be predicted has an error."""
+    def __call__(self, choices: Sequence[Choice]) -> list[SearchCandidate]:
+        """The candidates of choices, in order. One that can't be predicted has an error."""
         try:
             return self._candidates(choices)
         except UserError as error:
             if len(choices) == 1:
-                return [Candidate(named(choices[0]), error=str(error))]
+                return [SearchCandidate(choice_name(choices[0]), error=str(error))]
             return [candidate for choice in choices for candidate in self([choice])]
 
-    def _candidates(self, choices: Sequence[Choice]) -> list[Candidate]:
+    def _candidates(self, choices: Sequence[Choice]) -> list[SearchCandidate]:
         made = [self._made(choice) for choice in choices]
         records = [self._predictor.record(source) for source in made]
         sources = [source if record.guessed else record for source, record in zip(made, records, strict=True)]
@@ -159,11 +149,11 @@ class Evaluator:
         limits = self._question.limits
         if limits.memory_mib is None:
             return found
-        left = [place for place, candidate in enumerate(found) if (candidate.chance or 0.0) >= limits.least_chance]
-        for place, answer in zip(left, self._with_memory([sources[place] for place in left]), strict=True):
+        left = [index for index, candidate in enumerate(found) if (candidate.chance or 0.0) >= limits.least_chance]
+        for index, answer in zip(left, self._with_memory([sources[index] for index in left]), strict=True):
             peak_mib = answer.peak_memory_mib or 0.0
             fits = peak_mib <= limits.memory_mib and answer.fits_memory is not False
-            found[place] = found[place]._replace(peak_memory_mib=peak_mib, chance=found[place].chance if fits else 0.0)
+            found[index] = found[index]._replace(peak_memory_mib=peak_mib, chance=found[index].chance if fits else 0.0)
         return found
 
     def _made(self, choice: Choice) -> Source:
@@ -172,9 +162,9 @@ class Evaluator:
         except UserError:
             raise
         except Exception as error:  # the user's code may raise anything
-            raise failed(named(choice), "make", error) from error
+            raise user_code_error(choice_name(choice), "make", error) from error
 
-    def _candidate(self, choice: Choice, record: ModelRecord, answer: BriefPrediction) -> Candidate:
+    def _candidate(self, choice: Choice, record: ModelRecord, answer: BriefPrediction) -> SearchCandidate:
         limits, energy = self._question.limits, answer.energy
         chance = 1.0
         if limits.latency_ms is not None:
@@ -184,8 +174,8 @@ class Evaluator:
         kernels = record.kernels
         gflop = sum(kernels[node.kernel_id].flops * node.runs for node in record.nodes) / 1e9
         weights_mib = record.weight_bytes / MIB
-        name = record.model if is_model(choice) else named(choice)
-        found = Candidate(name, answer.latency_ms, *answer.interval_ms, answer.rough_estimate, gflop=gflop,
+        name = record.model if is_model(choice) else choice_name(choice)
+        found = SearchCandidate(name, answer.latency_ms, *answer.interval_ms, answer.rough_estimate, gflop=gflop,
                           weights_mib=weights_mib, score=self._score(choice, name, gflop, weights_mib), chance=chance)
         if energy is None:
             return found
@@ -195,36 +185,70 @@ class Evaluator:
         if self._score_by in (FLOPS, WEIGHTS):
             return gflop if self._score_by == FLOPS else weights_mib
         if self._score_by != OWN or self._space.score is None:
-            return score_in(self._scores, name, Path(self._score_by).name)
+            return score_of(self._scores, name, Path(self._score_by).name)
         try:
             score = self._space.score(choice)
         except Exception as error:  # the user's code may raise anything
-            raise failed(name, "score", error) from error
-        return checked(score, name)
+            raise user_code_error(name, "score", error) from error
+        return checked_score(score, name)
 
 
 def is_model(choice: Choice) -> bool:
-    """Whether a choice is a model in memory or a record, which has a name, but no short text."""
+    """Whether a choice is a model in memory or a record, which has a name but no short text."""
     return isinstance(choice, (onnx.ModelProto, ModelRecord))
 
 
-def named(choice: Choice) -> str:
-    """A choice as text, which tells it from others, or the name of a model in memory."""
+def choice_name(choice: Choice) -> str:
+    """A choice as distinct text, or the name of a model in memory."""
     if isinstance(choice, ModelRecord):
         return choice.model
     return choice.graph.name if isinstance(choice, onnx.ModelProto) else str(choice)
 
 
 @lru_cache(1)
-def evaluator(question: Question) -> Evaluator:
-    """What answers a question in this process.
-
-    Raises:
-        UserError: the space, its scores or the predictors can't be used, or nothing was learned of the target's energy.
-    """
+def evaluator_for(question: SearchQuestion) -> Evaluator:
+    """The cached evaluator of a question in this process."""
     return Evaluator(question)
 
 
-def evaluated(question: Question, choices: Sequence[Choice]) -> list[Candidate]:
-    """The candidates that choices stand for, in any process."""
-    return evaluator(question)(choices)
+def evaluate_choices(question: SearchQuestion, choices: Sequence[Choice]) -> list[SearchCandidate]:
+    """The candidates of choices; can be called in any process."""
+    return evaluator_for(question)(choices)
+
+
+def read_scores(path: Path) -> Mapping[str, float]:
+    """Scores by the candidate's name, from a table. Rows without a score count as missing."""
+    scores: dict[str, float] = {}
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as lines:
+            table = csv.DictReader(lines)
+            if missing := [column for column in (NAME, SCORE) if column not in (table.fieldnames or ())]:
+                raise UserError(f"{path}: has no column {' and no column '.join(missing)}; a table of scores has a row per "
+                                f"candidate, with the columns {NAME} and {SCORE}")
+            for row in table:
+                if row[SCORE]:
+                    score = checked_score(row[SCORE], f"{path}, line {table.line_num}")
+                    if scores.setdefault(row[NAME], score) != score:
+                        raise UserError(f"{path}, line {table.line_num}: {row[NAME]} has another score above")
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{path}: no table of scores: {error}") from None
+    return scores
+
+
+def score_of(scores: Mapping[str, float], name: str, table: str) -> float:
+    """A candidate's score in the table `table`, by its name or its file's name."""
+    for known_as in (name, Path(name).name):
+        if known_as in scores:
+            return scores[known_as]
+    raise UserError(f"{name}: has no score in {table}")
+
+
+def checked_score(score: object, what: str) -> float:
+    """A score as a number."""
+    try:
+        number = float(score)  # type: ignore[arg-type]  # the user's function may return anything
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise UserError(f"{what}: the score {score!r} is no finite number")
+    return number

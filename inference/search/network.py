@@ -1,7 +1,7 @@
-"""Records of networks that a search builds itself, without exporting each, from parts of graphs that are made once.
+"""Builds records of networks from parts that are made once, so that a search need not export each network.
 
-A part (`Part`) is a piece of the graph that ONNX Runtime runs: its nodes, its kernels, and the tensor that comes out. Functions
-that make parts keep them (`functools.lru_cache`), so a network costs little more than to string its parts together.
+A part (`GraphPart`) is a piece of the graph that ONNX Runtime runs: its nodes, its kernels, and its output tensor. Functions
+that make parts cache them (`functools.lru_cache`), so a network costs little more than joining its parts.
 """
 
 from __future__ import annotations
@@ -19,21 +19,14 @@ OPSET = 20
 
 
 class Values(NamedTuple):
-    """A tensor of float32 that a node makes: its name and shape."""
+    """A float32 tensor in a graph: its name and shape."""
 
     name: str
     shape: tuple[int, ...]
 
 
-class Part(NamedTuple):
-    """A piece of a graph.
-
-    Attributes:
-        nodes: in the order in which they run.
-        kernels: of the nodes, by id.
-        weight_bytes: of its own constants.
-        shared_bytes: of those that it may share with other parts, by name.
-        output: what comes out.
+class GraphPart(NamedTuple):
+    """A piece of a graph: nodes in execution order, kernels, and bytes of constants, some of which parts may share (by name).
     """
 
     nodes: tuple[Node, ...]
@@ -46,16 +39,16 @@ class Part(NamedTuple):
 @functools.lru_cache(50_000)
 def kernel_of(op_type: str, attributes: tuple[tuple[str, Any], ...], inputs: tuple[tuple[int, ...], ...],
               constants: tuple[tuple[int, ...], ...], values: tuple[int, ...] | None, output: tuple[int, ...]) -> Kernel:
-    """The kernel of an operation: on inputs and then constants of these shapes. `values`: of a constant of integers."""
+    """The kernel of an operation with these shapes of inputs and constants. `values`: the content of an integer constant."""
     tensors = [KernelInput(dtype="float32", shape=shape) for shape in inputs]
     tensors += [KernelInput(dtype="float32" if values is None else "int64", shape=shape, constant=True, values=values)
                 for shape in constants]
-    lists = {name: list(value) if isinstance(value, tuple) else value for name, value in attributes}  # as in a file
+    lists = {name: list(value) if isinstance(value, tuple) else value for name, value in attributes}  # lists, as in a file
     return describe_kernel(op_type, "", OPSET, lists, tensors, [Tensor(dtype="float32", shape=output)])
 
 
 class Builder:
-    """A part of a graph while it grows. Nodes and their tensors have the names that are given, behind `name`."""
+    """Builds a part of a graph. Names of nodes and tensors start with the part's `name`."""
 
     def __init__(self, name: str) -> None:
         self._name, self._nodes, self._kernels = name, list[Node](), dict[str, Kernel]()
@@ -64,22 +57,22 @@ class Builder:
     def add(self, name: str, op_type: str, inputs: Sequence[Values], output: tuple[int, ...],
             constants: Sequence[tuple[int, ...]] = (), attributes: Mapping[str, Any] | None = None,
             values: tuple[int, ...] | None = None) -> Values:
-        """A node that reads tensors and then constants; `values` are those of a constant of integers, which all nodes share."""
+        """Adds a node. It reads tensors, then constants; `values` is the content of an integer constant shared by all nodes."""
         kernel = kernel_of(op_type, tuple(sorted((attributes or {}).items())), tuple(tensor.shape for tensor in inputs),
                            tuple(constants), values, output)
         node = f"{self._name}.{name}"
-        named = [f"{node}.constant_{place}" for place in range(len(constants))] if values is None else [f"constant {values}"]
+        names = [f"{node}.constant_{index}" for index in range(len(constants))] if values is None else [f"constant {values}"]
         self._kernels[kernel.id] = kernel
         self._nodes.append(Node(name=node, kernel_id=kernel.id, provider="cuda", outputs=(f"{node}.out",),
-                                inputs=(*(tensor.name for tensor in inputs), *named)))
+                                inputs=(*(tensor.name for tensor in inputs), *names)))
         if values is None:
             self._weight_bytes += kernel.weight_bytes
         else:
-            self._shared_bytes[named[0]] = kernel.weight_bytes
+            self._shared_bytes[names[0]] = kernel.weight_bytes
         return Values(f"{node}.out", output)
 
     def convolution(self, name: str, image: Values, channels: int, window: int = 1, stride: int = 1, groups: int = 1) -> Values:
-        """A convolution with a bias, which a normalisation behind it was folded into."""
+        """A convolution with a bias, into which the following normalisation was folded."""
         batch, before, height, width = image.shape
         pad = window // 2
         attributes: dict[str, Any] = {"kernel_shape": (window, window), "strides": (stride, stride)}
@@ -89,20 +82,21 @@ class Builder:
                         [(channels, before // groups, window, window), (channels,)], attributes)
 
     def each(self, name: str, op_type: str, image: Values, **attributes: float) -> Values:
-        """An operation on each element."""
+        """An element-wise operation."""
         return self.add(name, op_type, [image], image.shape, attributes=attributes)
 
-    def part(self, output: Values, called: str = "") -> Part:
-        """The part as it is now. With `called`, what comes out has that name."""
+    def part(self, output: Values, output_name: str = "") -> GraphPart:
+        """The part built so far; `output_name` renames its output."""
         nodes = tuple(self._nodes)
-        if called:
-            nodes = tuple(node.model_copy(update={"outputs": (called,)}) if output.name in node.outputs else node
+        if output_name:
+            nodes = tuple(node.model_copy(update={"outputs": (output_name,)}) if output.name in node.outputs else node
                           for node in nodes)
-        return Part(nodes, self._kernels, self._weight_bytes, self._shared_bytes, Values(called or output.name, output.shape))
+        return GraphPart(nodes, self._kernels, self._weight_bytes, self._shared_bytes,
+                         Values(output_name or output.name, output.shape))
 
 
-def record_of_parts(model: str, flavour: Flavour, image: Values, parts: Iterable[Part]) -> ModelRecord:
-    """The record of a network that reads `image` and consists of parts, each of which reads what the one before made."""
+def record_of_parts(model: str, flavour: Flavour, image: Values, parts: Iterable[GraphPart]) -> ModelRecord:
+    """The record of a network that reads `image` and runs the parts one after another."""
     nodes: list[Node] = []
     kernels: dict[str, Kernel] = {}
     shared_bytes: dict[str, int] = {}

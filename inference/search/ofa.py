@@ -1,9 +1,9 @@
-"""The design space of once-for-all networks of MobileNetV3's kind (Cai et al., "Once-for-All", ICLR 2020): five stages of two
-to four blocks, each with a window of 3, 5 or 7 and an expansion of 3, 4 or 6, at two widths and several image sizes.
+"""The design space of once-for-all networks based on MobileNetV3 (Cai et al., "Once-for-All", ICLR 2020).
 
-A network is told by its name: `ofa_r160_w1.2_33.56_…`: an image of 160 × 160, 1.2 times the channels, and for each stage the
-window and the expansion of each block. Its layers are those of torchvision's `MobileNetV3`, with 1280 features before the
-classes. recipes/search/exported.py proves that, and the weights of the paper's networks do not fit.
+Five stages have two to four blocks each, with a window of 3, 5 or 7 and an expansion of 3, 4 or 6, at two widths and several
+image sizes. The name of a network is its full description: `ofa_r160_w1.2_33.56_…` has an image of 160 × 160, 1.2 times the
+channels, and the window and the expansion of each block, by stage. Its layers are those of torchvision's `MobileNetV3`, with
+1280 features before the classes (a test checks that); the weights of the paper's networks do not fit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from hase.inference.search.network import Builder, Part, Values, record_of_parts
+from hase.inference.search.network import Builder, GraphPart, Values, record_of_parts
 from hase.records.kernel_record import ModelRecord
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import Flavour
@@ -26,8 +26,8 @@ SIXTH = 0.1666666716337204  # 1/6 in single precision
 PREFIX = "ofa"
 
 
-class Stage(NamedTuple):
-    """What the blocks of a stage have in common; the first one has the stride."""
+class OfaStage(NamedTuple):
+    """The properties that the blocks of a stage share; only the first one has the stride."""
 
     channels: int
     stride: int
@@ -35,23 +35,23 @@ class Stage(NamedTuple):
     excited: bool
 
 
-STAGES = (Stage(24, 2, "Relu", False), Stage(40, 2, "Relu", True), Stage(80, 2, "HardSwish", False),
-          Stage(112, 1, "HardSwish", True), Stage(160, 2, "HardSwish", True))
+STAGES = (OfaStage(24, 2, "Relu", False), OfaStage(40, 2, "Relu", True), OfaStage(80, 2, "HardSwish", False),
+          OfaStage(112, 1, "HardSwish", True), OfaStage(160, 2, "HardSwish", True))
 
 
-class Block(NamedTuple):
-    """What may differ from block to block."""
+class OfaBlock(NamedTuple):
+    """The properties of one block."""
 
     window: int
     expansion: int
 
 
-class Choice(NamedTuple):
-    """A network of the space: the side of its image, the factor of its channels, and the blocks of each stage."""
+class OfaNetwork(NamedTuple):
+    """A network of the space: image size, width factor, and the blocks of each stage."""
 
     side: int
     width: float
-    stages: tuple[tuple[Block, ...], ...]
+    stages: tuple[tuple[OfaBlock, ...], ...]
 
     @property
     def name(self) -> str:
@@ -59,51 +59,43 @@ class Choice(NamedTuple):
         return "_".join([PREFIX, f"r{self.side}", f"w{self.width}", *blocks])
 
 
-def choice_of(name: str) -> Choice:
-    """The network with this name.
-
-    Raises:
-        UserError: the space has none.
-    """
+def network_named(name: str) -> OfaNetwork:
+    """The network with this name."""
     found = re.fullmatch(PREFIX + r"_r(\d+)_w(\d\.\d)" + len(STAGES) * r"_(\d\d(?:\.\d\d)*)", name)
     if found:
         side, width, *stages = found.groups()
-        choice = Choice(int(side), float(width), tuple(
-            tuple(Block(int(block[0]), int(block[1])) for block in stage.split(".")) for stage in stages))
+        choice = OfaNetwork(int(side), float(width), tuple(
+            tuple(OfaBlock(int(block[0]), int(block[1])) for block in stage.split(".")) for stage in stages))
         if choice.side in SIDES and choice.width in WIDTHS and all(
                 len(stage) in DEPTHS and all(block.window in WINDOWS and block.expansion in EXPANSIONS for block in stage)
                 for stage in choice.stages):
             return choice
-    raise UserError(f"{name}: no network of this space; a name is that of {drawn(random.Random(0)).name}, with sides "
+    raise UserError(f"{name}: no network of this space; a name is that of {draw_network(random.Random(0)).name}, with sides "
                     f"{SIDES}, widths {WIDTHS}, {DEPTHS} blocks a stage, windows {WINDOWS} and expansions {EXPANSIONS}")
 
 
-def drawn(draw: random.Random) -> Choice:
-    """A network drawn at random."""
-    return Choice(draw.choice(SIDES), draw.choice(WIDTHS), tuple(
-        tuple(Block(draw.choice(WINDOWS), draw.choice(EXPANSIONS)) for _ in range(draw.choice(DEPTHS))) for _ in STAGES))
+def draw_network(draw: random.Random) -> OfaNetwork:
+    """A random network."""
+    return OfaNetwork(draw.choice(SIDES), draw.choice(WIDTHS), tuple(
+        tuple(OfaBlock(draw.choice(WINDOWS), draw.choice(EXPANSIONS)) for _ in range(draw.choice(DEPTHS))) for _ in STAGES))
 
 
 def choices(count: int, seed: int = 0) -> Iterator[str]:
-    """The names of networks drawn at random; the first ones are the same for any count."""
+    """Names of random networks; a larger count only adds names at the end."""
     draw = random.Random(seed)
     for _ in range(count):
-        yield drawn(draw).name
+        yield draw_network(draw).name
 
 
 def make(name: str, flavour: Flavour) -> ModelRecord:
-    """The record of a network as ONNX Runtime runs it on a GPU, for one image.
-
-    Raises:
-        UserError: the space has no network of this name, or the target is no GPU.
-    """
+    """The record of a network as ONNX Runtime runs it on a GPU, for one image."""
     if flavour.device != "cuda":
         raise UserError(f"{PREFIX}: these are graphs as ONNX Runtime runs them on a GPU; name such a target, e.g. nvidia-h200")
-    return record_of_parts(name, flavour, *_parts(choice_of(name)))
+    return record_of_parts(name, flavour, *_parts(network_named(name)))
 
 
 def rounded(channels: float) -> int:
-    """A multiple of 8 channels, at most a tenth below what is asked for (torchvision's `_make_divisible`)."""
+    """The nearest multiple of 8 channels, at most a tenth below (torchvision's `_make_divisible`)."""
     near = max(8, int(channels + 4) // 8 * 8)
     return near + 8 if near < 0.9 * channels else near
 
@@ -113,21 +105,21 @@ def channels_of(width: float) -> tuple[int, ...]:
     return tuple(rounded(width * channels) for channels in (FIRST, *(stage.channels for stage in STAGES)))
 
 
-def _parts(choice: Choice) -> tuple[Values, list[Part]]:
-    """The image, and the parts of a network."""
+def _parts(choice: OfaNetwork) -> tuple[Values, list[GraphPart]]:
+    """The input image, and the parts of a network."""
     first, *channels = channels_of(choice.width)
     image = Values("input", (1, 3, choice.side, choice.side))
     parts = [_stem(image, first)]
     for number, (stage, blocks) in enumerate(zip(STAGES, choice.stages, strict=True)):
-        for place, block in enumerate(blocks):
-            ends = place == len(blocks) - 1  # what a stage makes has one name, whatever its depth, so that parts fit
-            parts.append(_block(f"stage{number}.{place}", f"stage{number}" if ends else "", parts[-1].output, channels[number],
-                                stage.stride if place == 0 else 1, block, stage.activation, stage.excited))
+        for index, block in enumerate(blocks):
+            ends = index == len(blocks) - 1  # a stage's output has one name at any depth, so that parts fit
+            parts.append(_block(f"stage{number}.{index}", f"stage{number}" if ends else "", parts[-1].output, channels[number],
+                                stage.stride if index == 0 else 1, block, stage.activation, stage.excited))
     return image, [*parts, _head(parts[-1].output)]
 
 
 @functools.lru_cache(1000)
-def _stem(image: Values, channels: int) -> Part:
+def _stem(image: Values, channels: int) -> GraphPart:
     """The first convolution, and a block without expansion."""
     built = Builder("stem")
     inside = built.each("act", "HardSwish", built.convolution("conv", image, channels, 3, 2))
@@ -137,9 +129,9 @@ def _stem(image: Values, channels: int) -> Part:
 
 
 @functools.lru_cache(20_000)
-def _block(name: str, called: str, image: Values, channels: int, stride: int, block: Block, activation: str,
-           excited: bool) -> Part:
-    """An inverted residual block; what it makes is `called` so, if given."""
+def _block(name: str, output_name: str, image: Values, channels: int, stride: int, block: OfaBlock, activation: str,
+           excited: bool) -> GraphPart:
+    """An inverted residual block; its output is called `output_name`, if given."""
     built, wide = Builder(name), rounded(block.expansion * image.shape[1])
     inside = built.each("act1", activation, built.convolution("expand", image, wide))
     inside = built.each("act2", activation, built.convolution("depthwise", inside, wide, block.window, stride, groups=wide))
@@ -148,11 +140,11 @@ def _block(name: str, called: str, image: Values, channels: int, stride: int, bl
         gate = built.each("gate", "HardSigmoid", built.convolution("fc2", squeezed, wide), alpha=SIXTH, beta=0.5)
         inside = built.add("excited", "Mul", [gate, inside], inside.shape)
     made = built.convolution("project", inside, channels)
-    return built.part(built.add("add", "Add", [made, image], made.shape) if made.shape == image.shape else made, called)
+    return built.part(built.add("add", "Add", [made, image], made.shape) if made.shape == image.shape else made, output_name)
 
 
 @functools.lru_cache(1000)
-def _head(image: Values) -> Part:
+def _head(image: Values) -> GraphPart:
     """The last convolution, and the classifier."""
     built = Builder("head")
     pooled = _mean(built, built.each("act", "HardSwish", built.convolution("conv", image, LAST_EXPANSION * image.shape[1])))

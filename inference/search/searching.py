@@ -1,42 +1,56 @@
-"""Goes through the candidates of a space, in one process, several, or on a Ray cluster, and goes on where an interrupted search
-stopped."""
+"""Searches a space for the best candidates and the Pareto front, writes the results, and resumes an interrupted search."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
-from contextlib import closing
+import bisect
+import csv
+import heapq
+import json
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from hase.inference.core.predictor import BATCH, batches
-from hase.inference.search.best import Best, Front, admitted
-from hase.inference.search.evaluating import Candidate, Question, evaluated, evaluator, is_model, named
+from hase.inference.library.predictor import BATCH, batches
+from hase.inference.search.evaluating import (
+    SearchCandidate,
+    SearchQuestion,
+    choice_name,
+    evaluate_choices,
+    evaluator_for,
+    is_model,
+)
 from hase.inference.search.on_ray import evaluated_on_ray
-from hase.inference.search.results import PartFile, check_suffix, write_table
 from hase.inference.search.spaces import Choice, space_of
-from hase.utils import cli
 from hase.utils.errors import UserError
-from hase.utils.logger import get_logger
+from hase.utils.files import append_line, line_with_digest, line_without_digest, replacing
+from hase.utils.lazy import pyarrow
+from hase.utils.logger import get_logger, progress
 from hase.utils.paths import Workspace
 from hase.utils.processes import in_processes
 
 log = get_logger("search")
+Rank = tuple[float, float, int]
+PART_VERSION = 1
+PARQUET, CSV = ".parquet", ".csv"
+ROWS_AT_A_TIME = 10_000  # row group of a Parquet file
+COLUMNS = (*SearchCandidate._fields, "rank", "front")
 
 
-class Found(NamedTuple):
-    """What a search found.
+class SearchResult(NamedTuple):
+    """The result of a search.
 
     Attributes:
-        best: the candidates with the highest scores that keep to the limits, the best one first.
-        front: those of which none is as fast and has as high a score, the fastest one first.
-        searched, admitted, failed: numbers of candidates: all, those that keep to the limits, and those with an error.
-        first_error: of a candidate; "" where none has one.
+        best: the candidates within the limits with the highest scores, best first.
+        front: those that no other beats in both latency and score, fastest first.
+        admitted, failed: numbers of candidates within the limits, and with an error.
     """
 
-    best: list[Candidate]
-    front: list[Candidate]
+    best: list[SearchCandidate]
+    front: list[SearchCandidate]
     searched: int
     admitted: int
     failed: int
@@ -44,14 +58,14 @@ class Found(NamedTuple):
 
 
 class _Tally:
-    """What was found so far."""
+    """The running totals of a search."""
 
     def __init__(self, top: int, least_chance: float) -> None:
         self._best, self._front, self._least_chance = Best(top, least_chance), Front(least_chance), least_chance
         self.searched = self._admitted = self._failed = 0
         self._first_error = ""
 
-    def add(self, candidate: Candidate) -> None:
+    def add(self, candidate: SearchCandidate) -> None:
         self._best.add(candidate)
         self._front.add(candidate)
         self.searched += 1
@@ -59,26 +73,25 @@ class _Tally:
         self._failed += bool(candidate.error)
         self._first_error = self._first_error or candidate.error or ""
 
-    def found(self) -> Found:
-        return Found(self._best.candidates, self._front.candidates, self.searched, self._admitted, self._failed,
+    def found(self) -> SearchResult:
+        return SearchResult(self._best.candidates, self._front.candidates, self.searched, self._admitted, self._failed,
                      self._first_error)
 
 
-def search(question: Question, top: int, out: Path | None = None, processes: int | None = None,
-           ray_address: str | None = None) -> Found:
-    """Searches a space.
+def search(question: SearchQuestion, top: int, out: Path | None = None, processes: int | None = None,
+           ray_address: str | None = None) -> SearchResult:
+    """Searches a space for the best candidates and the Pareto front.
 
     Args:
-        question: what is asked of each candidate.
-        top: how many of the best are wanted.
-        out: the table of all candidates, CSV or Parquet. What an interrupted search with the same question left is taken over.
-        processes: that share the work; by default this one alone, or on Ray, one for each CPU of the cluster.
-        ray_address: of the Ray cluster that does the work (`hase.utils.ray_cluster.connected`); None: this machine does it.
+        top: number of best candidates to keep.
+        out: the table of all candidates, CSV or Parquet. An interrupted search with the same question is resumed.
+        processes: by default only this one, or on Ray, one for each CPU of the cluster.
+        ray_address: the Ray cluster that does the work (`hase.utils.ray_cluster.connected`); None: this machine.
 
     Raises:
         UserError: the space, the predictors, `out` or the cluster can't be used.
     """
-    for notice in evaluator(question).notices:
+    for notice in evaluator_for(question).notices:
         log.warning(notice)
     space = space_of(question.space, Workspace(question.workspace), question.most, question.seed)
     tally, left, part = _Tally(top, question.limits.least_chance), space.choices(), None
@@ -97,9 +110,9 @@ def search(question: Question, top: int, out: Path | None = None, processes: int
     if ray_address is None:
         stream = _evaluated(question, left, processes or 1)
     else:
-        stream = evaluated_on_ray(evaluator(question), tally.searched, BATCH, ray_address, processes)
+        stream = evaluated_on_ray(evaluator_for(question), tally.searched, BATCH, ray_address, processes)
     with closing(stream):
-        for batch in cli.progress(batches(stream, BATCH), f"batches of {BATCH} candidates", total):
+        for batch in progress(batches(stream, BATCH), f"batches of {BATCH} candidates", total):
             candidates = [candidate._replace(number=number) for number, candidate in enumerate(batch, tally.searched)]
             for candidate in candidates:
                 tally.add(candidate)
@@ -112,8 +125,8 @@ def search(question: Question, top: int, out: Path | None = None, processes: int
     return found
 
 
-def _evaluated(question: Question, choices: Iterator[Choice], processes: int) -> Generator[Candidate]:
-    task = partial(evaluated, question)
+def _evaluated(question: SearchQuestion, choices: Iterator[Choice], processes: int) -> Generator[SearchCandidate]:
+    task = partial(evaluate_choices, question)
     if processes > 1:
         yield from in_processes(task, batches(choices, BATCH), processes)
     else:
@@ -121,13 +134,159 @@ def _evaluated(question: Question, choices: Iterator[Choice], processes: int) ->
             yield from task(batch)
 
 
-def _pass_over(choices: Iterator[Choice], count: int, last: Candidate, part: PartFile) -> None:
-    """Takes the choices that were searched before.
-
-    Raises:
-        UserError: the space gives others now.
-    """
+def _pass_over(choices: Iterator[Choice], count: int, last: SearchCandidate, part: PartFile) -> None:
+    """Skips the choices that were searched before."""
     passed = next(islice(choices, count - 1, None), None)
-    if passed is None or (not is_model(passed) and named(passed) != last.model):
+    if passed is None or (not is_model(passed) and choice_name(passed) != last.model):
         raise UserError(f"{part.path}: the space gives other candidates now than when that search began; remove the file, or "
                         "choose another --out")
+
+
+class Best:
+    """Collects the candidates within the limits that have the highest scores; at equal scores, the fastest."""
+
+    def __init__(self, count: int, least_chance: float) -> None:
+        self._count, self._least_chance = count, least_chance
+        self._seen = 0
+        self._heap: list[tuple[Rank, SearchCandidate]] = []
+
+    def add(self, candidate: SearchCandidate) -> None:
+        self._seen += 1
+        if not admitted(candidate, self._least_chance):
+            return
+        rank = candidate.score or 0.0, -(candidate.latency_ms or 0.0), -self._seen  # at equal values, the first
+        if len(self._heap) < self._count:
+            heapq.heappush(self._heap, (rank, candidate))
+        elif rank > self._heap[0][0]:
+            heapq.heapreplace(self._heap, (rank, candidate))
+
+    @property
+    def candidates(self) -> list[SearchCandidate]:
+        """The collected candidates, best first."""
+        return [candidate for _, candidate in sorted(self._heap, key=lambda entry: entry[0], reverse=True)]
+
+
+class Front:
+    """Collects the Pareto front: candidates within the limits that no other beats in both latency and score."""
+
+    def __init__(self, least_chance: float) -> None:
+        self._least_chance = least_chance
+        self._latencies: list[float] = []  # of the front, ascending like the scores
+        self._front: list[SearchCandidate] = []
+
+    def add(self, candidate: SearchCandidate) -> None:
+        if not admitted(candidate, self._least_chance):
+            return
+        latency_ms, score = candidate.latency_ms or 0.0, candidate.score or 0.0
+        index = bisect.bisect_right(self._latencies, latency_ms)
+        if index and (self._front[index - 1].score or 0.0) >= score:
+            return
+        first = bisect.bisect_left(self._latencies, latency_ms)
+        behind = first
+        while behind < len(self._front) and (self._front[behind].score or 0.0) <= score:
+            behind += 1
+        self._front[first:behind], self._latencies[first:behind] = [candidate], [latency_ms]
+
+    @property
+    def candidates(self) -> list[SearchCandidate]:
+        """The collected candidates, fastest first."""
+        return list(self._front)
+
+
+def admitted(candidate: SearchCandidate, least_chance: float) -> bool:
+    """Whether a candidate keeps to the limits with at least this probability."""
+    return candidate.chance is not None and candidate.chance >= least_chance
+
+
+def hypervolume(points: Sequence[tuple[float, float]], slowest_ms: float) -> float:
+    """The area of the latency-score plane (ms × score) that the points (ms, score) dominate, up to `slowest_ms`."""
+    volume, highest = 0.0, 0.0
+    for latency_ms, score in sorted(points, key=lambda point: (point[0], -point[1])):
+        if latency_ms < slowest_ms and score > highest:
+            volume += (slowest_ms - latency_ms) * (score - highest)
+            highest = score
+    return volume
+
+
+def check_suffix(out: Path) -> None:
+    """Checks that a table with this suffix can be written."""
+    if out.suffix not in (CSV, PARQUET):
+        raise UserError(f"{out}: the table is CSV or Parquet; end its name with {CSV} or {PARQUET}")
+    if out.suffix == PARQUET and find_spec("pyarrow") is None:
+        raise UserError(f"{out}: Parquet needs the package pyarrow (pip install -r requirements-search.txt); or choose a {CSV}")
+
+
+class PartFile:
+    """The file of an unfinished search, with the candidates so far."""
+
+    def __init__(self, out: Path, question: SearchQuestion) -> None:
+        """Prepares the file next to `out`, the final table."""
+        self.path = out.with_name(f"{out.name}.part")
+        self._heading = json.dumps({"version": PART_VERSION, "search": json.loads(json.dumps(question._asdict(), default=str))})
+
+    def begin(self) -> None:
+        """Creates the file if it does not exist."""
+        first = next(_whole_lines(self.path), None)
+        if first is None:
+            self.path.unlink(missing_ok=True)  # a kill may have cut its first line short
+            append_line(self.path, line_with_digest(self._heading))
+        elif first != self._heading:
+            raise UserError(f"{self.path}: holds what another search found so far, with other options; remove it, or choose "
+                            "another --out")
+
+    def add(self, candidates: Sequence[SearchCandidate]) -> None:
+        """Appends a batch."""
+        append_line(self.path, line_with_digest(json.dumps({"candidates": candidates})))
+
+    def candidates(self) -> Iterator[SearchCandidate]:
+        """The candidates so far, in order."""
+        for number, line in enumerate(_whole_lines(self.path)):
+            if number:
+                yield from (SearchCandidate(*fields) for fields in json.loads(line)["candidates"])
+
+    def remove(self) -> None:
+        self.path.unlink()
+
+
+def _whole_lines(path: Path) -> Iterator[str]:
+    """The complete lines of a file without digests, skipping a last line that was cut short. Empty without a file."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.endswith("\n"):
+                return
+            try:
+                yield line_without_digest(line.rstrip("\n"))
+            except ValueError as error:
+                raise UserError(f"{path}, line {number}: {error}; remove the file to search anew") from None
+
+
+def write_table(out: Path, candidates: Iterable[SearchCandidate], best: Sequence[SearchCandidate],
+                front: Sequence[SearchCandidate]) -> None:
+    """Writes all candidates as CSV or Parquet, completely or not at all."""
+    ranks, on_front = {one.number: rank for rank, one in enumerate(best, 1)}, {one.number for one in front}
+    rows = ({**candidate._asdict(), "rank": ranks.get(candidate.number), "front": candidate.number in on_front}
+            for candidate in candidates)
+    with replacing(out) as path, (_parquet_rows if out.suffix == PARQUET else _csv_rows)(path) as write:
+        while batch := [row for _, row in zip(range(ROWS_AT_A_TIME), rows, strict=False)]:
+            write(batch)
+
+
+@contextmanager
+def _csv_rows(path: Path) -> Iterator[Any]:
+    with path.open("w", encoding="utf-8", newline="") as table:
+        writer = csv.DictWriter(table, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        yield writer.writerows
+
+
+@contextmanager
+def _parquet_rows(path: Path) -> Iterator[Any]:
+    types = {"model": pyarrow.string(), "error": pyarrow.string(), "rough_estimate": pyarrow.bool_(), "front": pyarrow.bool_(),
+             "rank": pyarrow.int64(), "number": pyarrow.int64()}
+    schema = pyarrow.schema([(name, types.get(name, pyarrow.float64())) for name in COLUMNS])
+    with pyarrow.parquet.ParquetWriter(path, schema) as writer:
+        def write(rows: Sequence[Mapping[str, Any]]) -> None:
+            writer.write_table(pyarrow.Table.from_pylist(list(rows), schema))
+        yield write

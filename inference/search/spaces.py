@@ -1,10 +1,10 @@
-"""Where the candidates of a search come from: a folder of models, a list of them, a Python file, or a space that comes with
-Hase.
+"""The sources of a search's candidates: a folder of models, a list of them, a Python file, or the space that comes with Hase.
 
-A Python file defines `choices()`, a generator of models: paths, models in memory or kernel records. It may define
-`make(choice, flavour)`, which makes a model of what `choices` gives (text or numbers, for example). Then a search in several
-processes makes the models in all of them, and an interrupted search passes over those that it has without making them. It may
-also define `score(choice)`, a number that is the larger the better, such as an estimated accuracy.
+A Python file defines `choices()`, a generator of models: paths, models in memory or kernel records. Optionally it defines:
+
+- `make(choice, flavour)`: makes a model of an item of `choices` (text or numbers, for example). Then a search in several
+  processes makes models in all of them, and a resumed search skips earlier items without making them.
+- `score(choice)`: a number, larger is better, such as an estimated accuracy.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from hase.inference.core.sources import Source
+from hase.inference.prediction.sources import Source
 from hase.inference.search import ofa
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import Flavour
 from hase.utils.paths import Workspace
 
-COUNT = 10_000  # networks of a space that has more than anybody can try
+COUNT = 10_000  # networks of a space that is too large to enumerate
 LISTS = (".txt", ".lst")
 Choice = Any
 
 
-class Space(NamedTuple):
+class SearchSpace(NamedTuple):
     """The candidates of a search.
 
     Attributes:
-        choices: begins the candidates anew, always in the same order.
-        total: how many there are; None where that is not known beforehand.
+        choices: returns a new iterator over the candidates, always in the same order.
+        total: their number; None if not known in advance.
         make: makes a model of a choice for the flavour of the target.
-        score: how good a choice is by its own measure, the larger the better; None where there is none.
+        score: the space's own score of a choice; larger is better.
     """
 
     choices: Callable[[], Iterator[Choice]]
@@ -43,22 +43,17 @@ class Space(NamedTuple):
     score: Callable[[Choice], float] | None = None
 
 
-def space_of(name: str, workspace: Workspace, count: int | None = None, seed: int = 0) -> Space:
+def space_of(name: str, workspace: Workspace, count: int | None = None, seed: int = 0) -> SearchSpace:
     """The space with this name.
 
     Args:
         name: `ofa`, a folder of models (.onnx), a list of them (.txt, one path a line), or a Python file (.py).
-        workspace: where bare names of models are looked for.
-        count: take so many candidates, the first ones; by default all, and COUNT of a space that is drawn from.
-        seed: of a space that is drawn from.
-
-    Raises:
-        UserError: there is no such space, or it holds nothing.
+        count: use only the first ones; by default all, and COUNT of a random space (drawn with `seed`).
     """
     path = Path(name)
     if name == ofa.PREFIX:
         drawn = COUNT if count is None else count
-        return Space(lambda: ofa.choices(drawn, seed), drawn, ofa.make)
+        return SearchSpace(lambda: ofa.choices(drawn, seed), drawn, ofa.make)
     if path.suffix == ".py" and path.is_file():
         return _of_file(path, count)
     if path.suffix in LISTS and path.is_file():
@@ -71,26 +66,22 @@ def space_of(name: str, workspace: Workspace, count: int | None = None, seed: in
     if not models:
         raise UserError(f"{name}: names no models; write a path on each line")
     models = models[:count]
-    return Space(lambda: iter(models), len(models), _itself)
+    return SearchSpace(lambda: iter(models), len(models), _itself)
 
 
 def _itself(choice: Choice, flavour: Flavour) -> Source:
-    """A choice that is a model."""
+    """Returns the choice, which is already a model."""
     source: Source = choice
     return source
 
 
-def _of_file(path: Path, count: int | None) -> Space:
-    """The space that a Python file defines.
-
-    Raises:
-        UserError: it can't be run, or has no generator `choices`.
-    """
+def _of_file(path: Path, count: int | None) -> SearchSpace:
+    """The space that a Python file defines."""
     module = _imported(path)
     choices = getattr(module, "choices", None)
     if not callable(choices):
         raise UserError(f"{path}: defines no function choices() that gives the candidates, one after another")
-    return Space(lambda: islice(_guarded(path, "choices", choices), count), count, getattr(module, "make", _itself),
+    return SearchSpace(lambda: islice(_guarded(path, "choices", choices), count), count, getattr(module, "make", _itself),
                  getattr(module, "score", None))
 
 
@@ -102,7 +93,7 @@ def _imported(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # the user's code may raise anything
-        raise failed(path, "its code", error) from error
+        raise user_code_error(path, "its code", error) from error
     return module
 
 
@@ -110,9 +101,9 @@ def _guarded(path: Path, function: str, choices: Callable[[], Iterator[Choice]])
     try:
         yield from choices()
     except Exception as error:  # the user's code may raise anything
-        raise failed(path, function, error) from error
+        raise user_code_error(path, function, error) from error
 
 
-def failed(what: object, function: str, error: Exception) -> UserError:
-    """What the user's code raised, as one line."""
+def user_code_error(what: object, function: str, error: Exception) -> UserError:
+    """An exception of the user's code, as one line."""
     return UserError(f"{what}: {function} failed with {type(error).__name__}: {error}")

@@ -1,1 +1,1 @@
-"""Predictions for a GPU that a co-runner shares."""
+"""Predictions for a GPU that several processes share."""

@@ -1,6 +1,6 @@
-"""Which way of sharing a GPU lets several models meet their latency objectives, with which shares and batches.
+"""Finds how several models can share a GPU and meet their latency objectives: the way of sharing, shares and batches.
 
-For each way and each choice of shares the run times are predicted (`hase.inference.sharing.ways`), and the queues of requests
+For each way and each choice of shares, run times are predicted (`hase.inference.sharing.ways`), and the queues of requests are
 simulated (`hase.graph_model.simulation.serving`). Batches are searched model after model, for all ways at once.
 """
 
@@ -10,52 +10,54 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import chain, combinations
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol
 
 import numpy as np
 from pydantic import Field
 
-from hase.benchmark.serving.config import BATCH, ServedModel
+from hase.benchmark.serving.sets import BATCH, ServedModel
 from hase.graph_model.simulation.serving import PACES, SLOWER, STEADY, Case, Served, served, set_of
-from hase.inference.core.chances import chance_within, in_words
-from hase.inference.core.host_pace import HostPace
-from hase.inference.core.uncertainty import CERTAIN
-from hase.inference.sharing.co_runner import SAMPLES, NotShared
-from hase.inference.sharing.instances import NEVER_MEASURED, SPAN
-from hase.inference.sharing.mps import learned_elsewhere
-from hase.inference.sharing.shared_models import PERCENTILE
-from hase.inference.sharing.ways import MIG, MPS, MPS_SHARES, ways_of
+from hase.inference.prediction.answers import PERCENTILE, chance_within, chance_word
+from hase.inference.prediction.conditions import HostPace
+from hase.inference.prediction.uncertainty import CERTAIN
+from hase.inference.prediction.under_load import SAMPLES, NotShared
+from hase.inference.sharing.ways import MIG, MIG_SPAN, MPS, MPS_SHARES, NEVER_MEASURED, learned_elsewhere, ways_of
 from hase.records.host_pace import MEASURE
-from hase.utils.config import Config
+from hase.utils.config import Config, Frozen
 from hase.utils.errors import UserError
-from hase.utils.frozen import Frozen
 from hase.utils.sharing_mode import SetSharing
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from hase.graph_model.simulation.pipeline import Floats
-    from hase.inference.core.model_run import PredictedRun
-    from hase.inference.core.predictor import Predictor
-    from hase.inference.core.targets import Fitted
+    from hase.inference.prediction.run import PredictedRun
+    from hase.inference.prediction.targets import Fitted
     from hase.records.host_pace import Stalls
 
-SEED = 36  # of arrivals: the same question has the same answer
-SEARCH = (1000, 40)  # requests and repetitions while batches are searched;
-FINAL = (20_000, 400)  # and for the answer
+SEED = 36  # for arrivals, so that the same question has the same answer
+SEARCH = (1000, 40)  # requests and repetitions in the search,
+FINAL = (20_000, 400)  # and for the final answer
 ROUNDS = 3  # of the search, each over all models
-MOST_MODELS = 4  # what was simulated; more are refused
-DISTURBED_PER_S = 2.0  # stalls of a host in a second of dispatching: the one that was learned from had 0.6, two others 5 and 9
+MOST_MODELS = 4  # more are refused
+DISTURBED_PER_S = 2.0  # stalls per second of dispatching; the host of the training data had 0.6, two others 5 and 9
 # Factors by which intervals are wider, by `disturbed`. Chosen so that intervals held for 90 % of the percentiles in half of the
 # sets that were measured on such a host, before slowdowns depended on the pace; docs/sharing.md says for how many they do now.
 SPREADS = {False: 1.15, True: 1.75}
-ROOM = 1.5  # the search begins with batches for which so many times as many requests could come
+ROOM = 1.5  # the search begins with batches that have capacity for this multiple of the request rate
+
+
+class RunPredictor(Protocol):
+    """The interface of `Predictor` that is needed here."""
+
+    @property
+    def fitted(self) -> Fitted: ...
+
+    def run(self, source: Path, *, dims: Mapping[str, int] | None, host_pace: float | HostPace | None) -> PredictedRun: ...
 
 
 class ServedSet(Config):
-    """A file with the models of `--set`.
-
-    Attributes:
-        models: as in a set of benchmark/served_sets.py.
-    """
+    """The file of `--set`: models as in a set of benchmark/served_sets.py."""
 
     models: Annotated[tuple[ServedModel, ...], Field(min_length=1, max_length=MOST_MODELS)]
 
@@ -64,23 +66,21 @@ class AdvisedModel(Frozen):
     """One model under a way of sharing.
 
     Attributes:
-        model, dims: the file's name without its ending, and the sizes given to its dynamic dimensions, its batch too.
+        model, dims: file and sizes, batch included.
         batch: the most requests in a run, and the size of each run.
-        percent: the most of the GPU's threads that it may use, or has in its instance; None where the way has no shares.
+        percent: of the GPU's threads that it may use.
         rate_per_s: the requests that come.
         alone_ms: a run, while nothing else runs.
         run_ms: a run beside the other models, on average.
-        mean_ms, p50_ms, p95_ms, p99_ms: the latency of requests, from arrival to answer; None where too many are not answered.
+        mean_ms, p50_ms, p95_ms, p99_ms: latency of requests, from arrival to answer.
         slo_ms: the objective for `latency_ms`.
-        latency_ms: the latency that the percentile of the objective does not exceed.
-        between_ms: the 90 % interval of `latency_ms`: with all runs at the lower and at the upper ends of theirs, and widened
-            by how wrong queues and hosts were where they were measured; None for an end that is not known.
-        headroom: how far `latency_ms` is below `slo_ms`, in parts of it (a ratio); negative where it is missed.
-        chance, chance_in_words: how likely the objective is met, 0 to 1, given how wrong predictions may be.
-        busy: the share of the time in which a run goes on; a ratio.
+        latency_ms: the objective's percentile.
+        between_ms: its 90 % interval.
+        headroom: how far `latency_ms` is below `slo_ms`, a ratio of it.
+        chance, chance_in_words: how likely the objective is met, 0 to 1.
+        busy: share of the time in which a run goes on.
         stable: whether fewer requests come than full runs could take.
-        rough_estimate: whether the prediction of its runs is one, or the host stalls much more often than one that was learned
-            from, or the way was never measured on any GPU, as instances (MIG).
+        rough_estimate: whether its prediction is one, the host stalls often, or the way was never measured.
         estimated_operators: of the prediction of its runs.
     """
 
@@ -112,11 +112,11 @@ class SharedWay(Frozen):
 
     Attributes:
         way: its name, without shares.
-        sharing: with shares, as benchmark/served_sets.py takes it, or with the kind of instance for each model (`mig:4g/3g`).
+        sharing: with shares, as benchmark/served_sets.py takes it (`mig:4g/3g`: instances).
         models: in the order in which they were given.
         meets: whether all meet their objectives.
-        headroom: the least of the models; None where a model's requests are not answered.
-        chance, chance_in_words: of the model that is least likely to meet its objective.
+        headroom: the least of the models.
+        chance, chance_in_words: of the model least likely to meet its objective.
     """
 
     way: str
@@ -134,11 +134,9 @@ class SharingAdvice(Frozen):
     Attributes:
         target: whose GPU.
         percentile: of the requests, in per cent, must keep to the objectives.
-        advised: the measured way with the most headroom, as `sharing` has it; where none meets all objectives, it comes
-            closest.
+        advised: the measured way with the most headroom, or the closest.
         meets: whether it meets all objectives.
-        ways: the best shares and batches of each way, the one with the most headroom first; last the one that was never
-            measured.
+        ways: best shares and batches of each way, the most headroom first.
         not_learned: ways whose times were not learned for the target.
         warnings: of the predictions that `ways` shows.
     """
@@ -152,7 +150,7 @@ class SharingAdvice(Frozen):
     warnings: tuple[str, ...]
 
 
-class Plan(NamedTuple):
+class SharingPlan(NamedTuple):
     """A way of sharing with shares, and a batch for each model."""
 
     way: str
@@ -161,35 +159,30 @@ class Plan(NamedTuple):
 
 
 class PlacedModel(NamedTuple):
-    """A model of a plan: its place among the models, its batch, and its share of the GPU's threads in per cent."""
+    """A model of a plan: its index among the models, its batch, and its share of the GPU's threads in per cent."""
 
-    place: int
+    number: int
     batch: int
     percent: int
 
 
-class Question:
-    """What is asked: models with their requests, and the predictions that answer it."""
+class SharingQuestion:
+    """Models with their requests and objectives, and the predictions needed to share a GPU among them."""
 
     def __init__(self, fitted: Fitted, models: Sequence[ServedModel], runs: Sequence[Mapping[int, PredictedRun]],
                  percentile: float = PERCENTILE, stalls: Stalls | None = None) -> None:
-        """Asks.
+        """Prepares the question; simulates nothing yet. The models' `batch` is not read.
 
         Args:
-            fitted: what was learned of the target.
-            models: with their requests and objectives; their `batch` is not read.
             runs: each model's predicted runs by batch, ascending.
-            percentile: of the requests must keep to the objectives, in per cent.
-            stalls: of the host; None: as those of a host that was learned from.
-
-        Raises:
-            NotShared: no way of sharing was learned for the target.
+            percentile: the percentage of requests that must meet the objectives.
+            stalls: of the host; None: those of the host in the training data.
         """
         self.models, self.percentile, self.runs = models, percentile, runs
         self.fitted, serving = fitted, fitted.serving
         self.host = serving.host(stalls) if serving else STEADY
-        self.serving = [{batch: run.at_pace(serving.middle) if serving else run for batch, run in of_model.items()}
-                        for of_model in self.runs]  # as the host runs them while it serves requests
+        self.serving = [{batch: run.at_pace(serving.middle) if serving else run for batch, run in runs_by_batch.items()}
+                        for runs_by_batch in self.runs]  # at the pace of a host that serves requests
         ways = ways_of(self.fitted)
         self.ways = {name: times for name, times in ways.items() if times is not None}
         self.not_learned = tuple(name for name, times in ways.items() if times is None)
@@ -199,46 +192,45 @@ class Question:
         self.at_paces_ms: Callable[[str, int, int, int], Floats] = cache(self._at_paces_ms)
         self.slowdowns: Callable[[str, PlacedModel, tuple[PlacedModel, ...], float], Floats] = cache(self._slowdowns)
 
-    def plans(self) -> list[Plan]:
-        """Every way with every choice of shares. Each batch is the smallest with room for the requests, where one has."""
+    def plans(self) -> list[SharingPlan]:
+        """Every way with every choice of shares. Each batch is the smallest that can handle the request rate, if there is one.
+        """
         plans = []
         for way, times in self.ways.items():
             for sharing in times.choices(len(self.models)):
                 batches = []
-                for place, model in enumerate(self.models):
-                    of_model = list(self.runs[place])
+                for index, model in enumerate(self.models):
+                    runs_by_batch = list(self.runs[index])
                     needed = ROOM * model.rate_per_s / 1e3
-                    enough = (batch for batch in of_model
-                              if batch >= needed * self.alone_ms(way, place, batch, sharing.percent_of(place)))
-                    batches.append(next(enough, of_model[-1]))
-                plans.append(Plan(way, sharing, tuple(batches)))
+                    enough = (batch for batch in runs_by_batch
+                              if batch >= needed * self.alone_ms(way, index, batch, sharing.percent_of(index)))
+                    batches.append(next(enough, runs_by_batch[-1]))
+                plans.append(SharingPlan(way, sharing, tuple(batches)))
         return plans
 
-    def case(self, plan: Plan, end: int | None = None, adding: bool = False) -> Case:
-        """A plan to simulate.
+    def case(self, plan: SharingPlan, end: int | None = None, adding: bool = False) -> Case:
+        """A plan as a case to simulate.
 
-        Args:
-            plan: what to simulate.
-            end: with all runs at the lower (0) or the upper (1) end of their intervals; None: as predicted.
-            adding: whether the effects of several others add up and are those at the usual pace of the host, which saves
-                simulating each set of them, and at another pace; under MPS they are larger beside models that fill the GPU.
+        All runs are at the lower (`end` 0) or the upper (1) end of their intervals, or as predicted (None). `adding`
+        approximates the effect of several co-runners by the sum of their single effects at the host's usual pace. That saves
+        simulating each set; under MPS the true effects are larger beside models that fill the GPU.
         """
-        of_models = [PlacedModel(place, batch, plan.sharing.percent_of(place)) for place, batch in enumerate(plan.batches)]
+        placed = [PlacedModel(index, batch, plan.sharing.percent_of(index)) for index, batch in enumerate(plan.batches)]
         runs_ms = []
-        for place, batch, percent in of_models:
-            prediction = self.runs[place][batch].prediction
+        for index, batch, percent in placed:
+            prediction = self.runs[index][batch].prediction
             ratio = 1.0 if end is None else prediction.interval_ms[end] / prediction.latency_ms
-            runs_ms.append(ratio * self.at_paces_ms(plan.way, place, batch, percent))
+            runs_ms.append(ratio * self.at_paces_ms(plan.way, index, batch, percent))
         paces = (1.0, 1.0) if adding else (1.0, SLOWER)
-        slowdowns = np.ones((len(of_models), 1 << len(of_models), len(paces), SAMPLES))
-        for model in of_models:
-            others = [other for other in of_models if other != model]
-            for some in chain.from_iterable(combinations(others, count) for count in range(1, len(of_models))):
-                number = set_of(other.place for other in some)
-                of_sets = [(other,) for other in some] if adding else [some]
-                together = [1.0 + sum(self.slowdowns(plan.way, model, of_set, pace) - 1.0 for of_set in of_sets)
+        slowdowns = np.ones((len(placed), 1 << len(placed), len(paces), SAMPLES))
+        for model in placed:
+            others = [other for other in placed if other != model]
+            for some in chain.from_iterable(combinations(others, count) for count in range(1, len(placed))):
+                number = set_of(other.number for other in some)
+                sets = [(other,) for other in some] if adding else [some]
+                together = [1.0 + sum(self.slowdowns(plan.way, model, one_set, pace) - 1.0 for one_set in sets)
                             for pace in paces]
-                slowdowns[model.place, [number, number | set_of([model.place])]] = together
+                slowdowns[model.number, [number, number | set_of([model.number])]] = together
         return Case([model.rate_per_s for model in self.models], plan.batches, runs_ms, slowdowns)
 
     def simulated(self, cases: Sequence[Case], effort: tuple[int, int]) -> list[list[Served]]:
@@ -247,53 +239,48 @@ class Question:
 
     @property
     def disturbed(self) -> bool:
-        """Whether the host stalls much more often than one that was learned from."""
+        """Whether the host stalls much more often than the one in the training data."""
         return self.host.stalls_per_s > DISTURBED_PER_S
 
     def between_ms(self, low: Served, high: Served, way: str = "") -> tuple[float, float]:
-        """The 90 % interval of the latency that has an objective.
-
-        Args:
-            low, high: with all runs at the lower and at the upper ends of their intervals.
-            way: of sharing; wider for one that was never measured.
+        """The 90 % interval of the latency that has an objective, wider for a `way` that was never measured. `low` and `high`
+        are results with all runs at the lower and at the upper ends of their intervals.
         """
-        spread, further = SPREADS[self.disturbed], SPAN if way == MIG else CERTAIN
+        spread, further = SPREADS[self.disturbed], MIG_SPAN if way == MIG else CERTAIN
         return (low.percentile_ms(self.percentile) / spread * further.low,
                 high.percentile_ms(self.percentile) * spread * further.high)
 
     def merit(self, results: Sequence[Served]) -> tuple[float, ...]:
-        """What a plan is chosen by, more is better: the headrooms, the least first; then, where requests are not answered, how
-        many come for each that could be."""
+        """The sort key of a plan, more is better: the models' headrooms, ascending.
+
+        Last comes the negative offered load, which compares plans in which requests are not answered.
+        """
         headrooms = sorted(1.0 - result.percentile_ms(self.percentile) / model.slo_ms
                            for result, model in zip(results, self.models, strict=True))
         return (*headrooms, -max(result.offered for result in results))
 
-    def _alone_ms(self, way: str, place: int, batch: int, percent: int) -> float:
-        return self.ways[way].alone_ms(self.runs[place][batch], percent)
+    def _alone_ms(self, way: str, index: int, batch: int, percent: int) -> float:
+        return self.ways[way].alone_ms(self.runs[index][batch], percent)
 
-    def _at_paces_ms(self, way: str, place: int, batch: int, percent: int) -> Floats:
-        """How long a run takes alone at each of PACES."""
-        run = self.serving[place][batch]
+    def _at_paces_ms(self, way: str, index: int, batch: int, percent: int) -> Floats:
+        """The time of a run alone at each of PACES."""
+        run = self.serving[index][batch]
         return np.array([self.ways[way].alone_ms(run.at_pace(pace), percent) for pace in PACES])
 
     def _slowdowns(self, way: str, model: PlacedModel, others: tuple[PlacedModel, ...], pace: float) -> Floats:
-        """How many times as long as alone, with the same share, runs take while the others run in loops: equally likely ratios,
-        SAMPLES of them. `pace` is the host's, relative to the usual one of a host that serves."""
-        (run, percent), *beside = ((self.serving[of.place][of.batch].at_pace(pace), of.percent) for of in (model, *others))
+        """SAMPLES equally likely ratios of a run's time while the others run in loops to its time alone. `pace` is relative to
+        the usual one of a host that serves.
+        """
+        (run, percent), *beside = ((self.serving[one.number][one.batch].at_pace(pace), one.percent) for one in (model, *others))
         alone_ms, under_load = self.ways[way].beside(run, percent, beside)
         return under_load.slowdowns(alone_ms)
 
 
-def advise(predictor: Predictor, models: Sequence[ServedModel], batches: Sequence[Sequence[int]],
+def advise(predictor: RunPredictor, models: Sequence[ServedModel], batches: Sequence[Sequence[int]],
            percentile: float = PERCENTILE, host_pace: float | HostPace | None = None) -> SharingAdvice:
-    """Which way of sharing the target's GPU lets models meet their objectives.
+    """Finds the way of sharing the target's GPU in which models meet their objectives, and the best of the given `batches`.
 
-    Args:
-        predictor: of the target.
-        models: with their requests and objectives; their `batch` is not read.
-        batches: those to choose from, for each model.
-        percentile: of the requests must keep to the objectives, in per cent.
-        host_pace: as for a prediction.
+    `percentile` is the percentage of requests that must meet them. The models' own `batch` is not read.
 
     Raises:
         UserError: a model can't be predicted at a batch, or there are too many.
@@ -302,24 +289,24 @@ def advise(predictor: Predictor, models: Sequence[ServedModel], batches: Sequenc
     if len(models) > MOST_MODELS:
         raise UserError(f"{len(models)} models: advice is for {MOST_MODELS} at most")
     runs = [{batch: predictor.run(model.model, dims={**model.dims, BATCH: batch}, host_pace=host_pace)
-             for batch in sorted(set(of_model))}
-            for model, of_model in zip(models, batches, strict=True)]
+             for batch in sorted(set(sizes))}
+            for model, sizes in zip(models, batches, strict=True)]
     measured = host_pace.measured if isinstance(host_pace, HostPace) else None
-    question = Question(predictor.fitted, models, runs, percentile, measured.stalls if measured else None)
+    question = SharingQuestion(predictor.fitted, models, runs, percentile, measured.stalls if measured else None)
     plans = _searched(question)
-    best: dict[str, tuple[Plan, list[Served]]] = {}
+    best: dict[str, tuple[SharingPlan, list[Served]]] = {}
     for plan, results in zip(plans, question.simulated([question.case(plan) for plan in plans], FINAL), strict=True):
         if plan.way not in best or question.merit(results) > question.merit(best[plan.way][1]):
             best[plan.way] = plan, results
     ranked = sorted(best.values(), key=lambda found: (found[0].way != MIG, question.merit(found[1])), reverse=True)
     ends = question.simulated([question.case(plan, end) for plan, _ in ranked for end in (0, 1)], FINAL)
-    ways = tuple(_shared_way(question, plan, results, ends[2 * place:2 * place + 2])
-                 for place, (plan, results) in enumerate(ranked))
+    ways = tuple(_shared_way(question, plan, results, ends[2 * index:2 * index + 2])
+                 for index, (plan, results) in enumerate(ranked))
     warned: dict[str, list[str]] = {}
     for plan, _ in ranked:
-        for place, model in enumerate(models):
-            for warning in question.runs[place][plan.batches[place]].prediction.warnings:
-                warned.setdefault(warning, []).append(f"{model.model.stem} at batch {plan.batches[place]}")
+        for index, model in enumerate(models):
+            for warning in question.runs[index][plan.batches[index]].prediction.warnings:
+                warned.setdefault(warning, []).append(f"{model.model.stem} at batch {plan.batches[index]}")
     warnings = [f"{', '.join(dict.fromkeys(names))}: {warning}" for warning, names in warned.items()]
     if any(way.way in (MPS, MPS_SHARES) for way in ways):
         warnings += learned_elsewhere(question.fitted)
@@ -337,41 +324,44 @@ def advise(predictor: Predictor, models: Sequence[ServedModel], batches: Sequenc
                          meets=ways[0].meets, ways=ways, not_learned=question.not_learned, warnings=tuple(warnings))
 
 
-def _searched(question: Question) -> list[Plan]:
-    """The plans of all ways and shares, each with the best batches that were found: model after model, with those of the others
-    as they are, until nothing changes."""
+def _searched(question: SharingQuestion) -> list[SharingPlan]:
+    """The plans of all ways and shares with the best batches found.
+
+    Batches are chosen for one model at a time, with the others fixed, until nothing changes.
+    """
     plans = question.plans()
     for _ in range(ROUNDS):
         before = list(plans)
-        for place, of_model in enumerate(question.runs):
-            if len(of_model) == 1:
+        for index, runs_by_batch in enumerate(question.runs):
+            if len(runs_by_batch) == 1:
                 continue
-            tried = [[plan._replace(batches=(*plan.batches[:place], batch, *plan.batches[place + 1:])) for batch in of_model]
-                     for plan in plans]
+            tried = [[plan._replace(batches=(*plan.batches[:index], batch, *plan.batches[index + 1:]))
+                      for batch in runs_by_batch] for plan in plans]
             found = iter(question.simulated(
-                [question.case(plan, adding=True) for of_plan in tried for plan in of_plan], SEARCH))
-            plans = [max(((question.merit(next(found)), plan) for plan in of_plan), key=lambda each: each[0])[1]
-                     for of_plan in tried]
+                [question.case(plan, adding=True) for variants in tried for plan in variants], SEARCH))
+            plans = [max(((question.merit(next(found)), plan) for plan in variants), key=lambda each: each[0])[1]
+                     for variants in tried]
         if plans == before:
             break
     return plans
 
 
-def _shared_way(question: Question, plan: Plan, results: Sequence[Served], ends: Sequence[Sequence[Served]]) -> SharedWay:
-    """A plan as it is answered."""
+def _shared_way(question: SharingQuestion, plan: SharingPlan, results: Sequence[Served],
+                ends: Sequence[Sequence[Served]]) -> SharedWay:
+    """A plan as part of the answer."""
     models, sharing = [], plan.sharing
-    for place, (model, result, low, high) in enumerate(zip(question.models, results, *ends, strict=True)):
-        run = question.runs[place][plan.batches[place]].prediction
+    for index, (model, result, low, high) in enumerate(zip(question.models, results, *ends, strict=True)):
+        run = question.runs[index][plan.batches[index]].prediction
         latency, (low_ms, high_ms) = result.percentile_ms(question.percentile), question.between_ms(low, high, plan.way)
         chance = chance_within(latency, (low_ms, high_ms), model.slo_ms) if math.isfinite(latency) else 0.0
         models.append(AdvisedModel(
-            model=model.model.stem, dims=run.dims, batch=plan.batches[place],
-            percent=sharing.percent_of(place) if sharing.mps or sharing.instances else None, rate_per_s=model.rate_per_s,
-            alone_ms=question.alone_ms(plan.way, place, plan.batches[place], sharing.percent_of(place)),
+            model=model.model.stem, dims=run.dims, batch=plan.batches[index],
+            percent=sharing.percent_of(index) if sharing.mps or sharing.instances else None, rate_per_s=model.rate_per_s,
+            alone_ms=question.alone_ms(plan.way, index, plan.batches[index], sharing.percent_of(index)),
             run_ms=result.run_ms, mean_ms=_known(result.mean_ms), **{
                 f"p{percent}_ms": _known(result.percentile_ms(percent)) for percent in (50, 95, 99)},
             slo_ms=model.slo_ms, latency_ms=_known(latency), between_ms=(_known(low_ms), _known(high_ms)),
-            headroom=_known(1.0 - latency / model.slo_ms), chance=chance, chance_in_words=in_words(chance), busy=result.busy,
+            headroom=_known(1.0 - latency / model.slo_ms), chance=chance, chance_in_words=chance_word(chance), busy=result.busy,
             stable=result.stable, rough_estimate=run.rough_estimate or question.disturbed or plan.way == MIG,
             estimated_operators=run.estimated_operators))
     headrooms = [model.headroom for model in models if model.headroom is not None]
@@ -379,7 +369,7 @@ def _shared_way(question: Question, plan: Plan, results: Sequence[Served], ends:
     chance = min(model.chance for model in models)
     return SharedWay(way=plan.way, sharing=str(sharing), models=tuple(models),
                      meets=headroom is not None and headroom >= 0.0, headroom=headroom, chance=chance,
-                     chance_in_words=in_words(chance))
+                     chance_in_words=chance_word(chance))
 
 
 def _known(value: float) -> float | None:
@@ -387,7 +377,7 @@ def _known(value: float) -> float | None:
 
 
 def rows(advice: SharingAdvice) -> list[dict[str, Any]]:
-    """A table of ways, a row for each model; a way that was not learned has one."""
+    """A table with a row for each way and model, and one for each way that was not learned."""
     latency = f"p{advice.percentile:g} (ms)"
     table = [{"way": way.sharing, "model": model.model, "batch": model.batch,
               "share": "" if model.percent is None else f"{model.percent} %", "alone (ms)": model.alone_ms,
@@ -400,7 +390,7 @@ def rows(advice: SharingAdvice) -> list[dict[str, Any]]:
 
 
 def verdict(advice: SharingAdvice) -> str:
-    """A sentence with the answer."""
+    """The answer in a sentence."""
     best = advice.ways[0]
     batches = ", ".join(f"{model.model} at batch {model.batch}" for model in best.models)
     if best.meets:

@@ -1,1 +1,1 @@
-"""A kernel, or many in a carrier, as an ONNX model."""
+"""Builds ONNX models of single kernels, and carriers of many."""

@@ -1,8 +1,8 @@
-"""Inputs for kernels and models that nobody gave: standardised random numbers, or values that let an operator run.
+"""Dummy inputs for kernels and models: standardised random numbers, or values with which an operator can run.
 
-How long a kernel takes may depend on these values (`time_by_values` in records/operators.py): a NonMaxSuppression compares each
-box that it keeps with all others, and rows that take the same branches of a tree are faster than rows that differ. So the order
-of signs and sizes is random, and a tree's rows lie around its thresholds.
+A kernel's time may depend on them (`time_by_values` in records/operators.py): a NonMaxSuppression compares each box that it
+keeps with all others, and rows that take the same branches of a tree are faster than rows that differ. So signs and sizes are
+in random order, and rows for trees are near the trees' thresholds.
 """
 
 from __future__ import annotations
@@ -16,11 +16,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hase.ort_analysis.graph.bodies import PASSED_ON, captured
-from hase.ort_analysis.graph.nodes import attribute_value, bodies_of, first_taught
-from hase.records.attention import LAST_PLACES, OPERATOR, TOTAL, Attended, attended_by
+from hase.ort_analysis.graph.nodes import attribute_value, bodies_of, first_known_word
+from hase.records.attention import (
+    KEY_MASKS,
+    LAST_PLACES,
+    OPERATOR,
+    TOKEN_OFFSETS,
+    TOTAL,
+    AttentionSizes,
+    kernel_attention_sizes,
+    kernel_grouped_query_sizes,
+)
 from hase.records.kernel_record import Kernel, KernelInput, numpy_dtype
 from hase.records.operators import operator_row
-from hase.records.plain_attention import KEY_MASKS, TOKEN_OFFSETS, plain_attended_by
 
 if TYPE_CHECKING:
     import onnx
@@ -35,15 +43,15 @@ COMPARING = ("Shape", "Size", "Equal", "Greater", "GreaterOrEqual", "Less", "Les
 PASSING = ("Identity", "Cast", "Imputer")  # operators that leave the range of a column as it is
 
 
-def chosen(kernel: Kernel, position: int) -> np.ndarray | None:
-    """The value of an input, not yet of its type; None where any value does, or where no value gives this output."""
-    if (sizes := attended_by(kernel)) and position in (LAST_PLACES, TOTAL):
+def value_it_needs(kernel: Kernel, position: int) -> np.ndarray | None:
+    """The value (perhaps of another type) of an input that gives the recorded output shape; None if any or no value does."""
+    if (sizes := kernel_grouped_query_sizes(kernel)) and position in (LAST_PLACES, TOTAL):
         return np.full(kernel.inputs[position].shape, sizes.total - (position == LAST_PLACES))
-    if position == TOKEN_OFFSETS.get(kernel.op_type):  # rows without padding: each token is where it would be with it
+    if position == TOKEN_OFFSETS.get(kernel.op_type):  # rows without padding: each token is at its padded position
         return np.arange(kernel.inputs[position].elements).reshape(kernel.inputs[position].shape)
     if position - 1 == TOKEN_OFFSETS.get(kernel.op_type):  # the first token of each row, and how many there are
         return np.arange(kernel.inputs[position].elements) * kernel.inputs[position - 1].shape[-1]
-    if position == KEY_MASKS.get(kernel.op_type) and (sizes := plain_attended_by(kernel)):
+    if position == KEY_MASKS.get(kernel.op_type) and (sizes := kernel_attention_sizes(kernel)):
         return _all_keys(sizes, kernel.inputs[position].shape)
     if kernel.domain == ML and kernel.op_type in TREES and not position:
         rows = random_floats(kernel.inputs[0].shape, "float32")
@@ -56,11 +64,11 @@ def chosen(kernel: Kernel, position: int) -> np.ndarray | None:
     return make(kernel) if make else None
 
 
-def _all_keys(sizes: Attended, shape: tuple[int, ...]) -> np.ndarray | None:
-    """What says for each row of a batch that all its keys count; None where truth values do.
+def _all_keys(sizes: AttentionSizes, shape: tuple[int, ...]) -> np.ndarray | None:
+    """A mask of keys that includes all keys of each row of a batch; None for boolean masks.
 
-    With one number for each row, that is where its keys end; then where they start may follow. Or lengths come first, and then
-    where the queries and the keys of each row start if all rows lie one after another.
+    It has one number per row: where the keys end, perhaps followed by where they start. Or, for rows stored one after another,
+    lengths come first, and then the starts of queries and keys.
     """
     ends, starts = np.full(sizes.batch, sizes.total), np.arange(sizes.batch + 1)
     known: dict[tuple[int, ...], np.ndarray] = {
@@ -69,20 +77,20 @@ def _all_keys(sizes: Attended, shape: tuple[int, ...]) -> np.ndarray | None:
     return known.get(shape)
 
 
-def chosen_places(count: int, places: int) -> np.ndarray:
-    """`count` of `places` truth values are true, in random order."""
-    return np.random.default_rng(0).permutation(places) < min(count, places)
+def random_truths(count: int, size: int) -> np.ndarray:
+    """Booleans in random order, `count` of them true."""
+    return np.random.default_rng(0).permutation(size) < min(count, size)
 
 
 def _nonzero(kernel: Kernel) -> np.ndarray:
     shape = kernel.inputs[0].shape
-    return chosen_places(kernel.outputs[0].shape[-1], math.prod(shape)).reshape(shape)
+    return random_truths(kernel.outputs[0].shape[-1], math.prod(shape)).reshape(shape)
 
 
 def _condition(kernel: Kernel) -> np.ndarray:
     axis = kernel.attributes.get("axis")
     kept = kernel.outputs[0].shape[int(axis) if axis is not None else 0]
-    return chosen_places(kept, kernel.inputs[1].shape[0])
+    return random_truths(kept, kernel.inputs[1].shape[0])
 
 
 def _within_one(kernel: Kernel) -> np.ndarray:
@@ -94,7 +102,7 @@ def _above_one(kernel: Kernel) -> np.ndarray:
 
 
 def _repeated(kernel: Kernel) -> np.ndarray | None:
-    """As many different values as come out, in random order; None along an axis, where rows would have to differ."""
+    """Values in random order, with as many different ones as the output has; None along an axis, where rows would differ."""
     if kernel.attributes.get("axis") is not None:
         return None
     shape = kernel.inputs[0].shape
@@ -102,13 +110,13 @@ def _repeated(kernel: Kernel) -> np.ndarray | None:
 
 
 def _boxes(kernel: Kernel) -> np.ndarray | None:
-    """As many places as boxes are kept, on a grid, each taken by boxes that coincide. None with several images or classes."""
+    """Boxes in as many grid cells as boxes are kept; those in one cell coincide. None for several images or classes."""
     batch, boxes, _ = kernel.inputs[0].shape
     if batch != 1 or kernel.inputs[1].shape[1] != 1:
         return None
-    place = np.arange(boxes) % max(kernel.outputs[0].shape[0], 1)
+    cell = np.arange(boxes) % max(kernel.outputs[0].shape[0], 1)
     wide = math.isqrt(boxes) + 1
-    corner = GRID * np.stack([place // wide, place % wide], 1)
+    corner = GRID * np.stack([cell // wide, cell % wide], 1)
     return np.concatenate([corner, corner + SIDE], 1)[None]
 
 
@@ -119,14 +127,14 @@ class ColumnRanges(NamedTuple):
     spread: np.ndarray
 
     def around(self, standardised: np.ndarray) -> np.ndarray:
-        """Standardised rows (their last axis: the columns), moved into these ranges. Columns without a range stay."""
+        """Standardised rows moved into these ranges; the last axis is the columns. Columns without a range stay."""
         mean, spread = np.zeros(standardised.shape[-1]), np.ones(standardised.shape[-1])
         mean[:len(self.mean)], spread[:len(self.spread)] = self.mean[:len(mean)], self.spread[:len(spread)]
         return np.asarray(mean + spread * standardised)
 
 
 def thresholds_of(attributes: Mapping[str, Any]) -> ColumnRanges:
-    """The ranges in which the trees of an ensemble compare the columns, so that rows from there take all branches."""
+    """The range of an ensemble's thresholds per column; rows in these ranges take all branches."""
     columns = np.asarray(attributes["nodes_featureids"])
     given = next(attributes[name] for name in ("nodes_splits", "nodes_values", "nodes_values_as_tensor") if name in attributes)
     splits = np.asarray(given["values"] if isinstance(given, Mapping) else given, float)
@@ -141,7 +149,7 @@ def thresholds_of(attributes: Mapping[str, Any]) -> ColumnRanges:
 
 
 def input_ranges(graph: onnx.GraphProto) -> dict[str, ColumnRanges]:
-    """The ranges of those inputs of a model that a Scaler standardises, or whose columns trees compare."""
+    """The ranges of model inputs that a Scaler standardises or whose columns trees compare."""
     ranges, source_of = dict[str, ColumnRanges](), {value.name: value.name for value in graph.input}
     for node in graph.node:
         source = source_of.get(node.input[0], "") if node.input else ""
@@ -158,12 +166,12 @@ def input_ranges(graph: onnx.GraphProto) -> dict[str, ColumnRanges]:
     return ranges
 
 
-def looked_up(graph: onnx.GraphProto) -> dict[str, int]:
-    """The inputs of a model that are nothing but places in tables of its weights, such as the numbers of words; and how many
-    places the smallest of these tables has. Of a large table, one row that is read again and again is faster than many."""
+def table_indices(graph: onnx.GraphProto) -> dict[str, int]:
+    """The model inputs that are only indices into weight tables (such as word ids), with the rows of the smallest table.
+    Reading one row of a large table repeatedly is faster than reading many rows."""
     rows = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
     source_of = {value.name: value.name for value in graph.input if value.name not in rows}
-    places, otherwise = dict[str, int](), set[str]()
+    rows_read, otherwise = dict[str, int](), set[str]()
     for node in graph.node:
         inner = [name for body in bodies_of(node).values() for name in captured(body)]
         for position, name in enumerate([*node.input, *inner]):
@@ -173,27 +181,27 @@ def looked_up(graph: onnx.GraphProto) -> dict[str, int]:
                 source_of[node.output[0]] = source
             elif node.op_type == "Gather" and position == 1 and node.input[0] in rows:
                 axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
-                places[source] = min(rows[node.input[0]][axis], places.get(source, sys.maxsize))
+                rows_read[source] = min(rows[node.input[0]][axis], rows_read.get(source, sys.maxsize))
             else:
                 otherwise.add(source)
-    return {name: count for name, count in places.items() if count and name not in otherwise}
+    return {name: count for name, count in rows_read.items() if count and name not in otherwise}
 
 
 @functools.cache
 def _pool() -> np.ndarray:
-    """Standard normal numbers, none of them smaller than LEAST in size, that tensors are cut from; twice in a row."""
+    """At least LEAST standard normal numbers, twice in a row, from which tensors are cut."""
     values = np.random.default_rng(0).standard_normal(POOL_ELEMENTS, np.float32)
     return np.tile(np.where(np.abs(values) < LEAST, np.copysign(np.float32(LEAST), values), values), 2)
 
 
 @functools.cache
 def _byte_pool() -> np.ndarray:
-    """Random bytes that tensors are cut from; twice in a row."""
+    """Random bytes, twice in a row, from which tensors are cut."""
     return np.tile(np.random.default_rng(0).integers(0, 256, POOL_ELEMENTS, np.uint8), 2)
 
 
 def random_floats(shape: tuple[int, ...], dtype: str, offset: int = 0, positive: bool = False) -> np.ndarray:
-    """Standard normal numbers, or their sizes when `positive`; the same for the same arguments."""
+    """Standard normal numbers, or their absolute values if `positive`; deterministic."""
     count = int(np.prod(shape, dtype=np.int64))
     start = offset % POOL_ELEMENTS
     values = _pool()[start:start + min(max(count, 1), POOL_ELEMENTS)]
@@ -201,14 +209,14 @@ def random_floats(shape: tuple[int, ...], dtype: str, offset: int = 0, positive:
 
 
 def random_bytes(shape: tuple[int, ...], offset: int, dtype: np.dtype[Any]) -> np.ndarray:
-    """Random whole numbers of a type of one byte; the same for the same arguments. Types of half a byte get numbers below 8."""
+    """Random integers of a one-byte type, below 8 for half-byte types; deterministic."""
     count, start = int(np.prod(shape, dtype=np.int64)), offset % POOL_ELEMENTS
     values = np.resize(_byte_pool()[start:start + min(max(count, 1), POOL_ELEMENTS)], count).reshape(shape)
     return values.view(dtype) if dtype in (np.uint8, np.int8) else (values % 8).astype(dtype)
 
 
 def index_limit(kernel: Kernel, position: int) -> int | None:
-    """One more than the largest index that input `position` may hold; None where it holds no indices."""
+    """One more than the largest valid index in input `position`; None if it holds no indices."""
     row = operator_row(kernel.op_type)
     if row.index_input != position:
         return None
@@ -220,16 +228,16 @@ def index_limit(kernel: Kernel, position: int) -> int | None:
 
 
 def dummy_tensor(kernel: Kernel, position: int, seed: int = 0) -> np.ndarray:
-    """A value for input `position` of `kernel`: the recorded one where there is one, else random and acceptable."""
+    """A value for input `position` of a kernel: the recorded one, else a random one that the operator accepts."""
     tensor: KernelInput = kernel.inputs[position]
     row = operator_row(kernel.op_type)
     if tensor.dtype == "string":
-        return np.full(tensor.shape, first_taught(kernel.attributes), object)
+        return np.full(tensor.shape, first_known_word(kernel.attributes), object)
     dtype = numpy_dtype(tensor.dtype)
     if tensor.values is not None:
         return np.asarray(tensor.values).astype(dtype).reshape(tensor.shape)
-    if (value := chosen(kernel, position)) is not None:
-        return np.asarray(value, dtype)  # of a single number, numpy's functions make no array
+    if (value := value_it_needs(kernel, position)) is not None:
+        return np.asarray(value, dtype)  # numpy's functions return no array for a single number
     generator = np.random.default_rng([seed, position])
     if np.issubdtype(dtype, np.floating) or tensor.dtype == "bfloat16":
         positive = row.positive_inputs or (tensor.constant and len(tensor.shape) <= 1)
@@ -252,27 +260,22 @@ def dummy_tensor(kernel: Kernel, position: int, seed: int = 0) -> np.ndarray:
 
 
 def is_inside(kernel: Kernel, position: int) -> bool:
-    """Whether a built kernel holds the value of an input: of a constant, and of the lengths of an attention, which would else
-    be copied to the host."""
+    """Whether a built kernel contains an input's value: a constant, or an attention's lengths (to avoid a copy to the host)."""
     return kernel.inputs[position].constant or (kernel.op_type == OPERATOR and position in (LAST_PLACES, TOTAL))
 
 
 def input_name(position: int) -> str:
-    """The name that a built kernel gives its input `position`."""
+    """The name of input `position` in a built kernel."""
     return f"x{position}"
 
 
 def output_name(position: int) -> str:
-    """The name that a built kernel gives its output `position`."""
+    """The name of output `position` in a built kernel."""
     return f"y{position}"
 
 
 def dummy_inputs(kernel: Kernel, seed: int = 0) -> dict[str, np.ndarray]:
-    """A value for every input of the built model, by its name.
-
-    Raises:
-        UserError: an element type that numpy lacks.
-    """
+    """A value for every input of the built kernel, by name."""
     return {input_name(position): dummy_tensor(kernel, position, seed)
             for position, tensor in enumerate(kernel.inputs) if tensor.present and not is_inside(kernel, position)}
 

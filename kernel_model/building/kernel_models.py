@@ -1,13 +1,13 @@
-"""A kernel as an ONNX model of its own, or many in one carrier.
+"""A kernel as an ONNX model of its own, or many kernels in one carrier model.
 
-A kernel run alone in a loop finds its weights in the cache and pays for a whole session run. In a carrier its inputs
-were just written by the operator before it, its weights were last used a whole run ago, and ORT's profile gives its own
-time. Each kernel stands between an `Abs` for every floating input and a `Shape` that uses up its outputs without
-reading them.
+A kernel that runs alone in a loop finds its weights in the cache, and each run has the overhead of a session. In a carrier,
+caches are as in a real model: a kernel's inputs were just written by the operator before it, and its weights were last used one
+run ago. ORT's profile gives the kernel's own time. Each kernel is between an `Abs` for every floating input and a `Shape` that
+uses its outputs without reading them.
 
-The file of a kernel is all that it needs. A large weight is made by nodes from a few thousand random numbers, so that the
-file stays small. ONNX Runtime folds these nodes into a constant if it optimises (up to 1 GiB). Where Hase opens the file, it
-puts the constant in their place itself (`take_weights`), since a kernel runs without optimisation.
+A kernel's file is self-contained and small: nodes generate large weights from a few thousand random numbers. ONNX Runtime folds
+these nodes into a constant if it optimises (up to 1 GiB). Hase replaces them by the constant (`take_weights`), since it runs
+kernels without optimisation.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from pydantic import ValidationError
 
 from hase.kernel_model.building.dummy_data import (
-    chosen,
     dummy_inputs,
     dummy_tensor,
     input_name,
@@ -28,10 +26,12 @@ from hase.kernel_model.building.dummy_data import (
     output_name,
     random_bytes,
     random_floats,
+    value_it_needs,
     weight_value,
 )
-from hase.ort_analysis.graph.fitting_sizes import CACHES
-from hase.records.attention import PAST, attended_by
+from hase.ort_analysis.graph.sizes import CACHES
+from hase.ort_analysis.graph.source import KERNEL_KEY, built_kernel
+from hase.records.attention import PAST, kernel_grouped_query_sizes
 from hase.records.kernel_record import Kernel, KernelInput, numpy_dtype, type_code
 from hase.utils import files
 from hase.utils.errors import UserError
@@ -42,24 +42,19 @@ from hase.utils.ort_sessions import model_errors, open_session, ort_value
 if TYPE_CHECKING:
     import onnxruntime
 
-KERNEL_KEY = "hase.kernel"  # metadata of a built model: its Kernel as JSON
 INLINE_BYTES = 1 << 16  # larger weights are made by nodes …
 REPEATED_TYPES = {"float32", "float16", "bfloat16", "uint8", "int8"}  # … if they are of these types
 REPEATED_ELEMENTS = 64, 1 << 12  # least and most random numbers that such a weight repeats
-MAKES_WEIGHT = "weight_"  # how the names of these nodes, and of the constants that they read, begin
+MAKES_WEIGHT = "weight_"  # prefix of the names of these nodes and of their constants
 IR_VERSION = 10
 WRITTEN_BEFORE = {"cpu": {"float32", "float64"}, "cuda": {"float32", "float64", "float16", "bfloat16"}}  # types that Abs takes
-WRITTEN_INSTEAD = {"int64", "int32", "int8", "uint8"}  # for kernels without such inputs, so that a GPU's work is told apart
+WRITTEN_INSTEAD = {"int64", "int32", "int8", "uint8"}  # for kernels without such inputs, to separate a GPU's work
 WRITER_OP = "Abs"
-WRITER = "abs_"  # how the names of the nodes that write a kernel's inputs begin
+WRITER = "abs_"  # prefix of the names of nodes that write a kernel's inputs
 
 
 def kernel_node(kernel: Kernel, inputs: list[str], outputs: list[str], name: str) -> onnx.NodeProto:
-    """The kernel's node with the given tensor names.
-
-    Raises:
-        UserError: the kernel holds a subgraph, of which records keep only a hash, or takes or gives what is no tensor.
-    """
+    """The kernel's node with the given tensor names."""
     node = onnx.helper.make_node(kernel.op_type, inputs, outputs, name=name, domain=kernel.domain)
     if kernel.subgraphs:
         raise UserError(f"{kernel.id}: holds a subgraph ({kernel.subgraphs[0]}); such a kernel can't be built alone")
@@ -76,12 +71,12 @@ def kernel_node(kernel: Kernel, inputs: list[str], outputs: list[str], name: str
 
 
 def is_large_weight(tensor: KernelInput) -> bool:
-    """Whether a constant is large, and its value does not matter."""
+    """Whether a constant is large and its value does not matter."""
     return tensor.constant and tensor.bytes > INLINE_BYTES and tensor.dtype in REPEATED_TYPES
 
 
 def repeated_numbers(tensor: KernelInput) -> np.ndarray:
-    """The random numbers that a large weight repeats a whole number of times; none where it has to lie inside."""
+    """The random numbers that a large weight repeats a whole number of times; none if its values must be in the model."""
     least, most = REPEATED_ELEMENTS
     count = next((count for count in range(most, least - 1, -1) if tensor.elements % count == 0), 0)
     if np.issubdtype(dtype := numpy_dtype(tensor.dtype), np.integer):
@@ -91,24 +86,18 @@ def repeated_numbers(tensor: KernelInput) -> np.ndarray:
 
 def add_weights(graph: onnx.GraphProto, kernel: Kernel, weights: Mapping[int, np.ndarray] | None = None,
                 repeated: bool = True) -> None:
-    """Adds the constants of a kernel to a graph.
-
-    Args:
-        graph: gets constants, and before its nodes those that make large weights.
-        kernel: whose.
-        weights: values by position of the input; random ones where not given.
-        repeated: whether nodes make large weights that are not given; else these lie inside.
-    """
+    """Adds a kernel's constants to a graph: those in `weights` (by input index), else random ones. With `repeated`, nodes
+    generate large random ones; otherwise their values are in the graph."""
     making: list[onnx.NodeProto] = []
-    for place, tensor in enumerate(kernel.inputs):
-        name, start = input_name(place), f"{MAKES_WEIGHT}{place}_"
-        if not tensor.present or not is_inside(kernel, place):
+    for position, tensor in enumerate(kernel.inputs):
+        name, start = input_name(position), f"{MAKES_WEIGHT}{position}_"
+        if not tensor.present or not is_inside(kernel, position):
             continue
-        by_nodes = repeated and is_large_weight(tensor) and place not in (weights or {})
+        by_nodes = repeated and is_large_weight(tensor) and position not in (weights or {})
         numbers = repeated_numbers(tensor) if by_nodes else np.zeros(0)
         if not len(numbers):
             graph.initializer.append(onnx.numpy_helper.from_array(
-                np.asarray(weight_value(kernel, place, weights), order="C"), name))
+                np.asarray(weight_value(kernel, position, weights), order="C"), name))
             continue
         constants = {"random": numbers, "times": np.array([tensor.elements // len(numbers)]), "shape": np.array(tensor.shape)}
         graph.initializer.extend(onnx.numpy_helper.from_array(value, start + key) for key, value in constants.items())
@@ -120,32 +109,27 @@ def add_weights(graph: onnx.GraphProto, kernel: Kernel, weights: Mapping[int, np
 
 
 def take_weights(model: onnx.ModelProto, kernel: Kernel) -> dict[str, np.ndarray]:
-    """Removes the nodes that make large weights from a built kernel, and what they read. Returns the weights by name, which the
-    graph then lacks."""
+    """Removes the nodes that generate large weights from a built kernel; returns these weights by name."""
     graph, made = model.graph, {output for node in model.graph.node if node.name.startswith(MAKES_WEIGHT)
                                 for output in node.output}
     for members in (graph.node, graph.initializer):
         kept = [member for member in members if not member.name.startswith(MAKES_WEIGHT)]
         del members[:]
         members.extend(kept)
-    return {input_name(place): np.resize(repeated_numbers(tensor), tensor.shape)
-            for place, tensor in enumerate(kernel.inputs) if input_name(place) in made}
+    return {input_name(position): np.resize(repeated_numbers(tensor), tensor.shape)
+            for position, tensor in enumerate(kernel.inputs) if input_name(position) in made}
 
 
 def read_built(path: Path) -> tuple[onnx.ModelProto, Kernel]:
-    """A built kernel with all its weights inside, and its description.
-
-    Raises:
-        UserError: as `built_kernel` and `read_whole_model`.
-    """
+    """A built kernel with all weights inside, and its description."""
     model, kernel = read_whole_model(path), built_kernel(path)
     for name, value in take_weights(model, kernel).items():
         model.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
     return model, kernel
 
 
-def described_weight(name: str, value: np.ndarray) -> onnx.TensorProto:
-    """A constant without its value, which is given to the session: large ones would not fit in a message."""
+def weight_declaration(name: str, value: np.ndarray) -> onnx.TensorProto:
+    """A constant without its value, which is given to the session: protobuf messages can't hold large values."""
     described = onnx.TensorProto(name=name, data_type=onnx.helper.np_dtype_to_tensor_dtype(value.dtype), dims=value.shape,
                                  data_location=onnx.TensorProto.EXTERNAL)
     for key, text in (("location", name), ("length", str(value.nbytes))):
@@ -154,27 +138,17 @@ def described_weight(name: str, value: np.ndarray) -> onnx.TensorProto:
 
 
 def open_kernel(path: Path, device: str, kernel: Kernel, **options: Any) -> onnxruntime.InferenceSession:
-    """A session of a built kernel, which runs it as it stands; `options` are further ones of `open_session`.
-
-    Raises:
-        UserError: it does not load.
-    """
+    """A session that runs a built kernel unoptimised; `options` are those of `open_session`."""
     with model_errors(str(path)):
         model = onnx.load(str(path), load_external_data=False)
     weights = take_weights(model, kernel)
-    model.graph.initializer.extend(described_weight(name, value) for name, value in weights.items())
+    model.graph.initializer.extend(weight_declaration(name, value) for name, value in weights.items())
     return open_session(model.SerializeToString() if weights else path, device, optimize="none", name=str(path),
                         weights=weights, **options)
 
 
 def build_model(kernel: Kernel, weights: Mapping[int, np.ndarray] | None = None, repeated: bool = False) -> onnx.ModelProto:
-    """The kernel as a model: one node, typed inputs `x<i>`, constants inside, outputs `y<i>`.
-
-    Args:
-        kernel: what to build.
-        weights: values of constant inputs by position; random ones where not given.
-        repeated: whether nodes make large weights that are not given; else these lie inside.
-    """
+    """A kernel as a model of one node: inputs `x<i>`, constants (see `add_weights`), outputs `y<i>`."""
     names = [input_name(i) if tensor.present else "" for i, tensor in enumerate(kernel.inputs)]
     outs = [output_name(i) if tensor.present else "" for i, tensor in enumerate(kernel.outputs)]
     graph = onnx.helper.make_graph(
@@ -187,26 +161,17 @@ def build_model(kernel: Kernel, weights: Mapping[int, np.ndarray] | None = None,
     opsets = {kernel.domain: kernel.opset} | ({} if kernel.domain == "" else {"": 20})
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid(d, v) for d, v in opsets.items()],
                               ir_version=IR_VERSION, producer_name="hase")
-    model.metadata_props.append(onnx_prop(KERNEL_KEY, kernel.model_dump_json()))
+    model.metadata_props.append(metadata_entry(KERNEL_KEY, kernel.model_dump_json()))
     return model
 
 
-def onnx_prop(key: str, value: str) -> onnx.StringStringEntryProto:
+def metadata_entry(key: str, value: str) -> onnx.StringStringEntryProto:
     """A metadata entry of a model."""
     return onnx.StringStringEntryProto(key=key, value=value)
 
 
-def kernel_build(kernel: Kernel, folder: Path, weights: Mapping[int, np.ndarray] | None = None) -> Path:
-    """Writes `kernel` to `<folder>/<kernel id>.onnx` and returns the path.
-
-    Args:
-        kernel: what to build.
-        folder: where; made if missing.
-        weights: values of constant inputs by position (then they are written into the file).
-
-    Raises:
-        UserError: the kernel can't be built alone, or a tensor's type has no numpy counterpart.
-    """
+def write_kernel(kernel: Kernel, folder: Path, weights: Mapping[int, np.ndarray] | None = None) -> Path:
+    """Writes a kernel with the given `weights` to `<folder>/<kernel id>.onnx`; returns the path."""
     folder.mkdir(parents=True, exist_ok=True)
     model = build_model(kernel, weights, repeated=True)
     path = folder / f"{kernel.id}.onnx"
@@ -214,42 +179,8 @@ def kernel_build(kernel: Kernel, folder: Path, weights: Mapping[int, np.ndarray]
     return path
 
 
-def built_kernel(path: Path) -> Kernel:
-    """The description of the kernel in a file that `kernel_build` wrote.
-
-    Raises:
-        UserError: no ONNX, or no kernel of Hase's.
-    """
-    if not path.is_file():
-        raise UserError(f"{path}: no such file")
-    with model_errors(str(path)):
-        model = onnx.load(str(path), load_external_data=False)
-    kernel = kernel_in(model, str(path))
-    if kernel is None:
-        raise UserError(f"{path}: an ONNX model, but not a kernel that kernel_builder.py wrote")
-    return kernel
-
-
-def kernel_in(model: onnx.ModelProto, name: str) -> Kernel | None:
-    """The kernel that a built model describes in its metadata; None for any other model.
-
-    Raises:
-        UserError: the description is damaged; `name` says whose.
-    """
-    saved = [prop.value for prop in model.metadata_props if prop.key == KERNEL_KEY]
-    try:
-        return Kernel.model_validate_json(saved[0]) if saved else None
-    except ValidationError as error:
-        raise UserError(f"{name}: the description of its kernel is damaged ({error.errors()[0]['msg']}); build it anew: "
-                        "python kernel_model/kernel_builder.py --force") from None
-
-
 def check_kernel(path: Path, kernel: Kernel, device: str) -> None:
-    """Runs a built kernel once on dummy inputs.
-
-    Raises:
-        UserError: it does not load or run, or gives NaN.
-    """
+    """Runs a built kernel once on dummy inputs."""
     session = open_kernel(path, device, kernel)
     with model_errors(str(path)):
         if any(tensor.dtype == "bfloat16" for tensor in (*kernel.inputs, *kernel.outputs)):  # which numpy lacks
@@ -263,69 +194,53 @@ def check_kernel(path: Path, kernel: Kernel, device: str) -> None:
 
 
 def node_name(position: int) -> str:
-    """The name of the carrier's kernel number `position`."""
+    """The name of a kernel's node in a carrier, by the kernel's index."""
     return f"kernel_{position}"
 
 
 def carrier_bytes(kernel: Kernel) -> int:
-    """Memory that a kernel takes in a carrier: its tensors, and its inputs a second time as the graph's."""
+    """Memory of a kernel in a carrier: its tensors, and its inputs again as the graph's."""
     activations = sum(tensor.bytes for tensor in kernel.activations)
     return kernel.weight_bytes + 2 * activations + sum(tensor.bytes for tensor in kernel.outputs)
 
 
 def shared_outputs(kernel: Kernel) -> dict[int, int]:
-    """The outputs of a kernel that are written into the buffer of an input, and that input."""
-    sizes = attended_by(kernel)
+    """The outputs of a kernel that overwrite an input, with the index of that input."""
+    sizes = kernel_grouped_query_sizes(kernel)
     return {present: past for past, present in PAST.items()} if sizes and sizes.shares_buffer else {}
 
 
 def is_cache(kernel: Kernel, position: int) -> bool:
-    """Whether an input is a cache of attention. In a model, a whole run lies between two uses of it, as with weights."""
-    places, _ = CACHES.get((kernel.domain, kernel.op_type), ((), ""))
-    return position in places
+    """Whether an input is a cache of attention. In a model, it is used once per run, like weights."""
+    cache_positions, _ = CACHES.get((kernel.domain, kernel.op_type), ((), ""))
+    return position in cache_positions
 
 
 class Carrier(NamedTuple):
-    """Many kernels, one after another.
+    """A model that runs many kernels, one after another."""
 
-    Attributes:
-        model: the graph.
-        values: for its inputs, by name.
-        weights: values of large constants, by name; the graph describes them as lying in another file.
-        caches: those of its inputs that are caches of attention.
-    """
-
-    model: onnx.ModelProto
-    values: dict[str, np.ndarray]
-    weights: dict[str, np.ndarray]
-    caches: list[str]
+    model: onnx.ModelProto  # the graph
+    values: dict[str, np.ndarray]  # for its inputs, by name
+    weights: dict[str, np.ndarray]  # values of large constants, by name; external data in the graph
+    caches: list[str]  # those of its inputs that are caches of attention
 
 
-class _Graph:
-    """A carrier that grows by one kernel at a time.
-
-    Attributes:
-        nodes, constants, outputs: of the graph.
-        inputs: of the graph, by name.
-        values: of those inputs that have one, by name.
-        weights: of those constants that it only describes, by name.
-        caches: those of the inputs that are caches of attention.
-    """
+class _GrowingCarrier:
+    """A carrier under construction."""
 
     def __init__(self, device: str, with_floats: bool) -> None:
-        """Arguments are those of `build_carrier`."""
         self._device, self._written_before = device, WRITTEN_BEFORE[device]
         self._with_floats = with_floats
         self.nodes: list[onnx.NodeProto] = []
         self.constants: list[onnx.TensorProto] = []
         self.outputs: list[onnx.ValueInfoProto] = []
         self.inputs: dict[str, onnx.ValueInfoProto] = {}
-        self.values: dict[str, np.ndarray] = {}
-        self.weights: dict[str, np.ndarray] = {}
-        self.caches: list[str] = []
+        self.values: dict[str, np.ndarray] = {}  # values of inputs that have one
+        self.weights: dict[str, np.ndarray] = {}  # values of external constants
+        self.caches: list[str] = []  # the inputs that are caches of attention
 
     def add(self, number: int, kernel: Kernel) -> None:
-        """Adds a kernel between the nodes that write its inputs and those that use up its outputs."""
+        """Adds a kernel, with nodes that write its inputs and use its outputs."""
         written = self._written(kernel)
         names = [self._add_input(number, kernel, position, written) if tensor.present else ""
                  for position, tensor in enumerate(kernel.inputs)]
@@ -343,25 +258,24 @@ class _Graph:
                 self.outputs.append(onnx.helper.make_tensor_value_info(shape, type_code("int64"), [rank]))
 
     def _add_constant(self, name: str, kernel: Kernel, position: int, number: int) -> None:
-        """Adds what a kernel reads as input `position` from the graph itself; a large weight lies outside of the graph."""
+        """Adds a constant input of a kernel; a large one is stored outside the graph."""
         value = np.asarray(dummy_tensor(kernel, position, number), order="C")
         if value.nbytes <= INLINE_BYTES or value.dtype == object:
             self.constants.append(onnx.numpy_helper.from_array(value, name))
             return
-        self.constants.append(described_weight(name, value))
+        self.constants.append(weight_declaration(name, value))
         self.weights[name] = value
 
     def _written(self, kernel: Kernel) -> list[int]:
-        """The inputs of a kernel that an `Abs` writes: those of floating types, or else, on a GPU, one of whole numbers."""
-        read = [place for place, tensor in enumerate(kernel.inputs)
-                if tensor.present and not is_inside(kernel, place) and not is_cache(kernel, place)]
-        floating = [place for place in read if kernel.inputs[place].dtype in self._written_before]
-        whole = [place for place in read if kernel.inputs[place].dtype in WRITTEN_INSTEAD]
+        """The inputs of a kernel that an `Abs` writes: the floating-point ones, or else, on a GPU, an integer one."""
+        read = [position for position, tensor in enumerate(kernel.inputs)
+                if tensor.present and not is_inside(kernel, position) and not is_cache(kernel, position)]
+        floating = [position for position in read if kernel.inputs[position].dtype in self._written_before]
+        whole = [position for position in read if kernel.inputs[position].dtype in WRITTEN_INSTEAD]
         return floating or (whole[:1] if self._device == "cuda" else [])
 
     def _add_input(self, number: int, kernel: Kernel, position: int, written: Collection[int]) -> str:
-        """What input `position` of a kernel reads: a constant, what an `Abs` wrote (`written`), or an input of the graph; its
-        name."""
+        """Adds an input of a kernel: a constant, the output of an `Abs` (`written`), or a graph input. Returns its name."""
         name, tensor = f"k{number}_x{position}", kernel.inputs[position]
         if is_inside(kernel, position):
             self._add_constant(name, kernel, position, number)
@@ -371,7 +285,7 @@ class _Graph:
             if self._with_floats or "float" not in tensor.dtype:
                 self.values[name] = dummy_tensor(kernel, position, number)
         elif position in written:
-            is_chosen = "float" not in tensor.dtype or chosen(kernel, position) is not None  # any numbers will not do
+            is_chosen = "float" not in tensor.dtype or value_it_needs(kernel, position) is not None  # any numbers will not do
             shared = f"in_{name}" if is_chosen else f"in_{tensor.dtype}_{'x'.join(map(str, tensor.shape))}"
             self.inputs[shared] = onnx.helper.make_tensor_value_info(shared, type_code(tensor.dtype), tensor.shape)
             if (is_chosen or self._with_floats) and shared not in self.values:
@@ -385,19 +299,9 @@ class _Graph:
 
 def build_carrier(kernels: Sequence[Kernel], device: str,
                   with_floats: bool = True) -> Carrier:
-    """The carrier of `kernels`, in order.
-
-    Node number i is called `node_name(i)`. Opsets are those of the first kernel of each domain.
-
-    Args:
-        kernels: what to carry.
-        device: `cpu` or `cuda`: whose `Abs` writes the inputs.
-        with_floats: whether there are values for those inputs that an `Abs` reads, too, for which any numbers will do.
-
-    Raises:
-        UserError: a kernel that can't be built.
-    """
-    carrier = _Graph(device, with_floats)
+    """The carrier of `kernels`, in order, for `cpu` or `cuda`. The node of kernel i is named `node_name(i)`. Opsets are those
+    of the last kernel of each domain. Without `with_floats`, inputs of an `Abs` that may have any value get no value."""
+    carrier = _GrowingCarrier(device, with_floats)
     opsets: dict[str, int] = {"": 20}
     for number, kernel in enumerate(kernels):
         opsets[kernel.domain] = kernel.opset

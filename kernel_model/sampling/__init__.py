@@ -1,1 +1,1 @@
-"""Further shapes of kernels: drawn near those of models, and freely."""
+"""Draws further kernels: near those of models, and freely."""

@@ -1,9 +1,9 @@
-"""Cliffs: neighbours of which one takes many times as long as its work explains, since a library changed its algorithm.
+"""Finds cliffs: two neighbouring kernels of which one is many times slower than its work explains.
 
-Two kernels can be compared where they differ in sizes alone: in shapes, windows, strides, dilations and groups, not in axes,
-types, or which inputs they have. Of two neighbours the slower one may take as many times as long as the other as it moves more
-bytes, or computes more, whichever is more. What it takes beyond that is the height of the cliff. A kernel drawn between the two
-shows on which side of it the edge lies; where no kernel fits between them, the edge is known.
+The reason is that a library changed its algorithm. Kernels can be compared if they differ only in sizes: shapes, windows,
+strides, dilations and groups, but not axes, types, or which inputs they have. The slower neighbour may take longer in
+proportion to its bytes or its operations, whichever grows more; the rest is the height of the cliff. A kernel drawn between the
+two shows on which side of it the edge is; if none fits between them, the edge is known.
 """
 
 from __future__ import annotations
@@ -16,60 +16,48 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hase.kernel_model.sampling.draws import infer_outputs, on_cuda
-from hase.kernel_model.sampling.seeds import Families
+from hase.kernel_model.sampling.draws import Families, infer_outputs, on_cuda
 from hase.records.dataset_files import idle_rows, read_kernels
 from hase.records.dataset_tables import read_kernel_table
 from hase.records.kernel_record import Kernel, KernelInput
-from hase.records.kernel_types import channels_last, describe_kernel, normalize
+from hase.records.kernel_types import channels_last, describe_kernel, without_defaults
 from hase.records.measurement import GPU_LABEL
 from hase.records.operators import operator_row
 from hase.utils.errors import UserError
 from hase.utils.lazy import sklearn
 from hase.utils.paths import Workspace
 
-LEAST_HEIGHT = 3.0  # from here on a jump is a cliff: noise, and how well sizes fit tiles, make less
+LEAST_HEIGHT = 3.0  # a larger jump is a cliff: noise and tile sizes cause smaller ones
 LEAST_MS = 0.02  # of the slower kernel; shorter ones are mostly the cost of a launch
-LONG = 0.95  # quantile of the slower kernels' times beyond which a longer one counts no more
+LONG = 0.95  # quantile at which the slower kernels' times are capped
 NEIGHBOURS = 4  # that each kernel is compared with
 SIZES = ("kernel_shape", "strides", "dilations", "pads", "group", "hidden_size", "num_groups")  # attributes that are sizes
 Floats = npt.NDArray[np.float64]
 
 
 class NothingBetween(UserError):
-    """No kernel lies between two neighbours."""
+    """There is no kernel between two neighbours."""
 
 
-class Timed(NamedTuple):
-    """A kernel with its measured time.
+class TimedKernel(NamedTuple):
+    """A kernel with its measured time."""
 
-    Attributes:
-        kernel: the kernel.
-        time_ms: the GPU's own, idle.
-        families: that hold it, or near whose kernels it was drawn.
-        cuda_kernels: the names of those that ran, separated by `|`; "" where they are not known.
-    """
-
-    kernel: Kernel
-    time_ms: float
-    families: Families = ()
-    cuda_kernels: str = ""
+    kernel: Kernel  # the kernel
+    time_ms: float  # the GPU's own, idle
+    families: Families = ()  # that hold it, or near whose kernels it was drawn
+    cuda_kernels: str = ""  # names of those that ran, separated by `|`; "" if unknown
 
 
 class Cliff(NamedTuple):
-    """Two neighbours, and how many times as long the slower one takes as its work explains."""
+    """Two neighbours, and the height: the slower one's time relative to what its work explains."""
 
-    slower: Timed
-    faster: Timed
+    slower: TimedKernel
+    faster: TimedKernel
     height: float
 
 
-def timed_kernels(workspace: Workspace, target: str) -> list[Timed]:
-    """The kernels of a GPU target's dataset with their idle times, the GPU's own; medians over the machines.
-
-    Raises:
-        UserError: there is no dataset, it is damaged, or not of a GPU.
-    """
+def timed_kernels(workspace: Workspace, target: str) -> list[TimedKernel]:
+    """The kernels of a GPU target's dataset with their idle GPU times; medians over the machines."""
     table = idle_rows(read_kernel_table(workspace, target))
     column = f"{GPU_LABEL}_ms"
     if column not in table.columns:
@@ -79,13 +67,13 @@ def timed_kernels(workspace: Workspace, target: str) -> list[Timed]:
     names = dict(zip(table["Kernel_ID"], ran, strict=True))
     times = {str(name): float(time_ms) for name, time_ms in table.groupby("Kernel_ID")[column].median().items()}
     described = read_kernels(workspace.dataset(target), set(times))
-    return [Timed(entry.kernel, times[entry.kernel.id], tuple(sorted(entry.groups)), str(names.get(entry.kernel.id, "")))
+    return [TimedKernel(entry.kernel, times[entry.kernel.id], tuple(sorted(entry.groups)), str(names.get(entry.kernel.id, "")))
             for entry in described]
 
 
-def find_cliffs(timed: Iterable[Timed], least_height: float = LEAST_HEIGHT) -> list[Cliff]:
+def find_cliffs(timed: Iterable[TimedKernel], least_height: float = LEAST_HEIGHT) -> list[Cliff]:
     """The cliffs between neighbours, the highest first; each kernel is on at most one."""
-    groups: dict[str, list[Timed]] = {}
+    groups: dict[str, list[TimedKernel]] = {}
     for entry in timed:
         groups.setdefault(comparable(entry.kernel), []).append(entry)
     found = [cliff for group in groups.values() if len(group) > 1 for cliff in _in_group(group, least_height)]
@@ -99,29 +87,29 @@ def find_cliffs(timed: Iterable[Timed], least_height: float = LEAST_HEIGHT) -> l
 
 
 def comparable(kernel: Kernel) -> str:
-    """A text that kernels share which differ in sizes alone."""
+    """A text that is equal for kernels that differ only in sizes."""
     attributes = {name: value for name, value in kernel.attributes.items() if name not in SIZES}
-    tensors = [(tensor.dtype, len(tensor.shape), tensor.constant, len(sizes) if (sizes := _sizes_given(kernel, place)) else
-                tensor.values) for place, tensor in enumerate(kernel.inputs)]
+    tensors = [(tensor.dtype, len(tensor.shape), tensor.constant, len(sizes) if (sizes := _sizes_given(kernel, index)) else
+                tensor.values) for index, tensor in enumerate(kernel.inputs)]
     lengths = {name: len(value) if isinstance(value, list) else 0 for name, value in _sized(kernel).items()}
     results = [output.dtype for output in kernel.outputs]
     return json.dumps([kernel.op_type, kernel.domain, attributes, tensors, lengths, results], sort_keys=True, default=str)
 
 
 def _sized(kernel: Kernel) -> dict[str, Any]:
-    """The attributes that are sizes; for a window, those too that a description omits since they are as by default."""
+    """The attributes that are sizes, including default values of a window, which a description omits."""
     window = kernel.attributes.get("kernel_shape")
     usual = {} if window is None else {"dilations": [1] * len(window), "pads": [0] * 2 * len(window), "group": 1}
     return usual | {name: kernel.attributes[name] for name in SIZES if name in kernel.attributes}
 
 
-def _in_group(group: Sequence[Timed], least_height: float) -> list[Cliff]:
-    """The cliffs of kernels that differ in sizes alone."""
+def _in_group(group: Sequence[TimedKernel], least_height: float) -> list[Cliff]:
+    """The cliffs among kernels that differ only in sizes."""
     if not _sizes(group[0].kernel):
         return []
-    places = np.log2(1.0 + np.array([_sizes(entry.kernel) for entry in group], dtype=float))
+    points = np.log2(1.0 + np.array([_sizes(entry.kernel) for entry in group], dtype=float))
     count = min(NEIGHBOURS + 1, len(group))
-    nearest = sklearn.neighbors.NearestNeighbors(n_neighbors=count, metric="manhattan").fit(places).kneighbors(
+    nearest = sklearn.neighbors.NearestNeighbors(n_neighbors=count, metric="manhattan").fit(points).kneighbors(
         return_distance=False, n_neighbors=count - 1)
     pairs = {tuple(sorted((row, int(other)))) for row, others in enumerate(nearest) for other in others}
     found = []
@@ -132,8 +120,8 @@ def _in_group(group: Sequence[Timed], least_height: float) -> list[Cliff]:
     return found
 
 
-def cliff_height(slower: Timed, faster: Timed) -> float:
-    """How many times as long as the faster one a kernel takes, beyond what its bytes and operations explain."""
+def cliff_height(slower: TimedKernel, faster: TimedKernel) -> float:
+    """The slower kernel's time relative to the faster one's, divided by what bytes and operations explain."""
     def times(of_slower: float, of_faster: float) -> float:
         return max(of_slower, 1.0) / max(of_faster, 1.0)
 
@@ -142,42 +130,36 @@ def cliff_height(slower: Timed, faster: Timed) -> float:
     return slower.time_ms / faster.time_ms / explained
 
 
-def _sizes_given(kernel: Kernel, place: int) -> list[int]:
-    """The values of a constant that gives sizes, such as those of a border; none of other inputs."""
-    row, tensor = operator_row(kernel.op_type), kernel.inputs[place]
-    given = place in row.size_inputs or place == row.shape_input
+def _sizes_given(kernel: Kernel, index: int) -> list[int]:
+    """The values of a constant with sizes, such as those of a border; empty for other inputs."""
+    row, tensor = operator_row(kernel.op_type), kernel.inputs[index]
+    given = index in row.size_inputs or index == row.shape_input
     return [int(value) for value in tensor.values or ()] if given and tensor.dtype.startswith("int") else []
 
 
 def _sizes(kernel: Kernel) -> list[int]:
-    """All sizes of a kernel, in an order that comparable kernels share."""
+    """All sizes of a kernel, in the same order for comparable kernels."""
     attributes = [size for _, value in sorted(_sized(kernel).items())
                   for size in (value if isinstance(value, list) else [value])]
-    constants = [abs(value) for place in range(len(kernel.inputs)) for value in _sizes_given(kernel, place)]
+    constants = [abs(value) for index in range(len(kernel.inputs)) for value in _sizes_given(kernel, index)]
     return [*(size for tensor in kernel.inputs for size in tensor.shape), *attributes, *constants]
 
 
 def draw_weights(cliffs: Sequence[Cliff]) -> Floats:
-    """How often to draw between the kernels of each cliff, as shares of 1: as the height's logarithm and the time say, the
-    latter up to a limit, so that the slowest do not take all."""
+    """How often to draw at each cliff, as shares of 1: by the logarithm of the height, and by the time up to a limit."""
     times_ms = np.array([cliff.slower.time_ms for cliff in cliffs])
     weights = np.log([cliff.height for cliff in cliffs]) * np.minimum(times_ms, np.quantile(times_ms, LONG)) ** 0.5
     return np.asarray(weights / weights.sum())
 
 
 def between(one: Kernel, two: Kernel, share: float = 0.5) -> Kernel:
-    """The kernel whose sizes lie between those of two others.
+    """The kernel between two `comparable` ones: each size is at `share` of the way in logarithms (0.5: geometric mean).
 
-    Args:
-        one, two: two that are `comparable`.
-        share: of the way from the one to the other, in logarithms; 0.5 gives geometric means.
-
-    Raises:
-        NothingBetween: no kernel lies between them.
-        UserError: its sizes do not fit together, or it can't be drawn.
+    Raises NothingBetween if there is none.
     """
     other = _sized(two)
-    attributes = normalize(one.attributes | {name: _middle(value, other[name], share) for name, value in _sized(one).items()})
+    sized = {name: _middle(value, other[name], share) for name, value in _sized(one).items()}
+    attributes = without_defaults(one.attributes | sized)
     inputs = [_middle_tensor(*pair, share) for pair in zip(one.inputs, two.inputs, strict=True)]
     if operator_row(one.op_type).operator_class == "convolution":
         inputs = _fitted_convolution(one, inputs, attributes)
@@ -193,7 +175,7 @@ def between(one: Kernel, two: Kernel, share: float = 0.5) -> Kernel:
 
 
 def _middle(one: Any, two: Any, share: float) -> Any:
-    """A whole number between two sizes, or one for each pair of two lists."""
+    """An integer between two sizes, or one per pair of two lists."""
     if isinstance(one, list):
         return [_middle(*pair, share) for pair in zip(one, two, strict=True)]
     return int(one) if one == two else round(math.exp((1 - share) * math.log(1 + one) + share * math.log(1 + two))) - 1
@@ -208,7 +190,7 @@ def _middle_tensor(one: KernelInput, two: KernelInput, share: float) -> KernelIn
 
 
 def _fitted_convolution(seed: Kernel, inputs: Sequence[KernelInput], attributes: Mapping[str, Any]) -> list[KernelInput]:
-    """The inputs of a convolution with as many channels as its groups and weights say."""
+    """A convolution's inputs with channels that fit its groups and weights."""
     if len(inputs) > 3 or operator_row(seed.op_type).weights_input != 1 or channels_last(seed):
         raise UserError(f"{seed.id}: nothing is drawn between convolutions of its kind")
     x, weights, *bias = inputs
@@ -223,9 +205,9 @@ def _fitted_convolution(seed: Kernel, inputs: Sequence[KernelInput], attributes:
 
 
 def _fitted_recurrent(seed: Kernel, inputs: Sequence[KernelInput], hidden: int) -> list[KernelInput]:
-    """The inputs of a recurrent layer whose weights are as many as its hidden size says."""
+    """A recurrent layer's inputs with weights that fit its hidden size."""
     gates = seed.inputs[1].shape[1] // int(seed.attributes["hidden_size"]) * hidden
     ends = {1: (gates, inputs[1].shape[2]), 2: (gates, hidden), 3: (2 * gates,), 5: (inputs[0].shape[1], hidden),
             6: (inputs[0].shape[1], hidden)}
-    return [tensor.model_copy(update={"shape": (tensor.shape[0], *ends[place])}) if place in ends and tensor.present else tensor
-            for place, tensor in enumerate(inputs)]
+    return [tensor.model_copy(update={"shape": (tensor.shape[0], *ends[index])}) if index in ends and tensor.present else tensor
+            for index, tensor in enumerate(inputs)]

@@ -1,8 +1,9 @@
-"""Draws changed kernels: sizes, attributes and element types of a kernel that models have."""
+"""Draws kernels near a given one: with other sizes, attributes and element types."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,6 +15,7 @@ from hase.records.attention import NORM, OPERATOR
 from hase.records.kernel_record import Kernel, KernelInput, Tensor, session_dtype, type_code
 from hase.records.kernel_types import describe_kernel
 from hase.records.operators import operator_row
+from hase.utils import files
 from hase.utils.errors import UserError
 from hase.utils.lazy import onnx
 from hase.utils.ort_sessions import open_session
@@ -23,20 +25,14 @@ AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 
 def float_types(kernel: Kernel) -> set[str]:
-    """The types in FLOAT_TYPES that a kernel's tensors have, except those that are of one type in all models."""
+    """The types in FLOAT_TYPES of a kernel's tensors, except tensors with the same type in all models."""
     single = operator_row(kernel.op_type).single_inputs
     tensors = [t for position, t in enumerate(kernel.inputs) if position not in single] + list(kernel.outputs)
     return {t.dtype for t in tensors}.intersection(FLOAT_TYPES)
 
 
 def in_float_type(kernel: Kernel, dtype: str) -> Kernel:
-    """The kernel with all its floating tensors of `dtype`, one of FLOAT_TYPES; itself where none would change.
-
-    Constants take the nearest value that the type has.
-
-    Raises:
-        UserError: the kernel mixes floating types, or the CUDA provider computes it in its own type and not in this one.
-    """
+    """A kernel with all floating tensors in `dtype`, one of FLOAT_TYPES; constants are rounded to it."""
     types = float_types(kernel)
     if types <= {dtype}:
         return kernel
@@ -69,7 +65,7 @@ def _typed(tensor: AnyTensor, dtype: str) -> AnyTensor:
 
 
 def on_cuda(kernel: Kernel) -> bool:
-    """Whether the CUDA provider has a kernel for it; else the CPU provider runs it."""
+    """Whether the CUDA provider has a kernel for it; otherwise the CPU provider runs it."""
     return cuda_kernel(kernel.op_type, kernel.domain, kernel.opset, [t.dtype for t in kernel.inputs],
                        [t.dtype for t in kernel.outputs]) is not None
 
@@ -86,7 +82,7 @@ def on_cpu(kernel: Kernel) -> bool:
 
 
 def without_large_weights(kernel: Kernel) -> onnx.ModelProto:
-    """The model of a kernel alone, whose large weights are inputs, so that none is made, and whose outputs are open."""
+    """A kernel's model with large weights as inputs, so that none is created, and outputs of unknown shape."""
     free = tuple(tensor.model_copy(update={"constant": False}) if is_large_weight(tensor) else tensor
                  for tensor in kernel.inputs)
     model = build_model(kernel.model_copy(update={"inputs": free}))
@@ -95,19 +91,19 @@ def without_large_weights(kernel: Kernel) -> onnx.ModelProto:
     return model
 
 
-Draw = tuple[list[KernelInput], dict[str, Any]]
+DrawnInputs = tuple[list[KernelInput], dict[str, Any]]
 BLOCK = 16  # channels of a blocked tensor come in multiples of ORT's widest block
 SIDES = np.array([4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32, 36, 40, 48, 56, 64, 72, 80, 96, 112, 128, 160, 192, 224])
 
 
 def scaled(size: int, generator: np.random.Generator, multiple: int = 1, spread: float = 1.0) -> int:
-    """`size` times a random factor between 2^−spread and 2^spread, a multiple of `multiple`, at least that."""
+    """`size` times a random factor between 2^−spread and 2^spread, rounded to a positive multiple of `multiple`."""
     wanted = size * 2.0 ** generator.uniform(-spread, spread)
     return max(multiple, round(wanted / multiple) * multiple)
 
 
 def side(size: int, generator: np.random.Generator, spread: float = 1.0) -> int:
-    """A usual image side near `size`: from a little less than 2^−spread of it to 2^spread times."""
+    """A usual image side near `size`: from a little less than 2^−spread to 2^spread times."""
     near = SIDES[(size * 0.9 * 2.0**-spread <= SIDES) & (size * 2.0**spread >= SIDES)]
     return int(generator.choice(near)) if near.size else size
 
@@ -117,17 +113,17 @@ def channel_multiple(kernel: Kernel) -> int:
 
 
 def axis_multiple(kernel: Kernel, size: int) -> int:
-    """What a new size of an axis is a multiple of: blocks stay whole, and sizes of whole vectors stay so."""
+    """A new size of an axis must be a multiple of this number, so that blocks and vectors stay whole."""
     return channel_multiple(kernel) if size % 8 == 0 or kernel.op_type == "ReorderInput" else 1
 
 
 def resize(tensor: KernelInput, shape: Sequence[int]) -> KernelInput:
-    """The same kind of tensor with another shape."""
+    """The tensor with another shape."""
     return tensor.model_copy(update={"shape": tuple(int(size) for size in shape)})
 
 
-def draw_conv(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> Draw:
-    """A convolution with other sizes; depthwise stays depthwise, and groups keep their width."""
+def draw_conv(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> DrawnInputs:
+    """A convolution with other sizes; depthwise ones stay depthwise, and groups keep their width."""
     inputs, attributes = list(kernel.inputs), dict(kernel.attributes)
     multiple = channel_multiple(kernel)
     x, w = inputs[0].shape, inputs[1].shape
@@ -164,7 +160,7 @@ def draw_conv(kernel: Kernel, batch: int, generator: np.random.Generator, spread
     return inputs, attributes
 
 
-def draw_gemm(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> Draw:
+def draw_gemm(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> DrawnInputs:
     """A matrix product with other rows, columns and depth."""
     inputs, attributes = list(kernel.inputs), dict(kernel.attributes)
     a, b = inputs[0].shape, inputs[1].shape
@@ -179,8 +175,8 @@ def draw_gemm(kernel: Kernel, batch: int, generator: np.random.Generator, spread
     return inputs, attributes
 
 
-def draw_matmul(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> Draw:
-    """A (batched) matrix product with other sizes; leading dimensions are shared where both have them."""
+def draw_matmul(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> DrawnInputs:
+    """A (batched) matrix product with other sizes; common leading dimensions stay common."""
     inputs, attributes = list(kernel.inputs), dict(kernel.attributes)
     a, b = list(inputs[0].shape), list(inputs[1].shape)
     if len(a) < 2 or len(b) < 2:
@@ -196,11 +192,9 @@ def draw_matmul(kernel: Kernel, batch: int, generator: np.random.Generator, spre
     return inputs, attributes
 
 
-def draw_axes(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> Draw:
-    """Any other operator: every axis is scaled, the same for all inputs that have one size there; sizes of 1 stay.
-
-    Inputs are aligned at their last axis, as broadcasting does. The axis that an operator joins or splits stays.
-    """
+def draw_axes(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> DrawnInputs:
+    """Any other operator: scales every axis by one factor for all inputs with the same size there; sizes of 1 stay. Inputs are
+    aligned at their last axis, as in broadcasting. The axis that an operator joins or splits stays."""
     inputs, attributes = list(kernel.inputs), dict(kernel.attributes)
     tensors = [tensor for tensor in inputs if tensor.present and tensor.values is None]
     rank = max((len(tensor.shape) for tensor in tensors), default=0)
@@ -230,8 +224,8 @@ def draw_axes(kernel: Kernel, batch: int, generator: np.random.Generator, spread
     return inputs, attributes
 
 
-def draw_other_conv(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> Draw:
-    """A convolution of a signal or a video, or a transposed one: other channels and sizes, the same window."""
+def draw_other_conv(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> DrawnInputs:
+    """A convolution of a signal or video, or a transposed one: other channels and sizes, same window."""
     inputs, attributes = list(kernel.inputs), dict(kernel.attributes)
     x, w = inputs[0].shape, inputs[1].shape
     group = int(attributes.get("group", 1))
@@ -253,14 +247,14 @@ def draw_other_conv(kernel: Kernel, batch: int, generator: np.random.Generator, 
     return inputs[:3], attributes  # what a fused Conv adds has the size of its output
 
 
-def draw_any_conv(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> Draw:
+def draw_any_conv(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> DrawnInputs:
     """A convolution of a signal, an image or a video."""
     image = len(kernel.inputs[0].shape) == 4 and kernel.op_type != "ConvTranspose"
     return (draw_conv if image else draw_other_conv)(kernel, batch, generator, spread)
 
 
-def draw_recurrent(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> Draw:
-    """A recurrent layer with other steps, rows, and widths before and after it."""
+def draw_recurrent(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> DrawnInputs:
+    """A recurrent layer with other steps, rows, input width and hidden size."""
     inputs, attributes = list(kernel.inputs), dict(kernel.attributes)
     (steps, _, wide), hidden = inputs[0].shape, inputs[2].shape[2]
     gates = inputs[2].shape[1] // hidden
@@ -275,15 +269,15 @@ def draw_recurrent(kernel: Kernel, batch: int, generator: np.random.Generator, s
     return inputs, attributes | {"hidden_size": hidden}
 
 
-def draw_channel_norm(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> Draw:
-    """A normalisation of channels, which are the second axis: its scales follow them."""
+def draw_channel_norm(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> DrawnInputs:
+    """A normalisation of channels (the second axis); its scales follow them."""
     drawn, attributes = draw_axes(kernel.model_copy(update={"inputs": kernel.inputs[:1]}), batch, generator, spread)
     first = resize(drawn[0], (batch, *drawn[0].shape[1:]))
     return [first, *(resize(tensor, first.shape[1:2]) for tensor in kernel.inputs[1:])], attributes
 
 
-def draw_repeat(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> Draw:
-    """An Expand whose wanted sizes follow those drawn, along the axes that are not repeated."""
+def draw_repeat(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> DrawnInputs:
+    """An Expand with other sizes along the axes that are not repeated."""
     old, wanted = kernel.inputs[0].shape, kernel.inputs[1]
     drawn, attributes = draw_axes(kernel.model_copy(update={"inputs": kernel.inputs[:1]}), batch, generator, spread)
     if wanted.values is None:
@@ -294,12 +288,8 @@ def draw_repeat(kernel: Kernel, batch: int, generator: np.random.Generator, spre
     return [drawn[0], wanted.model_copy(update={"values": sizes})], attributes
 
 
-def draw_einsum(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> Draw:
-    """An Einsum with another size for each index of its equation; the first index of its first operand is the batch.
-
-    Raises:
-        ValueError: its equation does not name each axis of each operand.
-    """
+def draw_einsum(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> DrawnInputs:
+    """An Einsum with another size per index of its equation; the first index of the first operand is the batch."""
     terms = str(kernel.attributes.get("equation", "")).replace(" ", "").partition("->")[0].split(",")
     old = {index: size for term, tensor in zip(terms, kernel.inputs, strict=True)
            for index, size in zip(term, tensor.shape, strict=True)}
@@ -311,8 +301,8 @@ def draw_einsum(kernel: Kernel, batch: int, generator: np.random.Generator, spre
         kernel.attributes)
 
 
-def draw_blocks(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> Draw:
-    """Channels for blocks of pixels, or the reverse, with other numbers of both; blocks stay whole."""
+def draw_blocks(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> DrawnInputs:
+    """DepthToSpace or SpaceToDepth with other numbers of channels and pixels; blocks stay whole."""
     block = int(kernel.attributes["blocksize"])
     _, channels, *sides = kernel.inputs[0].shape
     whole = block**2 if kernel.op_type == "DepthToSpace" else 1
@@ -321,8 +311,8 @@ def draw_blocks(kernel: Kernel, batch: int, generator: np.random.Generator, spre
     return [resize(kernel.inputs[0], shape)], dict(kernel.attributes)
 
 
-def draw_resize(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> Draw:
-    """A Resize of another image, by as much as the seed; where it is given the sizes wanted, these follow the image's."""
+def draw_resize(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> DrawnInputs:
+    """A Resize of another image by the seed's factors."""
     inputs, attributes = draw_axes(kernel, batch, generator, spread)
     old, new, wanted = kernel.inputs[0].shape, inputs[0].shape, inputs[-1]
     if len(inputs) == 4 and wanted.values is not None and len(wanted.values) == len(old):
@@ -331,8 +321,8 @@ def draw_resize(kernel: Kernel, batch: int, generator: np.random.Generator, spre
     return inputs, attributes
 
 
-def draw_regions(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> Draw:
-    """A RoiAlign of other images and another number of regions; the images are as many as the seed's, which regions name."""
+def draw_regions(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> DrawnInputs:
+    """A RoiAlign with another number of regions and other image sizes, but the seed's number of images."""
     inputs = list(kernel.inputs)
     images, channels, *sides = inputs[0].shape
     regions = scaled(inputs[1].shape[0], generator, spread=spread)
@@ -341,12 +331,8 @@ def draw_regions(kernel: Kernel, batch: int, generator: np.random.Generator, spr
     return [resize(tensor, shape) for tensor, shape in zip(inputs, shapes, strict=True)], dict(kernel.attributes)
 
 
-def draw_columns(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> Draw:
-    """A Col2Im of more or fewer channels into images of the same size.
-
-    Raises:
-        ValueError: the size of its blocks is not a constant.
-    """
+def draw_columns(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> DrawnInputs:
+    """A Col2Im of more or fewer channels into images of the same size."""
     columns, blocks = kernel.inputs[0], kernel.inputs[2].values
     if blocks is None:
         raise ValueError("the size of its blocks is not a constant")
@@ -355,7 +341,7 @@ def draw_columns(kernel: Kernel, batch: int, generator: np.random.Generator, spr
     return [resize(columns, shape), *kernel.inputs[1:]], dict(kernel.attributes)
 
 
-DRAWS: dict[str, Callable[[Kernel, int, np.random.Generator, float], Draw]] = {
+DRAWS: dict[str, Callable[[Kernel, int, np.random.Generator, float], DrawnInputs]] = {
     "Conv": draw_any_conv, "ConvTranspose": draw_other_conv, "Gemm": draw_gemm, "MatMul": draw_matmul,
     "FusedMatMul": draw_matmul, "LSTM": draw_recurrent, "GRU": draw_recurrent, "RNN": draw_recurrent,
     "BatchNormalization": draw_channel_norm, "InstanceNormalization": draw_channel_norm, "Expand": draw_repeat,
@@ -364,11 +350,7 @@ DRAWS: dict[str, Callable[[Kernel, int, np.random.Generator, float], Draw]] = {
 
 
 def infer_outputs(kernel: Kernel, inputs: Sequence[KernelInput], attributes: dict[str, Any]) -> tuple[Tensor, ...]:
-    """What ORT says the changed kernel puts out.
-
-    Raises:
-        UserError: the sizes do not fit together.
-    """
+    """The outputs of a changed kernel, as ORT infers them."""
     if operator_row(kernel.op_type).keeps_shape:  # nor could the CPU provider open a session for all of these
         return (Tensor(dtype=kernel.outputs[0].dtype, shape=inputs[0].shape),)
     model = without_large_weights(kernel.model_copy(update={"inputs": tuple(inputs), "attributes": attributes}))
@@ -382,21 +364,10 @@ def infer_outputs(kernel: Kernel, inputs: Sequence[KernelInput], attributes: dic
 
 
 def draw_kernel(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0, dtype: str = "") -> Kernel:
-    """A kernel of the same type with other sizes: at most about 2^spread times larger or smaller each.
-
-    Args:
-        kernel: the seed.
-        batch: size of the first axis.
-        generator: of random numbers.
-        spread: how far sizes lie from the seed's.
-        dtype: floating type to draw in, one of FLOAT_TYPES; "" for the seed's own. A seed without floating tensors keeps its
-            types.
-
-    Raises:
-        UserError: the sizes drawn do not fit together, or there is no such kernel in `dtype`.
-    """
+    """A kernel of the same type at another batch, with each size at most about 2^spread times larger or smaller. `dtype` is one
+    of FLOAT_TYPES, or "" for the seed's own."""
     kernel_floats = float_types(kernel)
-    # The CPU provider, which says what a kernel puts out, lacks many operators in half precision.
+    # The CPU provider, which infers a kernel's outputs, lacks many operators in half precision.
     seed = in_float_type(kernel, "float32") if kernel_floats == {"float16"} else kernel
     inputs, attributes = DRAWS.get(operator_row(seed.op_type).base_name, draw_axes)(seed, batch, generator, spread)
     outputs = infer_outputs(seed, inputs, attributes)
@@ -410,6 +381,21 @@ def draw_kernel(kernel: Kernel, batch: int, generator: np.random.Generator, spre
 
 
 def footprint_mib(kernel: Kernel) -> float:
-    """Memory for what a kernel reads and writes, and for its constants and caches, of which it may read only a part."""
-    held = kernel.weight_bytes + sum(t.bytes for place, t in enumerate(kernel.inputs) if is_cache(kernel, place))
+    """Memory (MiB) of a kernel's inputs and outputs, including constants and caches that it reads only in part."""
+    held = kernel.weight_bytes + sum(t.bytes for position, t in enumerate(kernel.inputs) if is_cache(kernel, position))
     return float(max(kernel.bytes_read, held) + kernel.bytes_written) / 2**20
+
+
+Families = tuple[str, ...]  # sorted names of model families
+Seeds = dict[str, Families]  # by kernel id
+SEED_FILE = "sampled.json"  # in the folder of the sampled kernels
+
+
+def read_seeds(folder: Path) -> Seeds:
+    """The families of the seeds of sampled kernels in a folder, by kernel id; possibly empty."""
+    path = folder / SEED_FILE
+    families_of = files.read_json(path) if path.exists() else {}
+    if not all(isinstance(families, list) for families in families_of.values()):
+        raise UserError(f"{path}: written by another version; remove {folder}, then build and sample its kernels again: "
+                        "python kernel_model/kernel_builder.py, python kernel_model/kernel_sampler.py")
+    return {name: tuple(families) for name, families in families_of.items()}

@@ -1,9 +1,9 @@
-"""Nodes of a CUDA session whose time is not that of their kernel alone on the GPU.
+"""Nodes of a CUDA session whose time is not just that of a GPU kernel.
 
-- Copies between host and GPU, and nodes that the CPU provider runs. What they cost was measured for some targets
-  (host_side.py). Where the CPU provider's kernels were not, their times are guessed here, and marked as estimated.
+- Copies between host and GPU, and nodes on the CPU provider. Their costs were measured for some targets (host_side.py).
+  Unmeasured CPU kernels get a guess from here, marked as estimated.
 - GPU kernels at which the host waits, since the size of their output depends on data.
-- GPU kernels that select one after another: NonMaxSuppression, and TopK in long rows.
+- GPU kernels that select sequentially: NonMaxSuppression, and TopK in long rows.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ ROWS_AT_ONCE = 132  # multiprocessors of an H200
 
 
 def is_slow(kernel: Kernel) -> bool:
-    """Whether a kernel is of an operator of ONNX's own set that the CPU provider computes number by number, such as most that
-    CUDA lacks: it chooses, sorts or transforms, or it is a function that takes many steps."""
+    """Whether a kernel is of a standard ONNX operator that the CPU provider computes slowly, element by element. Most operators
+    that CUDA lacks are of this kind: they choose, sort or transform, or are functions of many steps."""
     row = operator_row(kernel.op_type)
     return not kernel.domain and (row.operator_class == "other" if row.slow_on_cpu is None else row.slow_on_cpu)
 
@@ -75,8 +75,7 @@ def is_copy(kernel: Kernel) -> bool:
 
 
 def is_off_gpu(kernel: Kernel, provider: str) -> bool:
-    """Whether a node of a CUDA session that `provider` runs is no GPU kernel: the CPU provider runs it, or it is a copy, or it
-    only reads a tensor's shape."""
+    """Whether a node of a CUDA session is no GPU kernel: a copy, a read of a tensor's shape, or a node on the CPU provider."""
     return provider == "cpu" or is_copy(kernel) or reads_shape(kernel)
 
 
@@ -91,19 +90,18 @@ def to_host(kernel: Kernel) -> bool:
 
 
 def on_host(kernel: Kernel, provider: str) -> bool:
-    """Whether the time of a node of a CUDA session is the host's: true of nodes with bodies, and of nodes that are no GPU
-    kernel, except copies to the host."""
+    """Whether a node of a CUDA session takes the host's time: it has a body, or is off the GPU and no copy to the host."""
     return is_control_flow(kernel) or (is_off_gpu(kernel, provider) and not to_host(kernel))
 
 
 def waits_inside(kernel: Kernel) -> bool:
-    """Whether a GPU kernel reads from the GPU how large its output is, so that the host waits."""
+    """Whether the host waits at a GPU kernel, to read the size of its output from the GPU."""
     return operator_row(kernel.op_type).waits_for_size and not kernel.domain
 
 
 def reading_loops(record: ModelRecord) -> set[str]:
-    """The ids of those Loops at which the host waits after each trip, since their bodies make the condition on the GPU: a
-    single truth value that no node of the body reads."""
+    """The ids of the Loops at which the host waits after each trip. Their bodies compute the condition on the GPU, as a single
+    boolean that no node of the body reads."""
     reading = set()
     for loop in record.nodes:
         if record.kernel_of(loop).op_type != "Loop":
@@ -117,7 +115,7 @@ def reading_loops(record: ModelRecord) -> set[str]:
 
 
 def is_condition(kernel: Kernel) -> bool:
-    """Whether a kernel makes a single truth value."""
+    """Whether a kernel computes a single boolean."""
     return len(kernel.outputs) == 1 and kernel.outputs[0].dtype == "bool" and kernel.outputs[0].elements == 1
 
 
@@ -138,26 +136,26 @@ def guessed_ms(kernel: Kernel) -> float:
 
 
 def selects_boxes(kernel: Kernel) -> bool:
-    """Whether a kernel is a NonMaxSuppression whose numbers of boxes are known."""
+    """Whether a kernel is a NonMaxSuppression with known numbers of boxes."""
     return (kernel.op_type == "NonMaxSuppression" and not kernel.domain and len(kernel.inputs) > 1
             and len(kernel.inputs[1].shape) == 3 and len(kernel.outputs[0].shape) == 2)
 
 
 def selection_ms(kernel: Kernel) -> float:
-    """The GPU's time, ms; several images and classes are worked on one after another."""
+    """The GPU's time for NonMaxSuppression (ms); images and classes are processed one after another."""
     images, classes, boxes = kernel.inputs[1].shape
     rounds, kept = images * classes, kernel.outputs[0].shape[0]
     return rounds * (BASE_MS + BOX_MS * boxes) + kept * (KEPT_MS + PAIR_MS * boxes)
 
 
 def selection_launches(kernel: Kernel) -> float:
-    """The number of launches."""
+    """The number of launches that NonMaxSuppression takes."""
     images, classes, boxes = kernel.inputs[1].shape
     return images * classes * LAUNCHES[boxes > MANY_BOXES]
 
 
 def selects_in_rows(kernel: Kernel) -> bool:
-    """Whether a kernel is a TopK that reads long rows, along its last axis, by radix."""
+    """Whether a kernel is a TopK that reads long rows along its last axis by radix."""
     if kernel.op_type != "TopK" or kernel.domain or not kernel.inputs[0].shape or not kernel.outputs[0].shape:
         return False
     axis = int(kernel.attributes.get("axis", -1)) % len(kernel.inputs[0].shape)
@@ -166,7 +164,7 @@ def selects_in_rows(kernel: Kernel) -> bool:
 
 
 def row_selection_ms(kernel: Kernel) -> float:
-    """The GPU's time for such a TopK, ms; it has one launch."""
+    """The GPU's time for such a TopK (ms), which has one launch."""
     numbers = kernel.inputs[0].shape[-1]
     rounds = math.ceil(kernel.inputs[0].elements / numbers / ROWS_AT_ONCE)
     return rounds * (TOPK_MS + NUMBER_MS * numbers + FAR_MS * max(numbers - NEAR, 0))

@@ -1,12 +1,21 @@
-"""What was learned of how kernels' times go from one card to another."""
+"""Predicts kernels' times on a card from those on another card.
+
+`learned/data_sheet/learned` has what was learned about other cards. `training/data_sheets/<card>.json` of a workspace has
+corrections from kernels measured on a card. The error that remains (the logarithm of measured over predicted time) is a smooth
+function of a kernel's time, of what bounds it, and of its kind. A Gaussian process learns it: near measured kernels it follows
+them, far from them it returns to the card's mean error, and without measured kernels it changes nothing.
+"""
 
 from __future__ import annotations
 
+import zipfile
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field, model_validator
 
 from hase.learned.data_sheet.work import (
     KINDS,
@@ -19,8 +28,13 @@ from hase.learned.data_sheet.work import (
     peaks_flop_s,
     ratio_of_bounds,
 )
-from hase.records.gpu_catalogue import Gpu
+from hase.learned.kernels.saved_form import from_arrays
+from hase.records.devices import GpuDataSheet
+from hase.utils import files
+from hase.utils.config import Frozen
+from hase.utils.errors import UserError
 from hase.utils.lazy import xgboost
+from hase.utils.paths import Workspace
 
 BASE = "h200"  # the card that times are carried over from
 OWN = "onnxruntime"  # the table of Hase's own kernels
@@ -32,19 +46,13 @@ MOST_REACHED = 0.85
 
 @dataclass
 class CardRatios:
-    """What was learned of how times go from one card to another: a booster of what the bounds leave."""
+    """Predicts kernels' times on one card from those on another, by their bounds and a booster that corrects these."""
 
     booster: Any = field(repr=False)
 
-    def times_ms(self, work: Work, base_ms: Floats, base: Gpu, gpu: Gpu, table: str = OWN) -> Floats:
-        """The times of kernels on a card, ms, from those on another one.
-
-        Args:
-            work: of the kernels.
-            base_ms: their times on the base card.
-            base, gpu: the cards.
-            table: as which one they were measured.
-        """
+    def times_ms(self, work: Work, base_ms: Floats, base: GpuDataSheet, gpu: GpuDataSheet, table: str = OWN) -> Floats:
+        """The times of kernels on card `gpu` (ms) from those on the base card, `base_ms`. `table` is the name of the table with
+        the kernels."""
         if base.slug == gpu.slug:
             return base_ms
         if gpu.tensor_share < 1.0:
@@ -52,7 +60,7 @@ class CardRatios:
             whole_ms = CardRatios.times_ms(self, work, base_ms, base, gpu.with_tensor_peaks(1.0 / gpu.tensor_share), table)
             return np.maximum(whole_ms, 1e3 * by_tensor_cores(work, gpu) / (peaks_flop_s(work, gpu) * MOST_REACHED))
         base_s = base_ms * 1e-3
-        here, there = (bounds_of(work, of, SHORTEST_US[table]) for of in (base, gpu))
+        here, there = (bounds_of(work, card, SHORTEST_US[table]) for card in (base, gpu))
         ratios = ratio_of_bounds(work, base_s, here, there, base, gpu)
         chosen = corrected(work)
         if chosen.any():
@@ -64,3 +72,163 @@ class CardRatios:
 def corrected(work: Work) -> npt.NDArray[np.bool_]:
     """Which kernels the booster corrects."""
     return np.isin(work.kinds, [KINDS.index(kind) for kind in CORRECTED])
+
+KIND_APART = 2.0  # how far two kinds lie from each other, in standard deviations of the other features
+
+
+class Process(NamedTuple):
+    """A Gaussian process fitted to kernels that were measured on a card.
+
+    Attributes:
+        known: features of these kernels (kernels × features), in standard deviations.
+        pulls: the weight of each of these kernels.
+        of_card: the variance that all kernels of the card share.
+        nearby, length: the variance that nearby kernels share, and the distance that counts as near.
+    """
+
+    known: Floats
+    pulls: Floats
+    means: Floats
+    spreads: Floats
+    of_card: float
+    nearby: float
+    length: float
+
+    def left(self, features: Floats) -> Floats:
+        """The expected logarithm of true over predicted time of each kernel."""
+        scaled = (features - self.means) / self.spreads
+        return np.asarray((self.of_card + self.nearby * likeness(scaled, self.known, self.length)) @ self.pulls)
+
+
+@dataclass
+class AdjustedRatios(CardRatios):
+    """Ratios corrected for one card. `low` and `high` contain 90 % of models' times, as multiples of a prediction. `left_out`
+    is the logarithm of measured over predicted time of each measured kernel, left out; empty if unknown."""
+
+    process: Process
+    gpu: GpuDataSheet
+    table: str
+    low: float = 1.0
+    high: float = 1.0
+    left_out: Floats = field(default_factory=lambda: np.zeros(0))
+
+    def times_ms(self, work: Work, base_ms: Floats, base: GpuDataSheet, gpu: GpuDataSheet, table: str = OWN) -> Floats:
+        times_ms = super().times_ms(work, base_ms, base, gpu, table)
+        if gpu.slug != self.gpu.slug or base.slug == gpu.slug:
+            return times_ms
+        return np.asarray(times_ms * np.exp(self.process.left(process_features(work, base_ms, base, gpu, table))), dtype=float)
+
+
+def likeness(card: Floats, to: Floats, length: float) -> Floats:
+    """The similarity of kernels by their scaled features, 1 for equal ones; rows × rows."""
+    apart = (card**2).sum(axis=1)[:, None] + (to**2).sum(axis=1)[None] - 2 * card @ to.T
+    return np.asarray(np.exp(-0.5 * np.maximum(apart, 0.0) / length**2))
+
+
+def process_features(work: Work, base_ms: Floats, base: GpuDataSheet, gpu: GpuDataSheet, table: str = OWN) -> Floats:
+    """The features by which kernels are compared, a row for each kernel."""
+    base_s = base_ms * 1e-3
+    here, there = (bounds_of(work, card, SHORTEST_US[table]) for card in (base, gpu))
+    return np.column_stack([
+        np.log(base_s), np.log(base_s / here.longest_s), there.memory_s / there.longest_s, there.compute_s / there.longest_s,
+        np.log(work.moved_bytes), np.log(np.maximum(work.flops, 1.0) / work.moved_bytes), np.log(np.maximum(work.outputs, 1.0)),
+        *(KIND_APART * (work.kinds == index) for index in range(len(KINDS)))])
+
+FOLDER = Path(__file__).with_name("learned")
+SHEET_VERSION = 1
+FIT = "python training/fit_data_sheet.py"
+
+
+class SheetRange(Frozen):
+    """The multiples of a prediction that contained 90 % of the times, for cards that were left out."""
+
+    low: float
+    high: float
+
+
+class SheetModel(Frozen):
+    """`data_sheet.json`: a model of cards that were never measured.
+
+    Attributes:
+        own: the cards on which kernels of ONNX Runtime were measured, and not only products and attention.
+        alike, unlike: errors for cards with the compute capability of one of `own`, and for others.
+        booster: numbers of the saved booster, whose arrays are in `booster.npz`.
+    """
+
+    version: int = SHEET_VERSION
+    base: str
+    cards: tuple[str, ...]
+    own: tuple[str, ...]
+    alike: SheetRange
+    unlike: SheetRange
+    booster: dict[str, float]
+    sha256: str
+
+
+def read_sheet(folder: Path = FOLDER) -> tuple[SheetModel, CardRatios]:
+    """Reads what was learned about cards from their data sheets."""
+    model, path = files.read_record(folder / "data_sheet.json", SheetModel, SHEET_VERSION, FIT), folder / "booster.npz"
+    try:
+        if files.sha256(path) != model.sha256:
+            raise UserError(f"{path}: is not the one that data_sheet.json describes; make both with: {FIT}")
+        with np.load(path, allow_pickle=False) as arrays:
+            return model, CardRatios(from_arrays(model.booster, dict(arrays)))
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path}: damaged ({error}); make it with: {FIT}") from None
+
+CORRECTION_VERSION = 1
+CORRECT = "python training/correct_data_sheet.py"
+Numbers = tuple[float, ...]
+
+
+class Correction(Frozen):
+    """`training/data_sheets/<card>.json`: a correction for one card.
+
+    Attributes:
+        gpu: the card's short name.
+        target: whose dataset it was learned from.
+        base: the target whose times are converted.
+        known, pulls, means, spreads, of_card, nearby, length: of the Gaussian process (`Process`).
+        low, high: multiples of a prediction that contain 90 % of models' times.
+        measured_ms: times of kernels on the card, by id, for look-up.
+    """
+
+    version: int = CORRECTION_VERSION
+    gpu: str
+    target: str
+    base: str
+    created: str
+    known: tuple[Numbers, ...] = Field(min_length=1)
+    pulls: Numbers
+    means: Numbers
+    spreads: Numbers
+    of_card: float
+    nearby: float
+    length: float = Field(gt=0)
+    low: float = Field(gt=0, le=1)
+    high: float = Field(ge=1)
+    measured_ms: dict[str, float]
+
+    @model_validator(mode="after")
+    def _sizes_agree(self) -> Self:
+        features = {len(row) for row in (*self.known, self.means, self.spreads)}
+        if len(features) != 1 or len(self.known) != len(self.pulls):
+            raise ValueError("the sizes of known, pulls, means and spreads differ")
+        return self
+
+    def ratios(self, learned: CardRatios, gpu: GpuDataSheet) -> AdjustedRatios:
+        """The learned ratios, corrected for this card."""
+        known, pulls, means, spreads = map(np.array, (self.known, self.pulls, self.means, self.spreads))
+        process = Process(known, pulls, means, spreads, self.of_card, self.nearby, self.length)
+        return AdjustedRatios(learned.booster, process, gpu, OWN, self.low, self.high)
+
+
+def correction_path(workspace: Workspace, gpu: GpuDataSheet) -> Path:
+    """The file with the correction of a card."""
+    return workspace.data_sheets / f"{gpu.slug}.json"
+
+
+def read_correction(workspace: Workspace, gpu: GpuDataSheet) -> Correction | None:
+    """Reads the correction of a card; None if nothing was measured on it."""
+    path = correction_path(workspace, gpu)
+    return files.read_record(path, Correction, CORRECTION_VERSION, CORRECT) if path.is_file() else None

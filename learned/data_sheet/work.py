@@ -1,6 +1,6 @@
-"""What kernels give a GPU to do, and how long that takes a card at least, by its data sheet.
+"""The work of kernels on a GPU, and the least time that it takes on a card, by its data sheet.
 
-Three things bound a kernel's time: moving its bytes, computing its operations, and the time that any kernel takes.
+Three things bound a kernel's time: moving its bytes, computing its operations, and the minimum time of any kernel.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hase.records.gpu_catalogue import Gpu
+from hase.records.devices import GpuDataSheet
 from hase.records.kernel_record import Kernel
 from hase.records.operators import operator_row
 
@@ -28,14 +28,9 @@ TILE = 128 * 128  # numbers of a result that a block of threads computes
 
 
 class Work(NamedTuple):
-    """What some kernels give a GPU to do; one entry of each array for each.
-
-    Attributes:
-        flops, moved_bytes: operations, and bytes read and written at least.
-        outputs: numbers that they put out.
-        kinds, dtypes: places in KINDS and DTYPES.
-        launches: of CUDA kernels.
-    """
+    """The work of kernels on a GPU; each array has an entry for each kernel. `moved_bytes` are the least bytes read and
+    written, `outputs` the numbers of output elements, `kinds` and `dtypes` indices in KINDS and DTYPES, and `launches` those of
+    CUDA kernels."""
 
     flops: Floats
     moved_bytes: Floats
@@ -45,7 +40,7 @@ class Work(NamedTuple):
     launches: Floats
 
     def rows(self, chosen: npt.NDArray[np.int_] | npt.NDArray[np.bool_]) -> Work:
-        """Some of the kernels."""
+        """The work of the chosen kernels alone."""
         return Work(self.flops[chosen], self.moved_bytes[chosen], self.outputs[chosen], self.kinds[chosen], self.dtypes[chosen],
                     self.launches[chosen])
 
@@ -69,24 +64,24 @@ def work_of(kernels: Sequence[Kernel], launches: Sequence[float]) -> Work:
 
 
 def is_product(work: Work) -> npt.NDArray[np.bool_]:
-    """Which kernels tensor cores compute, where the card has them for the type."""
+    """Which kernels run on tensor cores, if the card has them for the type."""
     return np.isin(work.kinds, [KINDS.index(kind) for kind in PRODUCTS])
 
 
-def by_tensor_cores(work: Work, gpu: Gpu) -> Floats:
-    """The operations of each kernel that the card's tensor cores do; 0 for kernels that they don't compute."""
+def by_tensor_cores(work: Work, gpu: GpuDataSheet) -> Floats:
+    """The operations of each kernel on the card's tensor cores, or 0."""
     known = np.array([gpu.tensor_tflop_s(dtype) is not None for dtype in DTYPES])[work.dtypes]
     return np.where(is_product(work) & known, work.flops, 0.0)
 
 
-def peaks_flop_s(work: Work, gpu: Gpu) -> Floats:
-    """The card's peak for each kernel, operations a second."""
-    of_products = np.array([gpu.peak_tflop_s(dtype) for dtype in DTYPES])[work.dtypes]
-    return np.where(is_product(work), of_products, gpu.fp32_tflop_s) * 1e12
+def peaks_flop_s(work: Work, gpu: GpuDataSheet) -> Floats:
+    """The card's peak for each kernel, in operations per second."""
+    product_peaks = np.array([gpu.peak_tflop_s(dtype) for dtype in DTYPES])[work.dtypes]
+    return np.where(is_product(work), product_peaks, gpu.fp32_tflop_s) * 1e12
 
 
 class Bounds(NamedTuple):
-    """What bounds the time of each kernel on a card, in seconds."""
+    """Lower bounds of each kernel's time on a card, in seconds."""
 
     memory_s: Floats
     compute_s: Floats
@@ -97,14 +92,8 @@ class Bounds(NamedTuple):
         return np.maximum(np.maximum(self.memory_s, self.compute_s), self.shortest_s)
 
 
-def bounds_of(work: Work, gpu: Gpu, shortest_us: float = LAUNCH_US) -> Bounds:
-    """What bounds the kernels' times on a card.
-
-    Args:
-        work: of the kernels.
-        gpu: the card.
-        shortest_us: of a launch, at the clock of LAUNCH_MHZ.
-    """
+def bounds_of(work: Work, gpu: GpuDataSheet, shortest_us: float = LAUNCH_US) -> Bounds:
+    """Lower bounds of kernels' times on a card. `shortest_us` is of a launch, at the clock LAUNCH_MHZ."""
     beside = work.moved_bytes / (CACHE_SHARE * gpu.l2_mb * 1e6)
     missed = beside**CACHE_EDGE / (1.0 + beside**CACHE_EDGE)
     memory_s = (work.moved_bytes * missed / (gpu.bandwidth_gb_s * 1e9 * REACHED_BANDWIDTH)
@@ -113,12 +102,11 @@ def bounds_of(work: Work, gpu: Gpu, shortest_us: float = LAUNCH_US) -> Bounds:
     return Bounds(memory_s, work.flops / (peaks_flop_s(work, gpu) * REACHED_PEAK), shortest_s)
 
 
-def ratio_of_bounds(work: Work, base_s: Floats, base: Bounds, there: Bounds, base_gpu: Gpu, gpu: Gpu) -> Floats:
-    """How many times as long kernels take on a card as on the base card.
-
-    Each bound counts by the square of its share of the time on the base card. What none of them explains goes with the clock,
-    and, where a kernel fills the card, with the number of SMs.
-    """
+def ratio_of_bounds(work: Work, base_s: Floats, base: Bounds, there: Bounds, base_gpu: GpuDataSheet,
+                    gpu: GpuDataSheet) -> Floats:
+    """The ratio of kernels' times on a card to those on the base card, from their bounds alone. Each bound is weighted by its
+    squared share of the time on the base card. The rest scales with the clock, and with the number of SMs for kernels that fill
+    the card."""
     shares = [np.minimum(bound / base_s, 1.0) for bound in base]
     rest = np.clip(1.0 - np.maximum.reduce(shares), 0.0, 1.0)
     filled = np.clip(work.outputs / TILE / base_gpu.sms, 0.0, 1.0)
@@ -128,22 +116,13 @@ def ratio_of_bounds(work: Work, base_s: Floats, base: Bounds, there: Bounds, bas
     return np.asarray(sum(weight * ratio for weight, ratio in zip(weights, ratios, strict=True)) / sum(weights))
 
 
-def features_of(work: Work, base_s: Floats, base: Bounds, there: Bounds, base_gpu: Gpu, gpu: Gpu) -> Floats:
-    """What tells how far a kernel's time on a card differs from what the bounds say.
-
-    Args:
-        work: of the kernels.
-        base_s: their times on the card that they were measured on.
-        base, there: their bounds on it and on the other card.
-        base_gpu, gpu: both cards.
-
-    Returns:
-        A row for each kernel.
-    """
+def features_of(work: Work, base_s: Floats, base: Bounds, there: Bounds, base_gpu: GpuDataSheet, gpu: GpuDataSheet) -> Floats:
+    """Features that explain how kernels' times on a card differ from what the bounds predict; a row for each kernel. `base_s`
+    and `base` are times and bounds on the base card, `there` the bounds on the other."""
     ones, longest_s = np.ones(len(base_s)), there.longest_s
 
-    def waves(of: Gpu) -> tuple[Floats, Floats]:
-        count = np.maximum(work.outputs / TILE / of.sms, 1e-6)
+    def waves(card: GpuDataSheet) -> tuple[Floats, Floats]:
+        count = np.maximum(work.outputs / TILE / card.sms, 1e-6)
         return np.log(count), np.clip(np.log(np.ceil(count) / count), 0.0, 3.0)
 
     (_, base_idle), (there_waves, there_idle) = waves(base_gpu), waves(gpu)

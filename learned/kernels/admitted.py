@@ -1,12 +1,11 @@
-"""Estimators that are known, and those of them that were admitted for a target.
+"""Finds estimators of kernel times, and reads those that were admitted for a target.
 
-Known are the files that come with Hase, entry points of installed packages, and files that the user names. A file runs when it
-is read. So a file outside of Hase and outside of installed packages is only read if the user names it or its folder: a
-workspace may have been made by somebody else.
+Estimators come with Hase, as entry points of installed packages, or in files that the user names. Reading a file runs its code,
+and a workspace may come from somebody else; so other files are only read if the user names them or their folder.
 
-`estimators.json` in the folder of a target's predictors lists the admitted ones. An estimator that was admitted for a kernel
-type predicts the kernels of that type that were not measured. Its code is looked for at the first such prediction: without it,
-or with other code than was checked, there is no prediction but an error that says what to do.
+`estimators.json` in the folder of a target's predictors lists the admitted ones. Each predicts the unmeasured kernels of its
+types. Its code is looked up at the first such prediction; if it is missing or has changed since it was checked, the prediction
+fails with an error that says what to do.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -28,20 +27,19 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hase.learned.kernels.estimators import KernelModel
+from hase.learned import target_files
+from hase.learned.kernels.features import KernelRows
 from hase.learned.kernels.interface import EnvironmentPattern, Estimator
-from hase.learned.kernels.saved_form import ESTIMATOR_PREFIX, Saved, open_estimator, save_estimator
-from hase.learned.kernels.schema import KernelRows
+from hase.learned.kernels.saved_form import Saved, open_estimator
+from hase.learned.target_files import CHECK_ESTIMATOR
 from hase.records.kernel_record import Kernel
-from hase.utils import files
+from hase.utils.config import Frozen
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import Target
-from hase.utils.frozen import Frozen
-from hase.utils.paths import ADMITTED, ESTIMATORS
+from hase.utils.paths import ESTIMATORS
 from hase.utils.timing import ErrorStatistics
 
 ADMITTED_VERSION = 2
-CHECK = "python training/check_estimator.py"
 GROUP = "hase.estimators"  # of entry points
 VARIABLE = "HASE_ESTIMATORS"  # in the environment: files and folders, as --estimators names them
 NAME = re.compile(r"[A-Za-z0-9_-]{1,60}")  # becomes a part of a file's name
@@ -52,15 +50,11 @@ class Admitted(Saved):
     """An admitted estimator, with its errors on held-out kernels.
 
     Attributes:
-        source, code_sha256: where its code comes from, as `KnownEstimator` says.
-        label: which time of a kernel it predicts.
-        types: the kernel types that it predicts.
         hold_out: what was held out together: `family` or `kernel`.
         errors, errors_before, errors_of_roofline: of the estimator, of what it replaced, and of a roofline, on the same
             kernels.
         true_over_predicted: the range that held 90 % of these kernels.
-        forced: whether it was admitted although it is not better than what it replaced.
-        dataset_sha256: of the kernel table that it was checked on.
+        forced: admitted although it is not better than what it replaced.
     """
 
     source: str
@@ -77,22 +71,22 @@ class Admitted(Saved):
     created: str
 
     @property
-    def said(self) -> str:
-        """A sentence about it, for the answer."""
+    def sentence(self) -> str:
+        """A sentence about the estimator, for the answer."""
         forced = "; forced: it is not better, so the prediction is less sure" if self.forced else ""
         return (f"{', '.join(self.types)}: predicted by the estimator {self.name} ({self.source}), which was off by "
                 f"{self.errors.mape:.1%} on {self.errors.count} held-out measurements (what it replaced: "
                 f"{self.errors_before.mape:.1%}){forced}")
 
     def outdated(self, target: str, dataset_sha256: str) -> str:
-        """A sentence where `target`'s predictors were trained on another dataset than it was checked on; else ""."""
+        """A warning if the target's predictors were trained on another dataset than the estimator was checked on; else ""."""
         return "" if self.dataset_sha256 == dataset_sha256 else (
             f"the estimator {self.name} was checked on another dataset than the predictors were trained on; check it again: "
-            f"{CHECK} {self.name} --target {target}")
+            f"{CHECK_ESTIMATOR} {self.name} --target {target}")
 
 
 class AdmittedFile(Frozen):
-    """`estimators.json`. A kernel type has at most one estimator for each label."""
+    """`estimators.json`. A kernel type has at most one estimator per label."""
 
     version: int = ADMITTED_VERSION
     estimators: tuple[Admitted, ...] = ()
@@ -100,14 +94,7 @@ class AdmittedFile(Frozen):
 
 @dataclass
 class AdmittedEstimators:
-    """The admitted estimators of a target, ready to predict.
-
-    Attributes:
-        folder: of the target's predictors.
-        target: whose they are.
-        entries: what `estimators.json` lists.
-        named: the user's files and folders with estimators.
-    """
+    """The admitted estimators of a target, ready to predict; `named`: the user's files and folders with estimators."""
 
     folder: Path
     target: Target
@@ -115,29 +102,26 @@ class AdmittedEstimators:
     named: Sequence[Path] = ()
     _opened: dict[str, Estimator] = field(default_factory=dict, repr=False)
 
-    def of(self, label: str) -> dict[str, Admitted]:
-        """By kernel type, what predicts the times of a label."""
+    def by_type(self, label: str) -> dict[str, Admitted]:
+        """The estimators for a label, by kernel type."""
         return {name: entry for entry in self.entries if entry.label == label for name in entry.types}
 
     def predict_ms(self, entry: Admitted, kernels: Sequence[Kernel]) -> Floats:
-        """The idle times of kernels.
-
-        Raises:
-            UserError: the estimator's code is not there or another one, its file is damaged, or it predicts no times.
-        """
+        """Predicts the idle times (ms) of kernels by an admitted estimator. Raises UserError: its code is missing or changed,
+        its file is damaged, or it predicts no times."""
         if entry.name not in self._opened:
             self._opened[entry.name] = self._open(entry)
         estimator = self._opened[entry.name]
         return checked_times(estimator, KernelRows.of(kernels, estimator.features.matrix(kernels)))
 
     def _open(self, entry: Admitted) -> Estimator:
-        path = self.folder / ADMITTED
-        remedy = (f"check it again: {CHECK} {entry.name} --target {self.target.name}, or do without it: {CHECK} --remove "
-                  f"{entry.name} --target {self.target.name}")
+        path = target_files.ESTIMATORS.path(self.folder)
+        do_without = f"do without it: {CHECK_ESTIMATOR} --remove {entry.name} --target {self.target.name}"
+        remedy = f"check it again: {CHECK_ESTIMATOR} {entry.name} --target {self.target.name}, or {do_without}"
         try:
             known = find_estimator(entry.name, self.named)
         except UserError as error:
-            raise UserError(f"{path}: {error}; or do without it: {CHECK} --remove {entry.name} --target "
+            raise UserError(f"{path}: {error}; or do without it: {CHECK_ESTIMATOR} --remove {entry.name} --target "
                             f"{self.target.name}") from None
         if (known.code_sha256, known.estimator.version) != (entry.code_sha256, entry.version):
             raise UserError(f"{path}: estimator {entry.name} was checked as version {entry.version} of {entry.source}, but the "
@@ -148,11 +132,7 @@ class AdmittedEstimators:
 
 
 def checked_times(estimator: Estimator, kernels: KernelRows) -> Floats:
-    """What an estimator predicts (ms).
-
-    Raises:
-        UserError: it is not a positive number for each row.
-    """
+    """An estimator's predictions (ms). Raises UserError unless they are a positive number for each row."""
     times_ms = np.asarray(estimator.predict_ms(kernels), dtype=float)
     if times_ms.shape != (len(kernels),) or not (np.isfinite(times_ms) & (times_ms > 0)).all():
         raise UserError(f"estimator {estimator.name}: must predict a positive number of ms for each of "
@@ -161,73 +141,19 @@ def checked_times(estimator: Estimator, kernels: KernelRows) -> Floats:
 
 
 def read_entries(folder: Path) -> tuple[Admitted, ...]:
-    """What `estimators.json` in a target's folder lists; nothing where it is not there.
-
-    Raises:
-        UserError: it is damaged or of another version.
-    """
-    path = folder / ADMITTED
-    return files.read_record(path, AdmittedFile, ADMITTED_VERSION, CHECK).estimators if path.is_file() else ()
+    """The entries of `estimators.json` in a target's folder; none if the file is missing."""
+    listed = target_files.ESTIMATORS.read(folder)
+    return listed.estimators if listed else ()
 
 
 def read_admitted(folder: Path, target: Target, named: Sequence[Path]) -> AdmittedEstimators | None:
-    """The admitted estimators of a target, None where there are none.
-
-    Raises:
-        UserError: `estimators.json` is damaged or of another version.
-    """
+    """The admitted estimators of a target; None if there are none."""
     entries = read_entries(folder)
     return AdmittedEstimators(folder, target, entries, named) if entries else None
 
 
-def admit(folder: Path, estimator: Estimator, about: Mapping[str, object]) -> Admitted:
-    """Saves a fitted estimator and lists it. It takes over its types from estimators that predicted them before.
-
-    Args:
-        folder: of the target's predictors.
-        estimator: fitted to all kernels.
-        about: the fields of `Admitted` that are not of `Saved`.
-    """
-    saved = save_estimator(folder, f"{ESTIMATOR_PREFIX}{estimator.name}", estimator)
-    entry = Admitted.model_validate({**about, **dict(saved)})
-    kept = []
-    for before in read_entries(folder):
-        types = tuple(name for name in before.types if name not in entry.types)
-        if before.label != entry.label:
-            kept.append(before)
-        elif types and before.name != entry.name:
-            kept.append(before.model_copy(update={"types": types}))
-    _write(folder, [*kept, entry])
-    return entry
-
-
-def remove(folder: Path, name: str) -> None:
-    """Takes an estimator off the list, so that the predictors predict its types again.
-
-    Raises:
-        UserError: it is not on the list.
-    """
-    entries = read_entries(folder)
-    if name not in (admitted := sorted({entry.name for entry in entries})):
-        raise UserError(f"{folder / ADMITTED}: estimator {name} is not admitted (admitted: {', '.join(admitted) or 'none'})")
-    _write(folder, [entry for entry in entries if entry.name != name])
-
-
-def _write(folder: Path, entries: Sequence[Admitted]) -> None:
-    """Writes the list, then removes the files that it no longer names."""
-    files.write_json(folder / ADMITTED, AdmittedFile(estimators=tuple(entries)))
-    for old in folder.glob(f"{ESTIMATOR_PREFIX}*-*.npz"):
-        if old.name not in {entry.file for entry in entries}:
-            old.unlink()
-
-
 class KnownEstimator(NamedTuple):
-    """An estimator's class, and where it comes from.
-
-    Attributes:
-        source: for people: `Hase`, the package and its version, or the file.
-        code_sha256: of the user's file; "" for Hase and packages, whose versions say what they are.
-    """
+    """An estimator's class and its origin; `source` is `Hase`, the package and its version, or the file."""
 
     estimator: type[Estimator]
     source: str
@@ -235,14 +161,7 @@ class KnownEstimator(NamedTuple):
 
 
 def find_estimators(named: Sequence[Path] = ()) -> dict[str, KnownEstimator]:
-    """All estimators by name. Those of Hase and of installed packages are found by themselves.
-
-    Args:
-        named: the user's files, or folders whose files are read; those that the environment names are read, too.
-
-    Raises:
-        UserError: a file or a package can't be read, states too little, or two estimators have one name.
-    """
+    """All estimators by name, from Hase, installed packages, and files or folders that the user or the environment names."""
     known: dict[str, KnownEstimator] = {}
     for entry in (*_shipped(), *_of_packages(), *_of_files([*named, *_in_environment()])):
         name = entry.estimator.name
@@ -254,14 +173,7 @@ def find_estimators(named: Sequence[Path] = ()) -> dict[str, KnownEstimator]:
 
 
 def find_estimator(name: str, named: Sequence[Path] = ()) -> KnownEstimator:
-    """The estimator `name`.
-
-    Args:
-        named: the user's files, or folders whose files are read.
-
-    Raises:
-        UserError: there is none of this name, or a file or a package can't be read.
-    """
+    """Finds an estimator by its name."""
     known = find_estimators(named)
     if name not in known:
         raise UserError(f"estimator {name}: not found (known: {', '.join(sorted(known))}); name its file or folder with "
@@ -270,31 +182,30 @@ def find_estimator(name: str, named: Sequence[Path] = ()) -> KnownEstimator:
 
 
 def _shipped() -> Iterator[KnownEstimator]:
-    yield KnownEstimator(KernelModel, "Hase")
     for path in sorted(ESTIMATORS.glob("[!_]*.py")):
         for estimator in _defined_in(importlib.import_module(f"hase.training.estimators.{path.stem}"), str(path)):
             yield KnownEstimator(estimator, "Hase")
 
 
 def _of_packages() -> Iterator[KnownEstimator]:
-    """An entry point is a class or a module of classes."""
+    """Entry points of installed packages: each is a class or a module of classes."""
     for point in metadata.entry_points(group=GROUP):
-        of = f"package {point.dist.name} {point.dist.version}" if point.dist else f"entry point {point.value}"
+        origin = f"package {point.dist.name} {point.dist.version}" if point.dist else f"entry point {point.value}"
         try:
             loaded = point.load()
         except Exception as error:  # someone else's code can fail in any way
-            raise UserError(f"{of}: its entry point {point.name} of {GROUP} can't be loaded ({_said(error)}); repair or "
-                            "uninstall the package") from error
+            raise UserError(f"{origin}: its entry point {point.name} of {GROUP} can't be loaded ({_error_text(error)}); "
+                            "repair or uninstall the package") from error
         if isinstance(loaded, ModuleType):
-            yield from (KnownEstimator(estimator, of) for estimator in _defined_in(loaded, of))
+            yield from (KnownEstimator(estimator, origin) for estimator in _defined_in(loaded, origin))
         elif isinstance(loaded, type) and issubclass(loaded, Estimator):
-            yield KnownEstimator(_checked(loaded, of), of)
+            yield KnownEstimator(_checked(loaded, origin), origin)
         else:
-            raise UserError(f"{of}: its entry point {point.name} of {GROUP} is neither an Estimator nor a module")
+            raise UserError(f"{origin}: its entry point {point.name} of {GROUP} is neither an Estimator nor a module")
 
 
 def _of_files(named: Sequence[Path]) -> Iterator[KnownEstimator]:
-    for path in dict.fromkeys(path for place in named for path in _files_at(place)):
+    for path in dict.fromkeys(path for path_named in named for path in _files_at(path_named)):
         code = path.read_bytes()
         sha256 = hashlib.sha256(code).hexdigest()
         estimators = _defined_in(_module(path, sha256), str(path))
@@ -304,18 +215,18 @@ def _of_files(named: Sequence[Path]) -> Iterator[KnownEstimator]:
 
 
 def _in_environment() -> list[Path]:
-    return [Path(place) for place in os.environ.get(VARIABLE, "").split(os.pathsep) if place]
+    return [Path(path_named) for path_named in os.environ.get(VARIABLE, "").split(os.pathsep) if path_named]
 
 
-def _files_at(place: Path) -> list[Path]:
-    """A file, or the files of a folder, absolute."""
-    if place.is_file():
-        return [place.resolve()]
-    if not place.is_dir():
-        raise UserError(f"--estimators {place}: no such file or folder")
-    inside = sorted(path.resolve() for path in place.glob("[!_.]*.py"))
+def _files_at(path_named: Path) -> list[Path]:
+    """A file, or the files of a folder, as absolute paths."""
+    if path_named.is_file():
+        return [path_named.resolve()]
+    if not path_named.is_dir():
+        raise UserError(f"--estimators {path_named}: no such file or folder")
+    inside = sorted(path.resolve() for path in path_named.glob("[!_.]*.py"))
     if not inside:
-        raise UserError(f"--estimators {place}: no .py file in this folder")
+        raise UserError(f"--estimators {path_named}: no .py file in this folder")
     return inside
 
 
@@ -333,12 +244,12 @@ def _module(path: Path, sha256: str) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:  # the user's code can fail in any way
         del sys.modules[name]
-        raise UserError(f"{path}: can't be run ({_said(error)})") from error
+        raise UserError(f"{path}: can't be run ({_error_text(error)})") from error
     return module
 
 
 def _defined_in(module: ModuleType, where: str) -> list[type[Estimator]]:
-    """The estimators that a module itself defines; not those that it imports, nor base classes."""
+    """The estimators that a module defines itself, without imported ones and base classes."""
     classes = [member for member in vars(module).values() if isinstance(member, type) and issubclass(member, Estimator)
                and member.__module__ == module.__name__ and not inspect.isabstract(member)]
     return [_checked(estimator, where) for estimator in classes]
@@ -355,5 +266,5 @@ def _checked(estimator: type[Estimator], where: str) -> type[Estimator]:
     return estimator
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"

@@ -12,34 +12,31 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-from hase.learned.kernels.estimators import KernelModel, predict_kernels
-from hase.learned.kernels.features import KERNEL_FEATURES
+from hase.learned import target_files
+from hase.learned.kernels.estimators import KernelModel, OtherPredictors, Transferred, predict_kernels
+from hase.learned.kernels.features import KERNEL_FEATURES, times_beyond
 from hase.learned.kernels.saved_form import Saved, open_estimator
-from hase.learned.kernels.schema import times_beyond
-from hase.learned.kernels.settings import LAUNCHES
 from hase.learned.kernels.sidecar import (
-    REMEDY,
     XGBOOST,
     Sidecar,
     estimators_of,
     read_measured,
     read_sidecar,
-    sidecar_path,
 )
-from hase.learned.kernels.transfer import OtherPredictors, Transferred
+from hase.learned.target_files import TRAIN_AGAIN
 from hase.records.kernel_costs import steps
 from hase.records.kernel_record import Kernel
-from hase.records.measurement import GPU_LABEL, drift_key, inputs_key
+from hase.records.measurement import GPU_LABEL, LAUNCHES, drift_key, inputs_key
 from hase.utils import files
-from hase.utils.cache_folder import code_of, kept_json, key_of
+from hase.utils.cache_folder import code_version, entry_key, kept_json
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import package_version
 from hase.utils.logger import get_logger
-from hase.utils.paths import ADMITTED, SHIPPED, Workspace
+from hase.utils.paths import SHIPPED, Workspace
 
 if TYPE_CHECKING:
     from hase.learned.kernels.admitted import AdmittedEstimators
-    from hase.learned.kernels.interface import Estimator
+    from hase.learned.kernels.interface import TimePredictor
 
 log = get_logger("predictors")
 ON_GPU = (GPU_LABEL, LAUNCHES)
@@ -53,48 +50,46 @@ LEAST_STEPS, LAUNCHES_BESIDE_STEPS = 16, 3
 
 
 class KernelTimes(NamedTuple):
-    """The times of kernels (ms), and where each comes from: `measured`, `predicted` or `estimated`."""
+    """The times of kernels (ms), and the origin of each: `measured`, `predicted` or `estimated`."""
 
     latency_ms: list[float]
     provenance: list[str]
 
 
 def leaves_gpu_idle(kernel: Kernel, label: str) -> bool:
-    """Whether `label` is one of the GPU and the kernel gives the GPU no work; then its time is zero, and not learned."""
+    """Whether the GPU has no work for the kernel and `label` is one of the GPU; such times are zero and not learned."""
     return label in ON_GPU and not kernel.moves_data
 
 
 def whole_launches(kernel: Kernel, launches: float) -> float:
-    """The launches of a kernel, given a prediction of them: those of a long recurrent layer are the same whole number in each
-    step. A mean of neighbours that launch two and three in a step is none that occurs."""
-    taken = steps(kernel.op_type, kernel.attributes, kernel.inputs)
-    if taken < LEAST_STEPS or len(kernel.inputs) < 2 or not kernel.inputs[1].shape:
+    """A kernel's predicted launches, rounded so that each step of a long recurrent layer has the same whole number. Neighbours
+    with two and three launches per step have a mean that never occurs."""
+    step_count = steps(kernel.op_type, kernel.attributes, kernel.inputs)
+    if step_count < LEAST_STEPS or len(kernel.inputs) < 2 or not kernel.inputs[1].shape:
         return launches
-    all_steps = taken * kernel.inputs[1].shape[0]  # the weights come for each direction
+    all_steps = step_count * kernel.inputs[1].shape[0]  # weights have one entry per direction
     return max(1, round((launches - LAUNCHES_BESIDE_STEPS) / all_steps)) * all_steps + LAUNCHES_BESIDE_STEPS
 
 
 def as_label_has_it(kernel: Kernel, label: str, predicted: float) -> float:
-    """A predicted time (or number of launches) of a kernel as label `label` would have it: none of the GPU's for one that gives
-    it no work, and launches as `whole_launches` has them."""
+    """A predicted time or number of launches, with zero for kernels without GPU work and `whole_launches` applied."""
     if leaves_gpu_idle(kernel, label):
         return 0.0
     return whole_launches(kernel, predicted) if label == LAUNCHES else predicted
 
 
-def predict_distinct(model: Estimator, kernels: Sequence[Kernel], features: npt.NDArray[np.float64],
+def predict_distinct(model: TimePredictor, kernels: Sequence[Kernel], features: npt.NDArray[np.float64],
                      load: Sequence[float]) -> npt.NDArray[np.float64]:
-    """As `predict_kernels`, but kernels of one type that look alike to the estimator are predicted once: those that differ in
-    values only, or in what they are called."""
-    place_of: dict[tuple[Any, ...], int] = {}
-    firsts: list[int] = []  # of the distinct ones
-    places = np.empty(len(kernels), dtype=int)
+    """Predicts kernels, each set of rows that look equal to the estimator only once."""
+    index_of: dict[tuple[Any, ...], int] = {}
+    firsts: list[int] = []  # indices of the distinct kernels
+    indices = np.empty(len(kernels), dtype=int)
     for row, kernel in enumerate(kernels):
         key = kernel.type, kernel.flops, kernel.bytes_read + kernel.bytes_written, features[row].tobytes()
-        places[row] = place_of.setdefault(key, len(firsts))
-        if places[row] == len(firsts):
+        indices[row] = index_of.setdefault(key, len(firsts))
+        if indices[row] == len(firsts):
             firsts.append(row)
-    return predict_kernels(model, [kernels[row] for row in firsts], features[firsts], load)[places]
+    return predict_kernels(model, [kernels[row] for row in firsts], features[firsts], load)[indices]
 
 
 def _features(kernel: Kernel) -> npt.NDArray[np.float64]:
@@ -103,14 +98,8 @@ def _features(kernel: Kernel) -> npt.NDArray[np.float64]:
 
 @dataclass
 class Predictors:
-    """The predictors of a target, ready to predict. A booster is read at the first prediction that needs it.
-
-    Attributes:
-        folder: of the files.
-        sidecar: what it says of them.
-        measured: idle times (ms) by kernel id and label, with what `drift_key` and `inputs_key` say of them.
-        admitted: estimators that were admitted for some kernel types, which they predict in place of the boosters.
-    """
+    """The predictors of a target, ready to predict. A booster is read at the first prediction that needs it. `measured` has
+    idle times (ms) by kernel id and label, with values of `drift_key` and `inputs_key`."""
 
     folder: Path
     sidecar: Sidecar
@@ -128,25 +117,18 @@ class Predictors:
         return tuple(self.sidecar.labels)
 
     def kernel_model(self, label: str) -> KernelModel | Transferred:
-        """The predictors of a label.
-
-        Raises:
-            UserError: there is no such label, or its file is missing, damaged or holds something else.
-        """
+        """Opens the predictors of a label."""
         if label not in self.sidecar.labels:
             raise UserError(f"label {label}: not measured on {self.sidecar.target.name} (measured: {', '.join(self.labels)})")
         if label not in self._models:
             about = self.sidecar.labels[label]
-            self._models[label] = (open_estimator(about, Transferred, self.folder, REMEDY) if about.start else
-                                   open_estimator(about, KernelModel, self.folder, REMEDY))
+            self._models[label] = (open_estimator(about, Transferred, self.folder, TRAIN_AGAIN) if about.start else
+                                   open_estimator(about, KernelModel, self.folder, TRAIN_AGAIN))
         return self._models[label]
 
     def load_vector(self, load: Mapping[str, float]) -> tuple[float, ...]:
-        """The load as numbers in the order of the sidecar's metrics; an empty mapping means an idle device.
-
-        Raises:
-            UserError: a metric is missing or is no finite number, or nothing was measured under load.
-        """
+        """The load as numbers in the order of the sidecar's metrics; an empty mapping means an idle device. Raises UserError: a
+        metric is missing or is no finite number, or nothing was measured under load."""
         sidecar = self.sidecar
         if not load:
             return tuple(sidecar.idle_load.values())
@@ -165,10 +147,10 @@ class Predictors:
 
     def predict(self, kernels: Sequence[Kernel], load: Mapping[str, float], label: str | None = None,
                 strict: bool = False) -> KernelTimes:
-        """The time of each kernel.
+        """The time of each kernel under a load: measured if known, else predicted.
 
         Args:
-            kernels: any number of them; the same one may come several times.
+            kernels: may contain duplicates.
             load: metrics of the background by DCGM field name; empty: idle.
             label: which time (records/measurement.py); by default the first label that was trained.
             strict: don't look up measured times.
@@ -191,26 +173,25 @@ class Predictors:
         return KernelTimes([pair[0] for pair in pairs], [pair[1] for pair in pairs])
 
     def _measured_of(self, name: str) -> Mapping[str, float]:
-        """What was measured of a kernel, by its id; empty for one that was not. It is kept, since each label asks for it."""
+        """The measured times of a kernel by label, cached; empty if it was not measured."""
         return cast("Mapping[str, float]", files.cached(self._looked_up, name, lambda: self.measured.get(name) or NOT_MEASURED,
                                                         REMEMBERED_KERNELS))
 
     def features_of(self, kernels: Sequence[Kernel]) -> npt.NDArray[np.float64]:
-        """kernels × KERNEL_FEATURES; those of a kernel are computed once and kept."""
+        """kernels × KERNEL_FEATURES, cached for each kernel."""
         return np.array([files.cached(self._features, kernel.id, partial(_features, kernel), REMEMBERED_KERNELS)
                          for kernel in kernels], dtype=float)
 
     def drift_of(self, kernel: Kernel, label: str) -> float:
-        """How unsteady the machine was, a ratio, while the measured time of a kernel was taken; 0 for a steady machine."""
+        """How unsteady the machine was, a ratio, when a kernel was measured; 0 for a steady machine."""
         return self._measured_of(kernel.id).get(drift_key(label), 0.0)
 
     def inputs_realistic(self, kernel: Kernel, label: str) -> bool:
-        """Whether the measured time of a kernel that depends on values was taken with realistic ones."""
+        """Whether a kernel whose time depends on values was measured with realistic ones."""
         return inputs_key(label) in self._measured_of(kernel.id)
 
     def beyond_range(self, kernels: Sequence[Kernel]) -> dict[str, float]:
-        """By what factor kernels are beyond the range of the training, the largest over their features, by kernel id. Kernels
-        within the range are omitted."""
+        """The factor by which kernels exceed the range of the training, by kernel id; only kernels beyond the range."""
         moving = [kernel for kernel in kernels if kernel.moves_data]
         if not moving:
             return {}
@@ -219,12 +200,7 @@ class Predictors:
         return {kernel.id: float(factor) for kernel, factor in zip(moving, times, strict=True) if factor > 1.0}
 
     def doubts(self, kernels: Sequence[Kernel]) -> dict[str, float]:
-        """How far off the GPU's predicted times of kernels are in the mean, as logarithms, by kernel id. Empty where that was
-        not learned.
-
-        Raises:
-            UserError: its file is missing, damaged or holds something else.
-        """
+        """The mean error of the GPU's predicted times of kernels, as logarithms, by kernel id; empty if not learned."""
         if self.sidecar.doubt is None or not kernels:
             return {}
         doubts = {kernel.id: self._doubts.get(kernel.id) for kernel in kernels}  # first, since another thread may clear them
@@ -237,22 +213,22 @@ class Predictors:
         return {name: doubt for name, doubt in doubts.items() if doubt is not None}
 
     def _doubts_of(self, kernels: Sequence[Kernel]) -> dict[str, float]:
-        """The doubts of kernels that were learned."""
+        """The doubts of kernels, for predictors that learned them."""
         if self._doubt is None and self.sidecar.doubt is not None:
-            self._doubt = open_estimator(self.sidecar.doubt, KernelModel, self.folder, REMEDY)
+            self._doubt = open_estimator(self.sidecar.doubt, KernelModel, self.folder, TRAIN_AGAIN)
         if self._doubt is None:
             return {}
         factors = predict_distinct(self._doubt, kernels, self.features_of(kernels), tuple(self.sidecar.idle_load.values()))
         return {kernel.id: max(math.log(factor), 0.0) for kernel, factor in zip(kernels, factors.tolist(), strict=True)}
 
     def _key(self, about: Saved, kernels: Sequence[Kernel]) -> str:
-        """The key, in the user's cache, of what an estimator, whose file has a digest, says of kernels on an idle device."""
-        return key_of("kernels", about, sorted(self.sidecar.idle_load.items()), sorted(kernel.id for kernel in kernels),
-                      package_version(*XGBOOST), code_of("records", "runtimes", "training", "utils"))
+        """The key in the user's cache for an estimator's predictions of kernels on an idle device."""
+        return entry_key("kernels", about, sorted(self.sidecar.idle_load.items()), sorted(kernel.id for kernel in kernels),
+                      package_version(*XGBOOST), code_version("learned", "ort_analysis", "records", "utils"))
 
     def _time(self, kernels: Mapping[str, Kernel], load: tuple[float, ...], label: str,
               look_up: bool) -> dict[str, tuple[float, str]]:
-        """Time and provenance of each kernel by id; all kernels of one predictor are predicted in one call."""
+        """Time and origin of each kernel by id; all kernels of one predictor are predicted in one call."""
         times: dict[str, tuple[float, str]] = {
             name: (0.0, "measured") for name, kernel in kernels.items() if leaves_gpu_idle(kernel, label)}
         if look_up:
@@ -276,7 +252,7 @@ class Predictors:
             predicted = self._by_admitted(self.admitted, kernels, predicted, load, label)
         for kernel, time_ms in zip(kernels, predicted.tolist(), strict=True):
             known = kernel.type in model.predictor_of
-            if not known and not kernel.moves_data:  # of any type: it only renames a tensor, which costs next to nothing
+            if not known and not kernel.moves_data:  # a kernel of any type that only renames a tensor costs almost nothing
                 times[kernel.id] = (model.roofline.floor_ms, "predicted")
             else:
                 times[kernel.id] = (as_label_has_it(kernel, label, time_ms), "predicted" if known else "estimated")
@@ -284,13 +260,9 @@ class Predictors:
 
     def _by_admitted(self, admitted: AdmittedEstimators, kernels: Sequence[Kernel], predicted: npt.NDArray[np.float64],
                      load: tuple[float, ...], label: str) -> npt.NDArray[np.float64]:
-        """The times (ms) of kernels, those of some types by admitted estimators. Under a load, these are multiplied by the
-        slowdown that the boosters predict.
-
-        Args:
-            predicted: by the boosters, under `load`.
-        """
-        times, entry_of, idle_load = predicted.copy(), admitted.of(label), tuple(self.sidecar.idle_load.values())
+        """The kernels' times (ms), with those of admitted estimators in place of the boosters' (`predicted`) for some types.
+        Under a load, estimators' times are multiplied by the slowdown that the boosters predict."""
+        times, entry_of, idle_load = predicted.copy(), admitted.by_type(label), tuple(self.sidecar.idle_load.values())
         for entry in {entry.file: entry for entry in entry_of.values()}.values():
             rows = [row for row, kernel in enumerate(kernels) if entry_of.get(kernel.type) == entry and kernel.moves_data]
             if rows:
@@ -303,23 +275,17 @@ class Predictors:
 
 
 def read_predictors(folder: Path, estimators: Sequence[Path] = ()) -> Predictors:
-    """The predictors in `folder`. Every file is checked against the sidecar when it is read. Boosters and admitted estimators
-    are read at the first prediction that needs them, which then raises the same errors.
-
-    Args:
-        folder: of the target's predictors.
-        estimators: the user's files and folders in which the code of admitted estimators may lie.
-
-    Raises:
-        UserError: there are none, they are of another version, or a file is missing or damaged.
-    """
+    """The predictors in `folder`. Each file is checked against the sidecar when it is read. Boosters and admitted estimators
+    are read, and may raise errors, at the first prediction that needs them. `estimators`: the user's files and folders with
+    code of estimators."""
     sidecar = read_sidecar(folder)
     for about in estimators_of(sidecar).values():
         if about.file and not (folder / about.file).is_file():
-            raise UserError(f"{folder / about.file}: named in {sidecar_path(folder)} but missing; {REMEDY}")
+            raise UserError(f"{folder / about.file}: named in {target_files.PREDICTORS.path(folder)} but missing; "
+                            f"{TRAIN_AGAIN}")
     predictors = Predictors(folder, sidecar, read_measured(folder, sidecar))
-    if (folder / ADMITTED).is_file():
-        from hase.learned.kernels.admitted import read_admitted
+    if target_files.ESTIMATORS.path(folder).is_file():
+        from hase.learned.kernels.admitted import read_admitted  # noqa: PLC0415 - most predictions do not need it
 
         predictors.admitted = read_admitted(folder, sidecar.target, estimators)
     return predictors
@@ -333,26 +299,19 @@ class StartFrom(NamedTuple):
 
     @classmethod
     def named(cls, workspace: Workspace, name: str) -> StartFrom:
-        """The predictors of target `name` in the workspace, or else those that come with Hase.
-
-        Raises:
-            UserError: there are none, or they are of another version.
-        """
-        folders = [folder for folder in (workspace.predictors(name), SHIPPED / name) if sidecar_path(folder).is_file()]
+        """The predictors of target `name` in the workspace, or else those that come with Hase."""
+        folders = [folder for folder in (workspace.predictors(name), SHIPPED / name)
+                   if target_files.PREDICTORS.path(folder).is_file()]
         if not folders:
-            shipped = sorted(path.parent.name for path in SHIPPED.glob(f"*/{sidecar_path(SHIPPED).name}"))
+            shipped = sorted(path.parent.name for path in SHIPPED.glob(f"*/{target_files.PREDICTORS.name}"))
             raise UserError(f"--start-from {name}: no predictors of that target in {workspace.predictors('')}, nor with Hase "
                             f"(which has: {', '.join(shipped) or 'none'})")
         return cls(name, read_predictors(folders[0]))
 
-    def of(self, target: str, label: str) -> OtherPredictors | None:
-        """The predictors to start from for a label of `target`: those of the same label, else of the other target's first one.
-
-        None for the target itself, and where the labels mean different things: launches are no times.
-
-        Raises:
-            UserError: the predictors start from another target themselves.
-        """
+    def for_label(self, target: str, label: str) -> OtherPredictors | None:
+        """The predictors to start from for a label of `target`: those of the same label, else of the other target's first
+        label. None for the target itself, and if the labels differ in meaning: launches are no times. Raises UserError: the
+        predictors start from another target themselves."""
         labels = self.predictors.labels
         theirs = label if label in labels else labels[0]
         if target == self.target or (label == LAUNCHES) != (theirs == LAUNCHES):

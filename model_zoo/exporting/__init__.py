@@ -1,1 +1,1 @@
-"""How a torch model becomes an ONNX file."""
+"""Exports torch models as ONNX files."""

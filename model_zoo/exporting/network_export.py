@@ -1,28 +1,45 @@
-"""A torch network to export, whatever it takes, and its ONNX file with dynamic dimensions, checked against torch's outputs."""
+"""Exports networks of the pool with dynamic dimensions, in several processes, and compares outputs with torch's."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import inspect
 import io
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from hase.model_zoo.exporting.onnx_export import LARGEST_FILE, add_metadata, difference, quiet, without_paths
+from hase.model_zoo.exporting.onnx_export import (
+    LARGEST_FILE,
+    add_metadata,
+    difference,
+    is_done,
+    quiet,
+    short,
+    without_paths,
+)
 from hase.model_zoo.exporting.torch_models import SEED, weight_bytes
+from hase.model_zoo.exporting.zoo_config import Collection
 from hase.utils import files
 from hase.utils.errors import UserError
-from hase.utils.fingerprint import package_version
+from hase.utils.fingerprint import package_version, resolve_device
 from hase.utils.lazy import onnx, torch
+from hase.utils.logger import get_logger
 from hase.utils.model_files import COLLECTION_KEY, DEFAULT_DIMS_KEY, GROUP_KEY
 from hase.utils.ort_sessions import model_errors, open_session
+from hase.utils.paths import Workspace
+from hase.utils.processes import each_in_a_process
 
-Values = Literal["normal", "ones", "indices"]
-EXPORTER_VERSION = 1  # of what is made here; files of another version are made anew
+log = get_logger("exporter")
+InputDistribution = Literal["normal", "ones", "indices"]
+EXPORTER_VERSION = 1  # files of another version are exported again
 DATA_SIZED_KEY = "hase.data_sized"  # metadata: sizes in the graph depend on data
 POOL_SIZES_KEY = "hase.pool_sizes"  # metadata: the sizes of each dynamic dimension at which the pool is measured
 MOST_OF_A_DIMENSION = 65536
@@ -33,6 +50,11 @@ CHECKED_BESIDE = 3  # times the default size: a tracer can bake a size in unseen
 # Largest difference allowed, as for torchvision's models (onnx_export.py says why); of float32's rounding, a deep network with
 # random weights makes up to 0.003.
 TOLERANCE = {"fp32": 0.01, "reduced": 0.1}
+MODULES: dict[Collection, str] = {  # each with SOURCES by collection
+    "timm": "hase.model_zoo.networks.libraries", "transformers": "hase.model_zoo.networks.libraries",
+    "torchvision": "hase.model_zoo.networks.libraries", "other": "hase.model_zoo.networks.other",
+    "random": "hase.model_zoo.networks.drawn"}
+OPTIONAL_PACKAGES: dict[Collection, str] = {"timm": "timm", "transformers": "transformers"}
 PACKAGES = {"timm": ("timm",), "transformers": ("transformers",), "torchvision": ("torchvision",)}  # by collection
 
 
@@ -41,17 +63,17 @@ class NetworkInput:
     """One input of a network.
 
     Attributes:
-        shape: a size for each dimension; a name stands for a dynamic dimension, and one name is one size.
-        values: `normal` floats, the integer 1 throughout (a mask), or integers from 0 to `below` (indices of words, say).
+        shape: a size, or the name of a dynamic dimension, per axis; equal names mean equal sizes.
+        values: `normal` floats, ones (a mask), or integers from 0 to `below` (such as word ids).
     """
 
     name: str
     shape: tuple[int | str, ...]
-    values: Values = "normal"
+    values: InputDistribution = "normal"
     below: int = 0
 
     def draw(self, sizes: Mapping[str, int], generator: np.random.Generator) -> np.ndarray:
-        """Random values for these sizes of the dynamic dimensions, float32 or int64."""
+        """Random values, float32 or int64, for these sizes."""
         shape = [size if isinstance(size, int) else sizes[size] for size in self.shape]
         if self.values == "normal":
             return generator.standard_normal(shape, dtype=np.float32)
@@ -65,12 +87,12 @@ class Network:
     """A torch network and what is needed to export it.
 
     Attributes:
-        module: in evaluation mode; takes the inputs by position, and gives a tensor or a tuple of tensors.
-        collection: where it comes from: torchvision, timm, transformers, random, ….
-        family: of its architecture. Models of one family are held out of training together.
-        sizes: of each dynamic dimension, by name, at which the pool is measured; the first where the user gives none.
-        data_sized: sizes of its outputs depend on data, as a detector's do, so that they are not compared with torch's.
-        traced: exported by torch's older exporter, which traces a run: it knows recurrent layers of any length, and detectors.
+        module: in evaluation mode, with positional inputs; returns a tensor or a tuple of tensors.
+        family: models of one family are held out of training together.
+        sizes: by dynamic dimension, the sizes to measure; the first is the default.
+        data_sized: output sizes depend on data, as a detector's do; outputs are not compared with torch's.
+        traced: exported by torch's older exporter, which traces a run; needed for recurrent layers of any length, and
+            detectors.
     """
 
     name: str
@@ -84,12 +106,12 @@ class Network:
 
     @property
     def dims(self) -> tuple[str, ...]:
-        """The dynamic dimensions, in the order in which the inputs name them."""
+        """The dynamic dimensions, in the inputs' order."""
         return tuple(dict.fromkeys(size for spec in self.inputs for size in spec.shape if isinstance(size, str)))
 
     @property
     def default_sizes(self) -> dict[str, int]:
-        """The sizes of the dynamic dimensions where the user gives none."""
+        """The default sizes of the dynamic dimensions."""
         return {dim: sizes[0] for dim, sizes in self.sizes.items()}
 
     def example(self) -> tuple[torch.Tensor, ...]:
@@ -97,7 +119,7 @@ class Network:
         return tuple(torch.from_numpy(values) for values in self.draw(self.default_sizes, "fp32").values())
 
     def draw(self, sizes: Mapping[str, int], dtype: str) -> dict[str, np.ndarray]:
-        """Random inputs by name, the same for the same sizes; floats are float16 where `dtype` is fp16."""
+        """Random inputs by name, deterministic for given sizes; floats are float16 if `dtype` is fp16."""
         generator = np.random.default_rng(SEED)
         drawn = {spec.name: spec.draw(sizes, generator) for spec in self.inputs}
         return {name: values.astype(np.float16) if dtype == "fp16" and values.dtype == np.float32 else values
@@ -105,7 +127,7 @@ class Network:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Every tensor of a network's output: those of tuples, lists and dicts in their order; what is no tensor is left out."""
+    """Every tensor in a network's output, in order; tuples, lists and dicts are searched."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, Mapping):
@@ -114,7 +136,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def outputs_of(network: Network, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    """What torch computes for these inputs, in float32 on the CPU, also where the weights are float16 (they then stay so)."""
+    """Torch's outputs for these inputs, computed in float32 on the CPU; the module's weights keep their type."""
     dtype = next((parameter.dtype for parameter in network.module.parameters() if parameter.is_floating_point()), torch.float32)
     given = [torch.from_numpy(array.astype(np.float32) if array.dtype == np.float16 else array) for array in inputs.values()]
     network.module.float()
@@ -131,19 +153,14 @@ def stem_of(name: str, dtype: str) -> str:
 
 
 def network_stamp(name: str, collection: str, family: str, dtype: str) -> dict[str, str]:
-    """What an exported file is, as its metadata: a file with the same is kept."""
+    """The metadata of an exported file; an existing file with the same metadata is kept."""
     versions = {f"hase.{package}": package_version(package) for package in ("torch", *PACKAGES.get(collection, ()))}
     return {"hase.network_exporter": str(EXPORTER_VERSION), "hase.model": name, "hase.dtype": dtype,
             COLLECTION_KEY: collection, GROUP_KEY: family, **versions}
 
 
 def trace_network(network: Network, dtype: str) -> onnx.ModelProto:
-    """The network as torch exports it, with its dynamic dimensions; its module is left in `dtype`.
-
-    Raises:
-        UserError: it takes more than one ONNX file holds.
-        Exception: torch's exporter can't export it; there are as many kinds of such errors as reasons.
-    """
+    """The network as exported by torch, with dynamic dimensions; its module is left in `dtype`."""
     if dtype == "fp16":
         network.module.half()
     size = weight_bytes(network.module)
@@ -163,7 +180,7 @@ def _by_exporter(network: Network, examples: tuple[torch.Tensor, ...]) -> onnx.M
     dims = {dim: torch.export.Dim(dim, min=1, max=MOST_OF_A_DIMENSION) for dim in network.dims}
     each = [{axis: dims[size] for axis, size in enumerate(spec.shape) if isinstance(size, str)} for spec in network.inputs]
     kinds = [parameter.kind for parameter in inspect.signature(network.module.forward).parameters.values()]
-    single = len(kinds) - (inspect.Parameter.VAR_POSITIONAL in kinds)  # what goes into `*inputs` stands together
+    single = len(kinds) - (inspect.Parameter.VAR_POSITIONAL in kinds)  # inputs for `*inputs` are adjacent
     shapes: tuple[Any, ...] = (*each[:single], *([tuple(each[single:])] if single < len(each) else []))
     program = torch.onnx.export(
         network.module, examples, dynamo=True, external_data=False, verbose=False,
@@ -187,11 +204,7 @@ def _by_older_exporter(network: Network, examples: tuple[torch.Tensor, ...]) -> 
 
 
 def check_network(path: Path, network: Network, dtype: str, device: str, sizes: Mapping[str, int]) -> float:
-    """Runs the file at these sizes, and returns how far its outputs are from torch's, relative to the largest of each.
-
-    Raises:
-        UserError: it can't be run, or its outputs are too far from torch's, or torch's own say nothing.
-    """
+    """Runs the file at these sizes; returns the difference from torch's outputs, relative to the largest value of each."""
     inputs = network.draw(sizes, dtype)
     session = open_session(path, device, name="the exported graph", entries=NO_SPINNING)
     taken = {graph_input.name for graph_input in session.get_inputs()}  # the exporter drops those that change nothing
@@ -215,12 +228,7 @@ def check_network(path: Path, network: Network, dtype: str, device: str, sizes: 
 
 
 def write_network(network: Network, dtype: str, path: Path, device: str) -> float:
-    """Puts the network's file in place once it passes onnx.checker and a run at two sets of sizes; the largest difference.
-
-    Raises:
-        UserError: it fails a check.
-        Exception: torch's exporter can't export it.
-    """
+    """Writes a network's file after onnx.checker and runs at two sets of sizes; returns the largest difference."""
     proto = trace_network(network, dtype)
     dims = {DEFAULT_DIMS_KEY: json.dumps(network.default_sizes), POOL_SIZES_KEY: json.dumps(dict(network.sizes))}
     dims |= {DATA_SIZED_KEY: "yes"} if network.data_sized else {}
@@ -232,3 +240,83 @@ def write_network(network: Network, dtype: str, path: Path, device: str) -> floa
         others = {dim: CHECKED_BESIDE * size for dim, size in network.default_sizes.items()}
         every = [network.default_sizes, *([others] if network.dims else [])]
         return max(check_network(temporary, network, dtype, device, sizes) for sizes in every)
+
+
+class NetworkSource(NamedTuple):
+    """A collection's networks: `check_names` raises `UserError` for unknown names; `build_network` takes name and family."""
+
+    check_names: Callable[[Iterable[str]], None]
+    build_network: Callable[[str, str], Network]
+
+
+def network_source(collection: Collection) -> NetworkSource:
+    """The source of a collection's networks; a `UserError` if a required package is not installed."""
+    package = OPTIONAL_PACKAGES.get(collection)
+    if package and importlib.util.find_spec(package) is None:
+        raise UserError(f"{package} is not installed here; install it with: pip install -r requirements-pool.txt")
+    source: NetworkSource = importlib.import_module(MODULES[collection]).SOURCES[collection]
+    return source
+
+
+@dataclass(frozen=True)
+class NetworkExport:
+    """One network to export in one or two data types."""
+
+    name: str
+    family: str
+    dtypes: tuple[str, ...]
+
+
+def _row(export: NetworkExport, path: Path, status: str, difference: float | None = None, error: str = "") -> dict[str, Any]:
+    mb = round(path.stat().st_size / 1e6, 2) if status != "failed" else None
+    return {"model": export.name, "file": str(path), "status": status, "mb": mb, "difference": difference, "error": error}
+
+
+def export_network(folder: Path, collection: Collection, device: str, force: bool, jobs: int,
+                   export: NetworkExport) -> list[dict[str, Any]]:
+    """Writes the missing files of one network; returns a row for each, with the reason if it failed."""
+    if "OMP_NUM_THREADS" not in os.environ:  # else torch follows it
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // jobs))
+    rows, network = [], None
+    for dtype in export.dtypes:
+        path = folder / f"{stem_of(export.name, dtype)}.onnx"
+        if not force and is_done(path, network_stamp(export.name, collection, export.family, dtype)):
+            rows.append(_row(export, path, "kept"))
+            continue
+        try:
+            network = network or network_source(collection).build_network(export.name, export.family)
+            rows.append(_row(export, path, "written", write_network(network, dtype, path, device)))
+        except Exception as error:  # any library's failure affects only one model
+            log.debug("%s", path.name, exc_info=True)
+            rows.append(_row(export, path, "failed", error=short(error)))
+    return rows
+
+
+def _crashed(folder: Path, export: NetworkExport) -> list[dict[str, Any]]:
+    path = folder / f"{stem_of(export.name, export.dtypes[0])}.onnx"
+    for left in folder.glob(f".{export.name}*.tmp.onnx"):
+        left.unlink(missing_ok=True)
+    return [_row(export, path, "failed", error="the exporting process died, most likely for lack of memory")]
+
+
+def export_networks(workspace: Workspace, collection: Collection, families: Mapping[str, str], dtypes: Sequence[str],
+                    device: str, jobs: int, force: bool = False) -> list[dict[str, Any]]:
+    """Writes `<name>.onnx` and `<name>_fp16.onnx` of each network; returns a row per file. A failure affects only its network.
+
+    Args:
+        families: the family of each network by its name.
+        device: `auto`, `cpu` or `cuda`: where the files are checked.
+        jobs: number of processes, each for one network at a time.
+        force: also export files that exist.
+    """
+    checked_on = resolve_device(device)
+    network_source(collection).check_names(families)
+    workspace.models.mkdir(parents=True, exist_ok=True)
+    exports = [NetworkExport(name, family, tuple(dict.fromkeys(dtypes))) for name, family in families.items()]
+    task = partial(export_network, workspace.models, collection, checked_on, force, jobs)
+    done = each_in_a_process(task, exports, jobs, partial(_crashed, workspace.models), "exporting")
+    rows = [row for part in done for row in part]
+    for row in rows:
+        if row["status"] == "failed":
+            log.error("%s: %s", Path(row["file"]).name, row["error"])
+    return rows

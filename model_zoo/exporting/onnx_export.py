@@ -1,4 +1,7 @@
-"""Writes a model as ONNX files, the plain one and ORT's optimised graph. Each is checked before it is put in place."""
+"""Exports torchvision's models as ONNX files, and ORT's optimised graphs of them.
+
+Runs in its own process, so that a crash affects only one model. Each file is checked before it gets its final name.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,13 @@ import gc
 import io
 import json
 import logging
+import multiprocessing
+import signal
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -18,14 +25,15 @@ from google.protobuf.message import DecodeError
 from hase.model_zoo.exporting.torch_models import SEED, build, check_names, group_of, is_sized, reference, weight_bytes
 from hase.model_zoo.exporting.zoo_config import SMALLEST_IMAGE, Export
 from hase.runtimes import flavour_of, local_target
-from hase.utils import files
-from hase.utils.errors import UserError
+from hase.utils import files, logger
+from hase.utils.errors import UserError, user_can_mend
 from hase.utils.fingerprint import ort_version, package_version
 from hase.utils.lazy import onnx, onnxruntime, torch
 from hase.utils.logger import get_logger
 from hase.utils.model_files import COLLECTION_KEY, DEFAULT_DIMS_KEY, GROUP_KEY
 from hase.utils.ort_sessions import model_errors, open_session
 from hase.utils.paths import OPTIMIZED_SUFFIX, Workspace
+from hase.utils.processes import begin_child, exit_cause
 
 EXPORTER_VERSION = 2  # files of another version are exported again
 LARGEST_FILE = 2**31 - 2**20  # bytes: protobuf's limit, minus room for the graph
@@ -37,10 +45,12 @@ LIMITS = {"batch": (1, 65536), "height": (SMALLEST_IMAGE, 8192), "width": (SMALL
 TOLERANCE = {"fp32": 1e-3, "reduced": 0.1}
 
 log = get_logger("exporter")
+STOP_SECONDS = 10.0
+log = logger.get_logger("exporter")
 
 
 class ModelSource:
-    """torch models on demand. The last one is kept, since the exports of one model come one after another."""
+    """Builds torch models on demand, and keeps the last one, since exports of one model are consecutive."""
 
     def __init__(self) -> None:
         self._key: Any = None
@@ -90,7 +100,7 @@ def add_metadata(proto: onnx.ModelProto, properties: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silences torch's exporter: its output, its warnings, and its log of failed attempts, which are handled here."""
+    """Silences torch's exporter: output, warnings, and its log of failed attempts, which are handled here."""
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         before = logging.root.manager.disable
@@ -102,7 +112,7 @@ def quiet() -> Iterator[None]:
 
 
 def trace(model: torch.nn.Module, export: Export, open_dims: Mapping[int, str]) -> onnx.ModelProto:
-    """The model as exported by torch, with the input dimensions `open_dims` (by position) dynamic."""
+    """The model as exported by torch, with dynamic input dimensions `open_dims` (by axis)."""
     size = weight_bytes(model)
     if size > LARGEST_FILE:
         raise UserError(f"{export.model} has {size / 1e9:.1f} GB of weights in {export.dtype}; one ONNX file holds 2 GB at most"
@@ -123,7 +133,7 @@ def trace(model: torch.nn.Module, export: Export, open_dims: Mapping[int, str]) 
 
 
 def without_paths(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """`proto` without the paths of this machine that torch's exporter writes into every node."""
+    """`proto` without this machine's paths, which torch's exporter writes into every node."""
     for node in proto.graph.node:
         kept = [prop for prop in node.metadata_props if prop.key != "pkg.torch.onnx.stack_trace"]
         del node.metadata_props[:]
@@ -139,11 +149,7 @@ def difference(actual: Any, wanted: Any) -> float:
 
 
 def check_outputs(path: Path, device: str, optimize: str, images: Any, wanted: Any, dtype: str) -> float:
-    """Runs the file on `images` and returns the difference of its outputs from `wanted` (see `difference`).
-
-    Raises:
-        UserError: the file can't be run, or the difference is too large.
-    """
+    """Runs the file on `images` and returns the difference of its outputs from `wanted` (see `difference`)."""
     name = "ORT's optimised graph" if optimize == "none" else "the exported graph"  # not the path, which is temporary
     session = open_session(path, device, optimize=optimize, name=name)
     options = onnxruntime.RunOptions()
@@ -157,13 +163,7 @@ def check_outputs(path: Path, device: str, optimize: str, images: Any, wanted: A
 
 
 class Exporter:
-    """Writes and checks files, one export after another.
-
-    Args:
-        workspace: where to.
-        device: `cpu` or `cuda`: the device of the optimised graphs and of the checks.
-        force: export again what exists already.
-    """
+    """Writes and checks files, one export after another; optimised graphs and checks are for `device`."""
 
     def __init__(self, workspace: Workspace, device: str, force: bool) -> None:
         self.workspace, self.device, self.force = workspace, device, force
@@ -171,11 +171,11 @@ class Exporter:
         self._reference: tuple[Any, Any] | None = None  # of the current export
 
     def check_names(self, names: Iterable[str]) -> None:
-        """Checks that torchvision has these models; `UserError` where it has not."""
+        """Checks that torchvision has these models; otherwise a `UserError`."""
         check_names(names)
 
     def write(self, export: Export) -> list[dict[str, Any]]:
-        """Writes the files of one export, or keeps existing ones. Returns one row per file, for the report."""
+        """Writes the files of one export, or keeps existing ones; returns one row per file."""
         self._reference = None
         plain = self.workspace.models / f"{export.stem}.onnx"
         kept = not self.force and is_done(plain, stamp(export))
@@ -225,7 +225,7 @@ class Exporter:
         return self._write_open(export, path, {0: "batch"})
 
     def _write_open(self, export: Export, path: Path, open_dims: Mapping[int, str]) -> float:
-        """Writes a file with dynamic dimensions. It is checked at two shapes, since tracing can fix a size unnoticed."""
+        """Writes a file with dynamic dimensions, checked at two shapes, since tracing can fix a size unnoticed."""
         proto = trace(self._models.get(export), export, open_dims)
         dim_names = [dim.dim_param for dim in proto.graph.input[0].type.tensor_type.shape.dim]
         if any(dim_names[axis] != name for axis, name in open_dims.items()):
@@ -236,7 +236,7 @@ class Exporter:
 
     def _save_checked(self, proto: onnx.ModelProto, export: Export, path: Path,
                       shapes: list[tuple[int, tuple[int, int]]]) -> float:
-        """Checks a plain file by onnx.checker and by a run at each of `shapes`, then puts it in place; largest difference."""
+        """Checks a plain file by onnx.checker and a run at each of `shapes`, then saves it; returns the largest difference."""
         add_metadata(proto, stamp(export))
         with files.replacing(path) as temporary:
             onnx.save(proto, temporary)
@@ -250,7 +250,7 @@ class Exporter:
         return worst
 
     def _write_optimized(self, export: Export, plain: Path, path: Path) -> float:
-        """Checks ORT's optimised graph by a run of it as it is, then puts it in place; the difference."""
+        """Checks ORT's optimised graph by a run without further optimisation, and saves it; returns the difference."""
         with files.replacing(path) as temporary:
             open_session(plain, self.device, save_to=temporary, name=plain.name)
             proto = onnx.load(temporary)
@@ -268,3 +268,96 @@ def short(error: BaseException) -> str:
     cause = error.__cause__ or error
     text = " ".join(str(cause).split()) or type(cause).__name__
     return text if len(text) <= 200 else text[:200] + " …"
+
+
+class ExportProcess:
+    """An Exporter in another process, started at the first request and again after a crash. A context manager."""
+
+    def __init__(self, workspace: Workspace, device: str, force: bool) -> None:
+        self._workspace, self._made_with = workspace, (workspace, device, force)
+        self._process: Any = None
+        self._connection: Connection | None = None
+
+    def __enter__(self) -> ExportProcess:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop(STOP_SECONDS if kind is None else 0.0)
+
+    def stop(self, patience_s: float = 0.0) -> None:
+        """Ends the process, which first removes its unfinished files. The next request starts another one. An idle process gets
+        `patience_s` to end by itself, so that it leaves no semaphores behind."""
+        if self._connection is not None:
+            self._connection.close()
+            self._process.join(patience_s)
+            self._process.terminate()
+            self._process.join(STOP_SECONDS)
+            self._process.kill()
+            self._process.join()
+        self._process, self._connection = None, None
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """Checks that torchvision has these models."""
+        self._ask("check_names", tuple(names))
+
+    def write(self, export: Export) -> list[dict[str, Any]]:
+        """Writes the files of one export, or keeps existing ones; returns one row per file."""
+        try:
+            rows: list[dict[str, Any]] = self._ask("write", export)
+        except EOFError:
+            self._process.join()
+            code = self._process.exitcode
+            self.stop()
+            for left in self._workspace.models.glob(f".{export.stem}.*.tmp.onnx"):
+                left.unlink(missing_ok=True)
+            if code == -signal.SIGKILL:
+                raise UserError("the exporting process was killed, most likely for lack of memory: "
+                                "try a smaller batch or image size") from None
+            raise UserError(f"torch or ONNX Runtime crashed while exporting it ({exit_cause(code)})") from None
+        return rows
+
+    def _ask(self, request: str, argument: Any) -> Any:
+        """The answer to a request. An error in the process is raised here.
+
+        Raises:
+            EOFError: the process crashed.
+        """
+        if self._connection is None:
+            context = multiprocessing.get_context("spawn")
+            self._connection, theirs = context.Pipe()
+            handlers = logging.getLogger("hase").handlers
+            quiet = all(handler.level > logging.INFO for handler in handlers if not isinstance(handler, logging.FileHandler))
+            self._process = context.Process(target=_serve, args=(theirs, self._made_with, quiet), daemon=True)
+            self._process.start()
+            theirs.close()
+        try:
+            self._connection.send((request, argument))
+            answer = self._connection.recv()
+        except (BrokenPipeError, ConnectionResetError):
+            raise EOFError from None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def _serve(connection: Connection, made_with: tuple[Workspace, str, bool], quiet: bool) -> None:
+    """Answers requests until the other process closes its end or ends."""
+    begin_child()
+    logger.configure(made_with[0].log_file, quiet=quiet)
+    exporter = Exporter(*made_with)
+    while True:
+        try:
+            request, argument = connection.recv()
+        except EOFError:
+            return
+        try:
+            answer = getattr(exporter, request)(argument)
+        except UserError as error:
+            answer = error
+        except OSError as error:
+            log.debug("%s", argument, exc_info=True)
+            answer = error if user_can_mend(error) else UserError(short(error))
+        except Exception as error:  # if one model fails, the others continue
+            log.debug("%s", argument, exc_info=True)
+            answer = UserError(short(error))
+        connection.send(answer)

@@ -1,4 +1,4 @@
-"""torchvision's classification models by name, with random weights that behave like trained ones."""
+"""Builds torchvision's classification models by name, with random weights that behave like trained ones."""
 
 from __future__ import annotations
 
@@ -22,17 +22,13 @@ SIZED = {"vit": "image_size", "maxvit": "input_size"}
 
 
 def group_of(name: str) -> str:
-    """The group of a torchvision model, which it shares with its variants: `resnet` for `wide_resnet50_2`."""
+    """The group that a torchvision model shares with its variants: `resnet` for `wide_resnet50_2`."""
     match = re.match(r"[a-zA-Z]+", name.removeprefix("wide_"))
     return match.group(0).lower() if match else name
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Checks that torchvision has a classification model of each name.
-
-    Raises:
-        UserError: there is none; similar names are listed.
-    """
+    """Checks that torchvision has a classification model of each name."""
     known = torchvision.models.list_models(module=torchvision.models)
     for name in names:
         if name not in known:
@@ -51,19 +47,12 @@ def _architecture(name: str) -> str:
 
 
 def build(name: str, dtype: str, size: tuple[int, int]) -> torch.nn.Module:
-    """The model in eval mode, without auxiliary heads. Its weights are random, but the same every time.
+    """The model in eval mode, without auxiliary heads, with reproducible random weights.
 
-    Weights do not change the latency, so nothing is downloaded. But they must be like trained ones: a bias of zeros, the
-    initial value of many layers, would be removed on export, together with the kernel that adds it. And activations must stay
-    in range, or fp16 overflows and outputs cannot be compared: so BatchNorms are calibrated with a random batch.
-
-    Args:
-        name: a torchvision classification model.
-        dtype: `fp32` or `fp16`.
-        size: height and width; used only by models that are built for one size.
-
-    Raises:
-        UserError: the model can't be built for this size.
+    Weights do not change the latency, so nothing is downloaded. But they must be like trained ones: export would remove a bias
+    of zeros, the initial value of many layers, together with the kernel that adds it. And activations must stay in range, or
+    fp16 overflows and outputs can't be compared: so BatchNorms are calibrated with a random batch. `size` matters only for
+    models with one size.
     """
     torch.manual_seed(SEED)
     model = bare(name, size)
@@ -73,15 +62,7 @@ def build(name: str, dtype: str, size: tuple[int, int]) -> torch.nn.Module:
 
 
 def bare(name: str, size: tuple[int, int]) -> torch.nn.Module:
-    """The model as torchvision initialises it, in its device context (`meta`: shapes alone).
-
-    Args:
-        name: a torchvision classification model.
-        size: height and width; used only by models that are built for one size.
-
-    Raises:
-        UserError: the model can't be built for this size.
-    """
+    """The model as torchvision initialises it, in torch's device context (`meta`: only shapes)."""
     options: dict[str, Any] = {}
     if name in ("googlenet", "inception_v3"):
         options = {"aux_logits": False, "init_weights": False}
@@ -97,11 +78,11 @@ def bare(name: str, size: tuple[int, int]) -> torch.nn.Module:
 
 
 def make_like_trained(model: torch.nn.Module, draw_inputs: Callable[[], tuple[torch.Tensor, ...]]) -> None:
-    """Puts a model with random weights in evaluation mode, and gives it weights like trained ones: none is all zero, and every
-    BatchNorm scales its input to a root mean square of 1, measured with one run on what `draw_inputs` returns.
+    """Puts a model with random weights in evaluation mode, and makes its weights like trained ones.
 
-    Means stay 0: to a random model all random images look alike, and without their mean little more than rounding errors would
-    remain to compare.
+    No weight stays all zero, and every BatchNorm scales its input to a root mean square of 1, measured in a run on
+    `draw_inputs()`. Means stay 0: to a random model all random images look alike, and without their mean little more than
+    rounding errors would remain to compare.
     """
     def scale(norm: torch.nn.Module, inputs: tuple[torch.Tensor]) -> None:
         axes = [axis for axis in range(inputs[0].dim()) if axis != 1]
@@ -127,11 +108,8 @@ def weight_bytes(model: torch.nn.Module) -> int:
 
 
 def reference(model: torch.nn.Module, images: np.ndarray, device: str) -> np.ndarray:
-    """torch's outputs for `images` in float32, computed in small batches to save memory.
-
-    An fp16 model computes in float32 with its fp16 weights: on CPUs torch lacks fp16 operators, and so only one side of a
-    comparison is rounded. On a GPU, TF32 is off.
-    """
+    """torch's outputs for `images` in float32, in small batches to save memory. An fp16 model computes in float32 with its fp16
+    weights: torch lacks fp16 operators on CPUs, and so only one side of a comparison is rounded. On a GPU, TF32 is off."""
     torch_device = torch.device("cuda" if device == "cuda" else "cpu")
     dtype = next(model.parameters()).dtype
     model.to(torch_device, torch.float32)

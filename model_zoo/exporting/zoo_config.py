@@ -1,4 +1,4 @@
-"""The exporters' configs, model_zoo/config.yaml and model_zoo/pool.yaml, and the files that they ask for."""
+"""The exporters' configs (model_zoo/config.yaml and model_zoo/pool.yaml), and the files that they request."""
 
 from __future__ import annotations
 
@@ -18,10 +18,15 @@ SMALLEST_IMAGE = 32  # pixels a side; below, no classification model has anythin
 
 Dtype = Literal["fp32", "fp16"]
 POOL_FILE = ROOT / "model_zoo" / "pool.yaml"
+Side = Annotated[int, Field(ge=SMALLEST_IMAGE, le=8192)]
+BatchSize = Annotated[int, Field(ge=1, le=65536)]
+Collection = Literal["timm", "transformers", "torchvision", "other", "random"]
+COLLECTIONS: tuple[Collection, ...] = get_args(Collection)
+Families = dict[str, tuple[str, ...]]
 
 
 def _image_size(value: Any) -> Any:
-    """`224` as (224, 224), `"224x320"` as (224, 320); pydantic refuses everything else."""
+    """`224` as (224, 224), `"224x320"` as (224, 320); pydantic refuses other values."""
     sides = str(value).lower().split("x")
     if isinstance(value, (int, str)) and len(sides) <= 2 and all(side.isdigit() for side in sides):
         return int(sides[0]), int(sides[-1])
@@ -30,9 +35,7 @@ def _image_size(value: Any) -> Any:
     raise ValueError("an image size is written 224 or 224x320 (height x width)")
 
 
-Side = Annotated[int, Field(ge=SMALLEST_IMAGE, le=8192)]
 ImageSize = Annotated[tuple[Side, Side], BeforeValidator(_image_size)]
-BatchSize = Annotated[int, Field(ge=1, le=65536)]
 
 
 class ZooConfig(Config):
@@ -53,13 +56,13 @@ class ZooConfig(Config):
         return self
 
     def exports(self) -> Iterator[Export]:
-        """Every file that the config asks for, once; the files of one model come one after another."""
+        """Every file that the config requests, once; files of one model are consecutive."""
         for model in dict.fromkeys(self.models):
             for dtype in dict.fromkeys(self.dtypes):
                 if self.dynamic is True:
                     yield Export(model, dtype, None, self.image_sizes[0], self.batch_sizes[0])
-                for place, size in enumerate(dict.fromkeys(self.image_sizes) if self.dynamic == "batch" else ()):
-                    yield Export(model, dtype, None, size, self.batch_sizes[0], batch_alone=True, names_size=place > 0)
+                for index, size in enumerate(dict.fromkeys(self.image_sizes) if self.dynamic == "batch" else ()):
+                    yield Export(model, dtype, None, size, self.batch_sizes[0], batch_alone=True, names_size=index > 0)
                 for size in dict.fromkeys(self.image_sizes) if self.fixed else ():
                     for batch in dict.fromkeys(self.batch_sizes):
                         yield Export(model, dtype, batch, size)
@@ -70,11 +73,11 @@ class Export:
     """One ONNX file to write.
 
     Attributes:
-        batch: the batch size; None for a dynamic file.
-        size: height and width in pixels. A dynamic file is traced with them.
-        default_batch: of a dynamic file: the batch size that later phases use by default.
-        batch_alone: of a dynamic file: only the batch is dynamic, even if the model allows more.
-        names_size: of a dynamic file: whether its name contains the image size.
+        batch: None for a dynamic file.
+        size: height and width in pixels; a dynamic file is traced with them.
+        default_batch: later phases' default batch for a dynamic file.
+        batch_alone: only the batch is dynamic, even if the model allows more.
+        names_size: the name of a dynamic file contains the image size.
     """
 
     model: str
@@ -87,7 +90,7 @@ class Export:
 
     @property
     def default_dims(self) -> dict[str, int]:
-        """The sizes that later phases use for a dynamic file by default: the first combination in the config."""
+        """Later phases' default sizes for a dynamic file: the first combination in the config."""
         return {"batch": self.default_batch, "height": self.size[0], "width": self.size[1]}
 
     @property
@@ -99,13 +102,8 @@ class Export:
         return f"{self.model}_{self.dtype}_b{self.batch}{size}"
 
 
-Collection = Literal["timm", "transformers", "torchvision", "other", "random"]
-COLLECTIONS: tuple[Collection, ...] = get_args(Collection)
-Families = dict[str, tuple[str, ...]]
-
-
 class PoolConfig(Config):
-    """See the comments in model_zoo/pool.yaml: for each collection, its families and the names of their models."""
+    """The models of each collection by family; see the comments in model_zoo/pool.yaml."""
 
     timm: Families = {}
     transformers: Families = {}
@@ -114,16 +112,12 @@ class PoolConfig(Config):
     random: Families = {}
 
     def family_of(self, collection: Collection) -> dict[str, str]:
-        """The family of each model of a collection by its name, in the file's order."""
+        """The family of each model of a collection, in the file's order."""
         families: Families = getattr(self, collection)
         return {name: family for family, names in families.items() for name in names}
 
     def chosen(self, collection: Collection, names: list[str]) -> dict[str, str]:
-        """`family_of` for some names, or for all where there are none. The family of a name that is not listed is its own.
-
-        Raises:
-            UserError: no names, and the pool lists none of this collection.
-        """
+        """`family_of` for some names, or for all if none are given. A name that is not listed is its own family."""
         listed = self.family_of(collection)
         if not names and not listed:
             raise UserError(f"the pool lists no models of {collection}; name some with --model")
@@ -131,5 +125,5 @@ class PoolConfig(Config):
 
 
 def read_pool(path: Path | None = None) -> PoolConfig:
-    """The pool in `path` (by default model_zoo/pool.yaml); `UserError` where it does not fit."""
+    """The pool in `path` (by default model_zoo/pool.yaml), validated."""
     return read_config(path or POOL_FILE, PoolConfig)

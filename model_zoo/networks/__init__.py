@@ -1,1 +1,1 @@
-"""The networks of each collection, with random weights."""
+"""Builds the networks of each collection, with random weights."""

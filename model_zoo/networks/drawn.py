@@ -1,4 +1,4 @@
-"""Networks drawn at random: convolutional ones, transformers and mixtures of both. A name fixes one: `random_conv_7`."""
+"""Random networks (convolutional, transformers, mixtures), each determined by its name, such as `random_conv_7`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hase.model_zoo.exporting.network_export import Network, NetworkInput
+from hase.model_zoo.exporting.network_export import Network, NetworkInput, NetworkSource
 from hase.model_zoo.exporting.torch_models import SEED, make_like_trained
 from hase.utils.errors import UserError
 
 T = TypeVar("T")
-COLLECTION = "random"
 NAME = re.compile(r"random_(conv|transformer|mixed)_(\d+)")
 CLASSES = 100
 WORDS = 8000
@@ -25,13 +24,13 @@ ACTIVATIONS: tuple[Callable[[], nn.Module], ...] = (
     lambda: nn.LeakyReLU(0.1), lambda: nn.GELU("tanh"))
 
 
-class Draw:
+class RandomChoices:
     """Random choices from a seed."""
 
     def __init__(self, seed: int) -> None:
         self._generator = np.random.default_rng(seed)
 
-    def of(self, *choices: T) -> T:
+    def pick(self, *choices: T) -> T:
         return choices[int(self._generator.integers(len(choices)))]
 
     def likely(self, share: float) -> bool:
@@ -49,19 +48,19 @@ class ImageNorm(nn.Module):
         return self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
-NORMS: tuple[Callable[[int], nn.Module], ...] = (  # of images; most have BatchNorm
+NORMS: tuple[Callable[[int], nn.Module], ...] = (  # norms for images; most have BatchNorm
     nn.BatchNorm2d, nn.BatchNorm2d, nn.BatchNorm2d, lambda width: nn.GroupNorm(8, width), ImageNorm,
     lambda width: nn.InstanceNorm2d(width, affine=True))
 
 
 class ChannelGate(nn.Module):
-    """Scales each channel by what a small network makes of the channels' means."""
+    """Scales each channel by the output of a small network on the channels' means."""
 
-    def __init__(self, width: int, draw: Draw) -> None:
+    def __init__(self, width: int, draw: RandomChoices) -> None:
         super().__init__()
-        inner = max(8, width // draw.of(4, 8, 16))
-        self.inner = nn.Sequential(nn.Conv2d(width, inner, 1), draw.of(*ACTIVATIONS)(), nn.Conv2d(inner, width, 1),
-                                   draw.of(nn.Sigmoid, nn.Hardsigmoid)())
+        inner = max(8, width // draw.pick(4, 8, 16))
+        self.inner = nn.Sequential(nn.Conv2d(width, inner, 1), draw.pick(*ACTIVATIONS)(), nn.Conv2d(inner, width, 1),
+                                   draw.pick(nn.Sigmoid, nn.Hardsigmoid)())
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.inner(x.mean((2, 3), keepdim=True))
@@ -70,11 +69,12 @@ class ChannelGate(nn.Module):
 class ConvBlock(nn.Module):
     """Convolutions of a random form around a width, with a residual, a concatenation or neither."""
 
-    def __init__(self, width: int, draw: Draw, norm: Callable[[int], nn.Module], activation: Callable[[], nn.Module]) -> None:
+    def __init__(self, width: int, draw: RandomChoices, norm: Callable[[int], nn.Module],
+                 activation: Callable[[], nn.Module]) -> None:
         super().__init__()
-        self.join = draw.of("add", "add", "concat", "none")
-        form = draw.of("plain", "bottleneck", "inverted", "grouped", "depthwise", "split")
-        kernel, inner = draw.of(3, 3, 5, 7), width
+        self.join = draw.pick("add", "add", "concat", "none")
+        form = draw.pick("plain", "bottleneck", "inverted", "grouped", "depthwise", "split")
+        kernel, inner = draw.pick(3, 3, 5, 7), width
         layers: list[nn.Module] = []
         if form == "plain":
             layers = [nn.Conv2d(width, width, min(kernel, 5), 1, min(kernel, 5) // 2), norm(width), activation()]
@@ -85,7 +85,7 @@ class ConvBlock(nn.Module):
             layers = [nn.Conv2d(width, width, kernel, 1, kernel // 2, groups=width), norm(width),
                       nn.Conv2d(width, 4 * width, 1), activation(), nn.Conv2d(4 * width, width, 1)]
         else:
-            inner = {"bottleneck": max(8, width // 4 // 8 * 8), "inverted": width * draw.of(2, 4, 6), "grouped": width}[form]
+            inner = {"bottleneck": max(8, width // 4 // 8 * 8), "inverted": width * draw.pick(2, 4, 6), "grouped": width}[form]
             groups = {"bottleneck": 1, "inverted": inner, "grouped": max(1, inner // 8)}[form]
             kernel = kernel if form == "inverted" else 3
             layers = [nn.Conv2d(width, inner, 1, bias=False), norm(inner), activation(),
@@ -104,13 +104,13 @@ class ConvBlock(nn.Module):
         return self.last(out)
 
 
-def conv_stages(draw: Draw, before: int, width: int, stages: int) -> tuple[nn.Sequential, int]:
-    """Stages of ConvBlocks, each of which begins by halving the image, and the number of channels after them."""
-    norm = draw.of(*NORMS)
-    activation = draw.of(*ACTIVATIONS)
+def conv_stages(draw: RandomChoices, before: int, width: int, stages: int) -> tuple[nn.Sequential, int]:
+    """Stages of ConvBlocks, each of which first halves the image, and the final number of channels."""
+    norm = draw.pick(*NORMS)
+    activation = draw.pick(*ACTIVATIONS)
     layers: list[nn.Module] = []
     for _ in range(stages):
-        how = draw.of("stride", "stride", "max", "mean", "patch", "unshuffle")
+        how = draw.pick("stride", "stride", "max", "mean", "patch", "unshuffle")
         if how == "stride":
             layers += [nn.Conv2d(before, width, 3, 2, 1)]
         elif how == "patch":
@@ -119,13 +119,13 @@ def conv_stages(draw: Draw, before: int, width: int, stages: int) -> tuple[nn.Se
             layers += [nn.PixelUnshuffle(2), nn.Conv2d(4 * before, width, 1)]
         else:
             layers += [nn.Conv2d(before, width, 3, 1, 1), nn.MaxPool2d(3, 2, 1) if how == "max" else nn.AvgPool2d(2)]
-        layers += [norm(width), activation(), *(ConvBlock(width, draw, norm, activation) for _ in range(draw.of(1, 2, 3)))]
-        before, width = width, min(1024, int(width * draw.of(1.25, 1.5, 2.0, 2.0)) // 8 * 8)
+        layers += [norm(width), activation(), *(ConvBlock(width, draw, norm, activation) for _ in range(draw.pick(1, 2, 3)))]
+        before, width = width, min(1024, int(width * draw.pick(1.25, 1.5, 2.0, 2.0)) // 8 * 8)
     return nn.Sequential(*layers), before
 
 
 class Attention(nn.Module):
-    """Attention whose keys and values have as many heads as its queries or fewer, or attention that is linear in the length."""
+    """Attention with as many key heads as query heads or fewer, or attention that is linear in the length."""
 
     def __init__(self, width: int, heads: int, key_heads: int, linear: bool) -> None:
         super().__init__()
@@ -141,10 +141,10 @@ class Attention(nn.Module):
         if share > 1:
             key, value = key.repeat_interleave(share, 1), value.repeat_interleave(share, 1)
         if self.linear:
-            attended = F.softmax(query, -1) @ (F.softmax(key, -2).transpose(-1, -2) @ value)
+            mixed = F.softmax(query, -1) @ (F.softmax(key, -2).transpose(-1, -2) @ value)
         else:
-            attended = F.scaled_dot_product_attention(query, key, value)
-        return self.out(attended.transpose(1, 2).reshape(batch, length, width))
+            mixed = F.scaled_dot_product_attention(query, key, value)
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
 
 
 class RootMeanSquareNorm(nn.Module):
@@ -159,7 +159,7 @@ class RootMeanSquareNorm(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two products with an activation between, or a gated one."""
+    """Two products with an activation between them, perhaps gated."""
 
     def __init__(self, width: int, inner: int, gated: bool, activation: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class FeedForward(nn.Module):
 
 
 class Mixer(nn.Module):
-    """In place of attention: a depthwise convolution along the sequence."""
+    """A depthwise convolution along the sequence, in place of attention."""
 
     def __init__(self, width: int, kernel: int) -> None:
         super().__init__()
@@ -197,32 +197,33 @@ class TransformerLayer(nn.Module):
         return x
 
 
-def transformer_layers(draw: Draw, width: int) -> nn.Sequential:
+def transformer_layers(draw: RandomChoices, width: int) -> nn.Sequential:
     """Two to six layers of one random form; `width` is divisible by 64."""
-    size = draw.of(32, 64)
+    size = draw.pick(32, 64)
     heads = width // size
-    key_heads = draw.of(heads, heads, 1, heads // 2 if heads % 2 == 0 else heads)
-    norm: Callable[[int], nn.Module] = draw.of(nn.LayerNorm, nn.LayerNorm, RootMeanSquareNorm)
-    activation, inner = draw.of(nn.GELU, *ACTIVATIONS), int(width * draw.of(2, 3, 4))
-    kind, gated, first = draw.of("softmax", "softmax", "linear", "conv"), draw.likely(0.4), draw.likely(0.6)
-    kernel = draw.of(3, 7, 15)
+    key_heads = draw.pick(heads, heads, 1, heads // 2 if heads % 2 == 0 else heads)
+    norm: Callable[[int], nn.Module] = draw.pick(nn.LayerNorm, nn.LayerNorm, RootMeanSquareNorm)
+    activation, inner = draw.pick(nn.GELU, *ACTIVATIONS), int(width * draw.pick(2, 3, 4))
+    kind, gated, first = draw.pick("softmax", "softmax", "linear", "conv"), draw.likely(0.4), draw.likely(0.6)
+    kernel = draw.pick(3, 7, 15)
     return nn.Sequential(*(TransformerLayer(
         width, Mixer(width, kernel) if kind == "conv" else Attention(width, heads, key_heads, kind == "linear"),
-        FeedForward(width, inner, gated, activation), norm, first) for _ in range(draw.of(2, 3, 4, 6))))
+        FeedForward(width, inner, gated, activation), norm, first) for _ in range(draw.pick(2, 3, 4, 6))))
 
 
 class ImageNetwork(nn.Module):
-    """Stages of convolutions, a transformer over what they leave where there is one, and a classification or an image again."""
+    """Stages of convolutions, perhaps a transformer after them, and a classification or an output image."""
 
-    def __init__(self, draw: Draw, mixed: bool) -> None:
+    def __init__(self, draw: RandomChoices, mixed: bool) -> None:
         super().__init__()
-        self.stages, width = conv_stages(draw, 3, draw.of(16, 24, 32, 48, 64), draw.of(2, 3) if mixed else draw.of(3, 4, 5))
-        inner = 64 * draw.of(2, 3, 4, 6)
+        width = draw.pick(16, 24, 32, 48, 64)
+        self.stages, width = conv_stages(draw, 3, width, draw.pick(2, 3) if mixed else draw.pick(3, 4, 5))
+        inner = 64 * draw.pick(2, 3, 4, 6)
         self.into = nn.Conv2d(width, inner, 1) if mixed else None
         self.layers = transformer_layers(draw, inner) if mixed else None
         width = inner if mixed else width
         self.maps = draw.likely(0.3)
-        scale = draw.of(2, 4)
+        scale = draw.pick(2, 4)
         self.head = (nn.Sequential(nn.ConvTranspose2d(width, 32, scale, scale), nn.ReLU(), nn.Conv2d(32, 8, 3, 1, 1))
                      if self.maps else nn.Linear(width, CLASSES))
 
@@ -235,11 +236,11 @@ class ImageNetwork(nn.Module):
 
 
 class WordNetwork(nn.Module):
-    """Words, a transformer, and scores of words for each place or a classification of the whole."""
+    """Words, a transformer, and scores of words per position or a classification."""
 
-    def __init__(self, draw: Draw) -> None:
+    def __init__(self, draw: RandomChoices) -> None:
         super().__init__()
-        width = 64 * draw.of(2, 4, 6, 8, 12, 16)
+        width = 64 * draw.pick(2, 4, 6, 8, 12, 16)
         self.words, self.layers = nn.Embedding(WORDS, width), transformer_layers(draw, width)
         self.whole = draw.likely(0.5)
         self.head = nn.Linear(width, CLASSES if self.whole else WORDS)
@@ -250,7 +251,7 @@ class WordNetwork(nn.Module):
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Checks that each is the name of a random network; `UserError` where one is not."""
+    """Raises `UserError` if one of these is not the name of a random network."""
     for name in names:
         if not NAME.fullmatch(name):
             raise UserError(f"{name}: a random network is called random_conv_N, random_transformer_N or random_mixed_N, "
@@ -258,17 +259,20 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def build_network(name: str, family: str) -> Network:
-    """The random network of this name, in float32, always the same."""
+    """The random network with this name, in float32."""
     kind, number = NAME.fullmatch(name).groups()  # type: ignore[union-attr]
-    draw = Draw(3 * int(number) + ("conv", "transformer", "mixed").index(kind))
+    draw = RandomChoices(3 * int(number) + ("conv", "transformer", "mixed").index(kind))
     torch.manual_seed(SEED)
     if kind == "transformer":
         words = NetworkInput("words", ("batch", "sequence"), "indices", WORDS)
-        network = Network(name, COLLECTION, family, WordNetwork(draw), (words,), {"batch": (1, 8), "sequence": (128,)})
+        network = Network(name, "random", family, WordNetwork(draw), (words,), {"batch": (1, 8), "sequence": (128,)})
     else:
         module = ImageNetwork(draw, kind == "mixed")
-        size = draw.of(64, 128, 160, 224) if kind == "mixed" else draw.of(96, 128, 192, 224, 256)
+        size = draw.pick(64, 128, 160, 224) if kind == "mixed" else draw.pick(96, 128, 192, 224, 256)
         image = NetworkInput("image", ("batch", 3, size, size))
-        network = Network(name, COLLECTION, family, module, (image,), {"batch": (1, 16)})
+        network = Network(name, "random", family, module, (image,), {"batch": (1, 16)})
     make_like_trained(network.module, network.example)
     return network
+
+
+SOURCES = {"random": NetworkSource(check_names, build_network)}

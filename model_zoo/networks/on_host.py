@@ -1,7 +1,7 @@
-"""Networks of which a CUDA session runs a part on the host: decoders that choose tokens in a loop, selections of boxes, points
-and ids, transforms and activations that the CUDA provider lacks.
+"""Networks that a CUDA session runs partly on the host.
 
-They are exported by torch's older exporter. Its loops come from scripted functions, whose tensors need their types.
+These are decoders that choose tokens in a loop, selections of boxes, points and ids, and transforms and activations that the
+CUDA provider lacks. Torch's older exporter exports them; its loops come from scripted functions with typed tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 @torch.jit.script
 def tokens_after(state: Tensor, table: Tensor, within: Tensor, out: Tensor, trips: int, drawn: bool) -> Tensor:
-    """Tokens chosen one after another: each is the likeliest after the state, or drawn by likelihood, and moves the state.
+    """Tokens chosen one after another: each is the likeliest after the state, or sampled, and updates the state.
 
     Args:
         state: batch × width.
@@ -24,7 +24,7 @@ def tokens_after(state: Tensor, table: Tensor, within: Tensor, out: Tensor, trip
         within: width × width, the recurrence.
         out: width × width, before the output layer.
         trips: number of tokens.
-        drawn: draw each token.
+        drawn: sample each token.
     """
     tokens = torch.ones([state.size(0), 1], dtype=torch.long)
     token = tokens[:, 0]
@@ -38,7 +38,7 @@ def tokens_after(state: Tensor, table: Tensor, within: Tensor, out: Tensor, trip
 
 @torch.jit.script
 def farthest_points(points: Tensor, count: int) -> Tensor:
-    """Indices of points that are far apart: each is the farthest from those before. `points`: number × 3."""
+    """Indices of points that are far apart: each is the farthest from the previous ones. `points`: number × 3."""
     distance = torch.full([points.size(0)], 1e10)
     farthest = torch.zeros([1], dtype=torch.long)
     chosen = farthest
@@ -51,7 +51,7 @@ def farthest_points(points: Tensor, count: int) -> Tensor:
 
 
 class LoopDecoder(nn.Module):
-    """An encoder of vectors by a transformer, then tokens one after another from its mean, the likeliest or `drawn` ones."""
+    """A transformer encoder of vectors, then tokens one after another from its mean: the likeliest, or sampled if `drawn`."""
 
     def __init__(self, width: int, words: int, trips: int, drawn: bool) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class LoopDecoder(nn.Module):
 
 
 class BeamStep(nn.Module):
-    """One step of beam search over a cache of states: the likeliest continuations, and the states that they come from."""
+    """One step of beam search over a cache of states: the likeliest continuations and their previous states."""
 
     def __init__(self, width: int, words: int, beams: int) -> None:
         super().__init__()
@@ -77,10 +77,10 @@ class BeamStep(nn.Module):
     def forward(self, token: Tensor, state: Tensor, score: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         after = self.layers(self.table(token), state)
         logits = F.log_softmax(after @ self.table.weight.t(), -1) + score[:, None]
-        best, place = logits.reshape(-1, self.beams * self.words).topk(self.beams)
-        origin = torch.div(place, self.words, rounding_mode="floor") + self.beams * torch.arange(place.size(0))[:, None]
+        best, index = logits.reshape(-1, self.beams * self.words).topk(self.beams)
+        origin = torch.div(index, self.words, rounding_mode="floor") + self.beams * torch.arange(index.size(0))[:, None]
         seen = torch.unique(origin.flatten(), sorted=True)
-        return (place % self.words).flatten(), after[origin.flatten()], best.flatten(), seen
+        return (index % self.words).flatten(), after[origin.flatten()], best.flatten(), seen
 
 
 class CtcDecoder(nn.Module):
@@ -178,8 +178,8 @@ class HashedRecommender(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         if self.distinct:
-            unique_ids, place = torch.unique(ids, return_inverse=True)
-            vectors = self.table(unique_ids)[place]
+            unique_ids, index = torch.unique(ids, return_inverse=True)
+            vectors = self.table(unique_ids)[index]
         else:
             vectors = self.table((ids + torch.bitwise_right_shift(ids, 7) + torch.bitwise_right_shift(ids, 13)) % self.rows)
         return torch.sigmoid(self.top(vectors.reshape(-1, self.wide)))

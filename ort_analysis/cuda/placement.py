@@ -1,13 +1,12 @@
-"""Which nodes of a graph the CUDA provider takes, and the copies to and from the GPU, derived on a machine without a GPU.
+"""Which nodes the CUDA provider runs, which copies ONNX Runtime inserts, and whether CUDA can capture the graph.
 
-Follows ONNX Runtime 1.31: a node goes to the CUDA provider if that has a kernel for it, except for a few that it refuses
-(`CUDAExecutionProvider::GetCapability` in cuda_execution_provider.cc), and for computations on shapes, which stay on the CPU
-(`GetCpuPreferredNodes` in fallback_cpu_capability.cc). Copies are inserted as by its `MemcpyTransformer`
-(transformer_memcpy.cc).
+Derived without a GPU, as in ONNX Runtime 1.31. A node goes to the CUDA provider if that has a kernel, except for a few that it
+refuses (`CUDAExecutionProvider::GetCapability` in cuda_execution_provider.cc) and shape computations, which stay on the CPU
+(`GetCpuPreferredNodes` in fallback_cpu_capability.cc). Copies follow `MemcpyTransformer` (transformer_memcpy.cc).
 
-The table of its kernels, cuda_kernels.json, comes from sessions on an NVIDIA H200 (recipes/cuda_kernels/probe_kernels.py), one
-for every operator for which ONNX Runtime 1.31 has a schema. Control flow and operators on sequences can't be tried that way;
-they are from ONNX Runtime's source (core/providers/cuda/controlflow and the list of kernels in cuda_execution_provider.cc).
+The table of kernels, cuda_kernels.json, comes from sessions on an NVIDIA H200 (recipes/cuda_kernels/probe_kernels.py), one per
+operator with a schema in ONNX Runtime 1.31. Control flow and operators on sequences can't be tried that way; they are from the
+source (core/providers/cuda/controlflow and the kernel list in cuda_execution_provider.cc).
 """
 
 from __future__ import annotations
@@ -22,7 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from hase.records.kernel_record import KernelInput
+from hase.records.kernel_costs import LAUNCHED_INPUTS, waits_between_launches
+from hase.records.kernel_record import KernelInput, ModelRecord, Node
+from hase.records.operators import operator_row
 from hase.utils.lazy import onnx
 
 TABLE = Path(__file__).with_name("cuda_kernels.json")
@@ -51,7 +52,7 @@ ON_HOST = "_on_the_host"
 
 
 class CudaKernel(NamedTuple):
-    """A kernel of the CUDA provider: the positions of the inputs and outputs that it keeps in host memory."""
+    """A kernel of the CUDA provider: the indices of inputs and outputs that it keeps in host memory."""
 
     host_inputs: tuple[int, ...]
     host_outputs: tuple[int, ...]
@@ -64,13 +65,8 @@ def _table() -> dict[str, Any]:
 
 
 def cuda_kernel(op_type: str, domain: str, opset: int, inputs: Sequence[str], outputs: Sequence[str]) -> CudaKernel | None:
-    """The CUDA provider's kernel for an operator; None if it has none, so that the CPU provider runs the node.
-
-    Args:
-        op_type, domain: the operator; "" is ONNX's own domain.
-        opset: the version of the domain's operator set that the model imports.
-        inputs, outputs: element types by numpy's names, "" for one that is missing.
-    """
+    """The CUDA provider's kernel for an operator; None if it has none, so that the CPU provider runs the node. `opset` is the
+    model's version of the domain; element types are numpy's names, "" for a missing input or output."""
     if (domain, op_type) in FROM_SOURCE:
         return CudaKernel(*FROM_SOURCE[domain, op_type])
     if (domain, op_type) in BFLOAT16_AS_HALF:
@@ -84,18 +80,18 @@ def cuda_kernel(op_type: str, domain: str, opset: int, inputs: Sequence[str], ou
 
 
 def cuda_operators() -> frozenset[str]:
-    """The names of all operators of ONNX and of ONNX Runtime that the CUDA provider has a kernel for."""
+    """The names of all operators with a kernel in the CUDA provider."""
     return frozenset(name for operators in _table()["kernels"].values() for name in operators)
 
 
 def _takes(kernel: Mapping[str, Any], types: Mapping[str, Sequence[str]], inputs: Sequence[str],
            outputs: Sequence[str]) -> bool:
-    """Whether a kernel takes tensors of these types; a variadic operator's last input stands for all that follow."""
+    """Whether a kernel accepts tensors of these types; a variadic operator's last input stands for all further ones."""
     for formal, given in ((kernel["inputs"], inputs), (kernel["outputs"], outputs)):
-        for place, dtype in enumerate(given):
+        for index, dtype in enumerate(given):
             if not dtype or not formal:
                 continue
-            allowed = types.get(formal[min(place, len(formal) - 1)])
+            allowed = types.get(formal[min(index, len(formal) - 1)])
             if allowed is not None and dtype not in allowed:
                 return False
     return True
@@ -103,35 +99,24 @@ def _takes(kernel: Mapping[str, Any], types: Mapping[str, Sequence[str]], inputs
 
 @dataclass(frozen=True)
 class Placement:
-    """The providers of a graph's nodes.
+    """The providers of a graph's nodes."""
 
-    Attributes:
-        providers: of each node, in the graph's order.
-        kernels: the CUDA kernel of each node that has one; None for the others.
-    """
-
-    providers: tuple[Provider, ...]
-    kernels: tuple[CudaKernel | None, ...]
+    providers: tuple[Provider, ...]  # of each node, in the graph's order
+    kernels: tuple[CudaKernel | None, ...]  # the CUDA kernel of each node that has one; None for the others
 
 
 def assign_providers(proto: onnx.ModelProto, tensors: dict[str, KernelInput],
                      outside: frozenset[str] = frozenset()) -> list[Provider]:
-    """Inserts copies between host and GPU into a graph, and returns the provider of each node of the result.
-
-    Args:
-        proto: an optimised graph, in topological order; changed in place.
-        tensors: type and shape of every tensor by name; gets those of the copies.
-        outside: of a body, the tensors that it takes from the graph around it. They are not inputs of the body, and ONNX
-            Runtime copies them without a node.
-    """
+    """Inserts copies between host and GPU into an optimised graph and `tensors`; returns each resulting node's provider.
+    `outside` are tensors that a body captures. They are not inputs of the body, and ONNX Runtime copies them without a node."""
     constants = {tensor.name for tensor in proto.graph.initializer} | outside
-    placement = place(proto.graph.node, tensors, {entry.domain: entry.version for entry in proto.opset_import},
+    placement = placement_of(proto.graph.node, tensors, {entry.domain: entry.version for entry in proto.opset_import},
                       [value.name for value in proto.graph.input if value.name not in constants])
     return insert_copies(proto.graph, placement, tensors, outside)
 
 
 def refuses(node: onnx.NodeProto) -> bool:
-    """Whether the CUDA provider refuses a node although it has a kernel for its types."""
+    """Whether the CUDA provider refuses a node although it has a kernel."""
     attributes = {attribute.name: attribute for attribute in node.attribute}
     if node.domain:
         return False
@@ -153,16 +138,9 @@ def refuses(node: onnx.NodeProto) -> bool:
     return node.op_type == "Cast" and attributes["to"].i == 8  # TensorProto.STRING
 
 
-def place(nodes: Sequence[onnx.NodeProto], tensors: Mapping[str, KernelInput], opsets: Mapping[str, int],
+def placement_of(nodes: Sequence[onnx.NodeProto], tensors: Mapping[str, KernelInput], opsets: Mapping[str, int],
           graph_inputs: Sequence[str]) -> Placement:
-    """The provider of each node of a graph in a CUDA session.
-
-    Args:
-        nodes: in topological order.
-        tensors: type of every tensor by name; constants are marked.
-        opsets: versions of operator sets by domain; ONNX's own is "" or `ai.onnx`.
-        graph_inputs: names of the graph's inputs.
-    """
+    """The provider of each node, in topological order, in a CUDA session."""
     def types(names: Sequence[str]) -> list[str]:
         return [tensors[name].dtype if name in tensors else "" for name in names]
 
@@ -180,8 +158,8 @@ def place(nodes: Sequence[onnx.NodeProto], tensors: Mapping[str, KernelInput], o
 
 
 def _layout_changes(nodes: Sequence[onnx.NodeProto]) -> set[int]:
-    """The indices of the Transposes that ONNX Runtime inserts around the CPU's quantised convolutions, which work channels
-    last. They run on the CPU too, whatever reads the tensor."""
+    """The indices of Transposes that ONNX Runtime inserts around the CPU's quantised, channels-last convolutions. They also run
+    on the CPU, whatever reads the tensor."""
     channels_last = {number for number, node in enumerate(nodes)
                      if any(attribute.name == "channels_last" and attribute.i for attribute in node.attribute)}
     read = {name for number in channels_last for name in nodes[number].input}
@@ -191,16 +169,16 @@ def _layout_changes(nodes: Sequence[onnx.NodeProto]) -> set[int]:
 
 
 def _made_by_fusions(nodes: Sequence[onnx.NodeProto]) -> set[int]:
-    """The indices of the nodes that ONNX Runtime adds with a Slice when it replaces Gather and Range (`GatherToSliceFusion`).
-    It does so after the assignment to providers, and they get the provider of the Gather."""
+    """The indices of nodes that ONNX Runtime adds with a Slice when it replaces Gather and Range (`GatherToSliceFusion`). This
+    happens after the assignment to providers, so they get the provider of the Gather."""
     return {number for number, node in enumerate(nodes)
             if node.op_type == "Unsqueeze" and any(name.startswith("UnsqueezeAxesInitializer") for name in node.input)}
 
 
 def _prefer_cpu(nodes: Sequence[onnx.NodeProto], kernels: Sequence[CudaKernel | None], tensors: Mapping[str, KernelInput],
                 graph_inputs: set[str]) -> set[int]:
-    """The indices of the nodes with CUDA kernels that stay on the CPU, since all their inputs are there: outputs that a CUDA
-    kernel leaves in host memory (those of Shape), what is computed from these, small constants, and inputs of the graph."""
+    """The indices of nodes with CUDA kernels that stay on the CPU, since all their inputs are there. Such inputs are: outputs
+    that a CUDA kernel leaves in host memory (those of Shape), results of these, small constants, and graph inputs."""
     consumers: dict[str, list[int]] = defaultdict(list)
     for number, node in enumerate(nodes):
         for name in dict.fromkeys(node.input):
@@ -248,17 +226,10 @@ def _all_on_host(node: onnx.NodeProto, kernel: CudaKernel, tensors: Mapping[str,
 
 def insert_copies(graph: onnx.GraphProto, placement: Placement, tensors: dict[str, KernelInput],
                   outside: frozenset[str] = frozenset()) -> list[Provider]:
-    """Inserts MemcpyToHost and MemcpyFromHost where a tensor is needed on the other side; returns the provider of each node, in
-    the new order.
+    """Inserts MemcpyToHost and MemcpyFromHost where needed; returns each node's provider, in the new order.
 
-    A tensor is copied once, however many nodes read it. Constants need no copy: each side has its own. An input of the graph is
-    placed where it is read, and copied if both sides read it. An output of the graph is copied by the session, not by a node.
-
-    Args:
-        graph: changed in place: copies are added, and nodes read them.
-        placement: of the graph's nodes.
-        tensors: gets the types and shapes of the copies.
-        outside: as in `assign_providers`.
+    A tensor is copied once for all readers. Constants need no copy: each side has its own. A graph input is placed where it is
+    read, and copied if both sides read it. The session, not a node, copies graph outputs.
     """
     wanted = [_wanted_sides(node, provider, kernel) for node, provider, kernel in zip(
         graph.node, placement.providers, placement.kernels, strict=True)]
@@ -286,18 +257,15 @@ def insert_copies(graph: onnx.GraphProto, placement: Placement, tensors: dict[st
 
 
 def _wanted_sides(node: onnx.NodeProto, provider: Provider, kernel: CudaKernel | None) -> tuple[Provider, ...]:
-    """The side on which a node wants each of its inputs."""
+    """The side (host or GPU) where a node wants each input."""
     on_gpu = kernel if provider == "cuda" else None
     return tuple("cpu" if on_gpu is None or slot in on_gpu.host_inputs else "cuda" for slot in range(len(node.input)))
 
 
 def _copies(graph: onnx.GraphProto, placement: Placement, wanted: Sequence[tuple[Provider, ...]],
             tensors: dict[str, KernelInput], outside: frozenset[str]) -> dict[str, onnx.NodeProto]:
-    """The copies that a graph needs, by the name of the copied tensor; their outputs are added to `tensors`.
-
-    Args:
-        wanted: for each node, the side on which it wants each of its inputs.
-    """
+    """The copies that a graph needs, by copied tensor; adds their outputs to `tensors`. `wanted`: for each node, the side where
+    it wants each input."""
     made_on: dict[str, Provider] = {}
     read_on: dict[str, set[Provider]] = defaultdict(set)
     for node, provider, kernel, sides in zip(graph.node, placement.providers, placement.kernels, wanted, strict=True):
@@ -323,3 +291,50 @@ def _copies(graph: onnx.GraphProto, placement: Placement, wanted: Sequence[tuple
         copies[name] = onnx.helper.make_node(op_type, [name], [copied], name=f"{op_type}_{name}")
         tensors[copied] = tensor
     return copies
+
+
+def capture_obstacle(record: ModelRecord) -> str | None:
+    """Why ONNX Runtime can't capture a model as a CUDA graph; None if it can.
+
+    The reason is the first node that ONNX Runtime refuses, or that a replay would not run again. Sources for ONNX Runtime 1.31:
+
+    First, 270 models and sizes on an H200 (recipes/h200). Capture failed for four, exactly those that this function names:
+
+    - A Concat of more than 32 inputs is refused: DenseNet-169 fails at its first one with 33, after one of each smaller width.
+      The widest Concat in a captured model has 25 inputs, in DenseNet-121.
+    - A Split is not refused, although it copies tables too if its parts are unequal: 15 Swin transformers have such Splits and
+      were captured. (Not checked: whether a replay computes the right values.)
+
+    Second, inference_session.cc (`HasControlflowNodes`, `HasMemcpyNodes`), since none of those models has such nodes: nodes
+    with a body (If, Loop, Scan) are refused, and so are copies between host and GPU, which ONNX Runtime inserts where nodes of
+    the CPU and CUDA providers share a tensor.
+
+    Third, limits of captured graphs. During a capture the host can't wait for the GPU, as kernels with a data-dependent output
+    size do. A replay runs nothing on the host; a CPU node that computes sizes only from shapes is allowed, since the sizes
+    stay.
+    """
+    from_data = set(record.inputs)  # tensors that depend on the values of inputs, not only on their shapes
+    for node in record.nodes:
+        reads_data = not from_data.isdisjoint(node.inputs) and operator_row(record.kernel_of(node).op_type).launches != "none"
+        if obstacle := _obstacle(record, node, reads_data):
+            return obstacle
+        from_data.update(node.outputs if reads_data else ())
+    return None
+
+
+def _obstacle(record: ModelRecord, node: Node, reads_data: bool) -> str | None:
+    """Why a node prevents the capture, or None. `reads_data`: it reads values, not only shapes."""
+    kernel = record.kernel_of(node)
+    row = operator_row(kernel.op_type)
+    if row.copies:
+        return f"{node.name} ({kernel.op_type}) copies between the host and the GPU"
+    if row.waits_for_size and not kernel.domain:
+        return f"{node.name} ({kernel.op_type}) makes the host wait for the size of its output"
+    if node.provider == "cpu" and reads_data:
+        return f"{node.name} ({kernel.op_type}) runs on the CPU"
+    if kernel.subgraphs:
+        return f"{node.name} ({kernel.op_type}) holds a graph of its own"
+    if kernel.op_type == "Concat" and waits_between_launches(kernel):
+        return (f"{node.name} joins {len(node.inputs)} inputs, and a Concat of more than {LAUNCHED_INPUTS} copies tables from "
+                "the host")
+    return None

@@ -1,8 +1,8 @@
-"""CUDA graphs of float16 and bfloat16 models on machines without a GPU. The CPU provider would cast to single precision.
+"""Derives CUDA graphs of float16 and bfloat16 models without a GPU, where the CPU provider would insert casts.
 
-Such a model is converted to single precision, optimised, and given its types back: the CUDA provider's fusions are the same for
-all these types. In a model that mixes types, the borders between them must survive. So each Cast is followed by a mark, an
-operator that no optimiser handles; afterwards the types are propagated from the inputs, the constants and the marks.
+The model is converted to single precision, optimised, and converted back: the CUDA provider's fusions are the same for all
+these types. To keep the borders between types in mixed models, each Cast gets a mark after it, an operator that no optimiser
+handles. Afterwards types are propagated from inputs, constants and marks.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hase.ort_analysis.graph.constants import looked_at, read_by_value
+from hase.ort_analysis.graph.constants import decisive_constants, seen_by_optimisers
 from hase.ort_analysis.graph.nodes import bodies_of
 from hase.records.kernel_record import KernelInput, type_code, type_name
 from hase.records.operators import operator_row
 from hase.utils.errors import UserError
 from hase.utils.lazy import onnx
-from hase.utils.model_files import array_of, tensor_bytes
+from hase.utils.model_files import tensor_array, tensor_bytes
 from hase.utils.model_graphs import LARGE_BYTES, hollow, is_hollow, values_of
 
 SINGLE = "float32"
@@ -28,7 +28,7 @@ REDUCED = ("float16", "bfloat16")
 MARK = "ThresholdedRelu"  # works on single precision, and is part of no fusion
 MARK_OPSET = 10  # the first operator set with it
 ALPHAS = {"float32": 3.5e-20, "float16": 5.5e-20, "bfloat16": 7.5e-20}  # its attribute, by the type of the cast
-MOST_SEEN_BYTES = 1 << 26  # of a constant at which an optimiser may look, such as a mask for 5,000 tokens
+MOST_SEEN_BYTES = 1 << 26  # of a constant that an optimiser may read, such as a mask for 5,000 tokens
 NEAR = 1e-3  # tolerance for the attribute, which is stored in single precision
 # Constants in the forms of Gelu that ONNX Runtime fuses: √2, 1/√2, √(2/π), that times 0.044715, 0.044715, 1.702. It compares
 # them with a tolerance for their type; a half-precision number converted to single precision would be outside.
@@ -36,23 +36,23 @@ LOOKED_FOR = (1.4142135, 0.70710677, 0.7978846, 0.035677407, 0.044715, 1.702)
 
 
 def floating_type(element: int) -> str:
-    """`float32`, `float16` or `bfloat16`, by ONNX's number of the type; "" for other types."""
+    """`float32`, `float16` or `bfloat16` for ONNX's type number; "" for other types."""
     name = type_name(element)
     return name if name in ALPHAS else ""
 
 
 def holds_reduced(graph: onnx.GraphProto) -> bool:
-    """Whether inputs, weights or casts of a graph have type float16 or bfloat16."""
+    """Whether inputs, weights or casts of a graph are float16 or bfloat16."""
     return bool(set(REDUCED) & floating_types(graph))
 
 
 def floating_types(graph: onnx.GraphProto) -> set[str]:
-    """Those of float32, float16 and bfloat16 that a graph computes in."""
+    """Those of float32, float16 and bfloat16 in which a graph computes."""
     return {floating_type(element) for element in element_types(graph)} - {""}
 
 
 def element_types(graph: onnx.GraphProto) -> Iterator[int]:
-    """ONNX's numbers of the types of a graph's inputs, outputs, weights, constants and casts, including those in bodies."""
+    """ONNX's type numbers of inputs, outputs, weights, constants and casts, including those in bodies."""
     for value in (*graph.input, *graph.output):
         yield value.type.tensor_type.elem_type
     for tensor in graph.initializer:
@@ -68,27 +68,17 @@ def element_types(graph: onnx.GraphProto) -> Iterator[int]:
 
 
 @dataclass(frozen=True)
-class Reduced:
-    """A model converted to single precision, and its former types.
+class InSinglePrecision:
+    """A model converted to single precision, and its original types."""
 
-    Attributes:
-        model: the result.
-        only: the model's only floating-point type; "" if it mixes several.
-        known: if it mixes several, the types of inputs, weights and constants by name.
-    """
-
-    model: onnx.ModelProto
-    only: str
-    known: Mapping[str, str]
+    model: onnx.ModelProto  # the result
+    only: str  # the model's only floating-point type; "" if it mixes several
+    known: Mapping[str, str]  # if it mixes several, the types of inputs, weights and constants by name
 
 
-def as_single(model: onnx.ModelProto, name: str) -> Reduced:
-    """A copy of a model with float16 or bfloat16 in single precision. The large weights of its products are not read: they
-    become hollow, as `hase.utils.model_graphs` describes it.
-
-    Raises:
-        UserError: it mixes types, and its operator set is too old for that, or it contains Loop, If or Scan.
-    """
+def as_single(model: onnx.ModelProto, name: str) -> InSinglePrecision:
+    """A copy of a float16 or bfloat16 model in single precision. Large weights of products are not read but become hollow (see
+    `hase.utils.model_graphs`)."""
     proto = onnx.ModelProto()
     proto.CopyFrom(model)
     graph = proto.graph
@@ -107,13 +97,13 @@ def as_single(model: onnx.ModelProto, name: str) -> Reduced:
                             "a GPU; analyse it on a machine with one, convert it to a newer operator set, or use --device cpu")
         _mark_casts(graph)
     _widen_graph(graph, frozenset(), frozenset())
-    return Reduced(proto, only, known)
+    return InSinglePrecision(proto, only, known)
 
 
 def _widen_graph(graph: onnx.GraphProto, decisive: Set[str], seen: Set[str]) -> None:
-    """Converts a graph and its bodies to single precision, in place; `decisive`, `seen`: as `read_by_value` and `looked_at` for
-    the graph around it."""
-    decisive, seen = decisive | read_by_value(graph), seen | looked_at(graph)
+    """Converts a graph and its bodies to single precision, in place. `decisive`, `seen`: `decisive_constants` and
+    `seen_by_optimisers` of the graph around it."""
+    decisive, seen = decisive | decisive_constants(graph), seen | seen_by_optimisers(graph)
 
     def most_bytes(name: str) -> float:
         return math.inf if name in decisive else MOST_SEEN_BYTES if name in seen else LARGE_BYTES
@@ -135,15 +125,15 @@ def _widen_graph(graph: onnx.GraphProto, decisive: Set[str], seen: Set[str]) -> 
 
 
 def _widen(tensor: onnx.TensorProto, most_bytes: float) -> None:
-    """Converts a tensor to single precision; a rounded constant that fusions look for gets its exact value. One of more than
-    `most_bytes` becomes hollow."""
+    """Converts a tensor to single precision, or makes it hollow if it exceeds `most_bytes`. A rounded constant that fusions
+    look for gets its exact value."""
     if floating_type(tensor.data_type) not in REDUCED:
         return
     if is_hollow(tensor) or tensor_bytes(tensor) > most_bytes:
         tensor.data_type = onnx.TensorProto.FLOAT
         hollow(tensor)
         return
-    values = array_of(values_of(tensor))
+    values = tensor_array(values_of(tensor))
     wide = values.astype(np.float32)
     if values.size == 1:
         meant = [number for number in LOOKED_FOR if values.dtype.type(number) == values.reshape(())]
@@ -152,7 +142,7 @@ def _widen(tensor: onnx.TensorProto, most_bytes: float) -> None:
 
 
 def _known_types(graph: onnx.GraphProto) -> dict[str, str]:
-    """The floating-point types of inputs, weights, and outputs of operators without floating-point inputs, by name."""
+    """The floating-point types, by name, of inputs, weights, and outputs of operators without floating-point inputs."""
     types = {value.name: floating_type(value.type.tensor_type.elem_type) for value in graph.input}
     types |= {tensor.name: floating_type(tensor.data_type) for tensor in graph.initializer}
     for node in graph.node:
@@ -164,7 +154,7 @@ def _known_types(graph: onnx.GraphProto) -> dict[str, str]:
 
 
 def _mark_casts(graph: onnx.GraphProto) -> None:
-    """Inserts a mark after each cast to one of the floating-point types."""
+    """Inserts a mark (MARK) after each cast to a floating-point type."""
     nodes = []
     for node in graph.node:
         nodes.append(node)
@@ -186,14 +176,9 @@ def marked_type(node: onnx.NodeProto) -> str:
     return next((dtype for dtype, value in ALPHAS.items() if abs(alpha / value - 1.0) < NEAR), "")
 
 
-def restore_types(proto: onnx.ModelProto, reduced: Reduced, tensors: Mapping[str, KernelInput]) -> dict[str, KernelInput]:
-    """The tensors of the optimised graph with their types in the model; marks become the casts that they stand for.
-
-    Args:
-        proto: the optimised graph, in topological order; changed in place where the model mixes types.
-        reduced: the result of `as_single` for the model.
-        tensors: of `proto`, by name.
-    """
+def restore_types(proto: onnx.ModelProto, reduced: InSinglePrecision,
+                  tensors: Mapping[str, KernelInput]) -> dict[str, KernelInput]:
+    """The optimised graph's tensors with their types in the model; marks become casts again."""
     if reduced.only:
         return {name: _typed(tensor, reduced.only) for name, tensor in tensors.items()}
     types = {name: dtype for name, dtype in reduced.known.items() if name in tensors}
@@ -215,8 +200,7 @@ def _typed(tensor: KernelInput, dtype: str) -> KernelInput:
 
 
 def _marks_to_casts(graph: onnx.GraphProto, types: Mapping[str, str], tensors: Mapping[str, KernelInput]) -> None:
-    """Turns each mark into a cast, joins it with a cast from integers before it, and removes casts that keep the type, as ONNX
-    Runtime does."""
+    """Turns marks into casts like ONNX Runtime: merges casts from integers before them, removes casts that keep the type."""
     reads = Counter(name for node in graph.node for name in node.input)
     outputs = {value.name for value in graph.output}
     maker = {name: node for node in graph.node for name in node.output}
@@ -230,12 +214,12 @@ def _marks_to_casts(graph: onnx.GraphProto, types: Mapping[str, str], tensors: M
             continue
         source, made = node.input[0], node.output[0]
         if types.get(source) == target and tensors[source].dtype == SINGLE and made not in outputs \
-                and not _casts_whole(maker.get(source), tensors):
+                and not _casts_from_whole(maker.get(source), tensors):
             same[made] = source
             gone.add(made)
             continue
         before = maker.get(source)
-        if before is not None and _casts_whole(before, tensors) and reads[source] == 1:
+        if before is not None and _casts_from_whole(before, tensors) and reads[source] == 1:
             gone.add(source)
             source = before.input[0]
         node.CopyFrom(onnx.helper.make_node("Cast", [source], [made], name=node.name, to=type_code(target)))
@@ -244,6 +228,6 @@ def _marks_to_casts(graph: onnx.GraphProto, types: Mapping[str, str], tensors: M
     graph.node.extend(kept)
 
 
-def _casts_whole(node: onnx.NodeProto | None, tensors: Mapping[str, KernelInput]) -> bool:
+def _casts_from_whole(node: onnx.NodeProto | None, tensors: Mapping[str, KernelInput]) -> bool:
     """Whether a node casts from a type that is not floating-point."""
     return node is not None and node.op_type == "Cast" and tensors[node.input[0]].dtype != SINGLE

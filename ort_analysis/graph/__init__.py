@@ -1,1 +1,1 @@
-"""From an ONNX file to the nodes that ONNX Runtime runs, with every shape known."""
+"""Turns an ONNX file into the nodes that ONNX Runtime runs, with all shapes known."""

@@ -1,9 +1,9 @@
-"""The bodies of Loop, If and Scan nodes: their tensors, how often they run, and the flat graph with their nodes in it.
+"""Bodies of Loop, If and Scan: how often they run, their tensors, and a flat graph that includes their nodes.
 
-A body is analysed as a model of its own. Its inputs are those of the body and the tensors that it takes from the graph around
-it. A Scan's body runs once per item of its inputs. A Loop's body runs as often as its constant says, else as `--dim trips=20`
-or `--dim <node>.trips=20` says, else DEFAULT_TRIPS times, which is a guess. Of an If one branch runs: the one that is given (as
-a size of 1: `<node>.else`, or `else` if there is one If), else the more expensive one, which is a guess.
+A body is analysed as its own model, whose inputs are those of the body and the tensors that it captures from the graph around
+it. A Scan's body runs once per item of its inputs. A Loop's trips come from its constant, else from `--dim trips=20` or `--dim
+<node>.trips=20`; else DEFAULT_TRIPS is assumed. Of an If, the given branch runs (a size of 1: `<node>.else`, or `else` if there
+is one If); else the more expensive one is assumed.
 """
 
 from __future__ import annotations
@@ -12,14 +12,26 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from hase.ort_analysis.graph.nodes import ParsedNode, attention_lengths, bodies_of, control_flow_name, known_words, parsed_node
-from hase.ort_analysis.graph.open_shapes import Body, Held, InferredTensors, SizeNotKnown, Trips, Values
+from hase.ort_analysis.graph.nodes import (
+    AnalysedBodies,
+    Body,
+    InferredTensors,
+    ParsedNode,
+    SizeNotKnown,
+    Trips,
+    Values,
+    attention_lengths,
+    bodies_of,
+    control_flow_name,
+    known_words,
+    parsed_node,
+)
 from hase.records.kernel_costs import bytes_read, bytes_written, flops
 from hase.records.kernel_record import BRANCHES, GuessedRuns, KernelInput, type_code
 from hase.records.operators import VIEWS
 from hase.utils.errors import UserError
 from hase.utils.lazy import onnx
-from hase.utils.model_files import array_of
+from hase.utils.model_files import tensor_array
 
 if TYPE_CHECKING:
     import onnx
@@ -27,7 +39,7 @@ if TYPE_CHECKING:
 TRIPS = "trips"  # the name, for --dim, of the number of trips of all loops for which the model gives none
 DEFAULT_TRIPS = 10
 GUESS_RANGE = (0.1, 10.0)  # range of a guessed number of trips, as multiples of DEFAULT_TRIPS: a choice
-MOST_TRIPS = 10**9  # exporters write the largest integer for a loop that ends by its condition alone
+MOST_TRIPS = 10**9  # exporters write the largest integer for a loop that only its condition ends
 FIRST_SCAN_OPSET = 9  # older versions of Scan had a batch and sequence lengths
 PASSED_ON = VIEWS | {"Cast"}  # operators that keep the value of a single number
 # Operations per ms, bytes per ms, and ms per node of a slow CPU and of a large GPU. Two branches are compared on both: a branch
@@ -36,7 +48,7 @@ RATES = ((50e6, 5e6, 0.001), (2e10, 2e9, 0.008))
 
 
 def control_flow(graph: onnx.GraphProto, inside: str = "") -> Iterator[tuple[str, onnx.NodeProto]]:
-    """The nodes with bodies of a graph and of all its bodies, each with its name."""
+    """The nodes with bodies in a graph and in all its bodies, with their names."""
     for node in graph.node:
         bodies = bodies_of(node)
         if bodies:
@@ -46,16 +58,16 @@ def control_flow(graph: onnx.GraphProto, inside: str = "") -> Iterator[tuple[str
                 yield from control_flow(body, name)
 
 
-def made_within(nodes: Iterable[onnx.NodeProto]) -> Iterator[str]:
-    """The names of the outputs of some nodes, and of all nodes in their bodies."""
+def outputs_within(nodes: Iterable[onnx.NodeProto]) -> Iterator[str]:
+    """The names of all outputs of nodes and of the nodes in their bodies."""
     for node in nodes:
         yield from (out for out in node.output if out)
         for body in bodies_of(node).values():
-            yield from made_within(body.node)
+            yield from outputs_within(body.node)
 
 
 def all_tensors(inferred: InferredTensors) -> Iterator[str]:
-    """The names of a graph's tensors and of those in its bodies, the latter with and without the name of the node."""
+    """The names of tensors of a graph and its bodies, the latter with and without the node's name."""
     yield from inferred.tensors
     for node, held in inferred.held.items():
         for body in held.bodies:
@@ -64,7 +76,7 @@ def all_tensors(inferred: InferredTensors) -> Iterator[str]:
 
 
 def body_sizes(graph: onnx.GraphProto) -> set[str]:
-    """The names of the sizes that set trips and branches of a graph."""
+    """The names of sizes that set trips and branches."""
     nodes = list(control_flow(graph))
     sizes = {f"{name}.{TRIPS}" for name, node in nodes if node.op_type == "Loop"}
     sizes |= {TRIPS} if sizes else set()
@@ -73,14 +85,9 @@ def body_sizes(graph: onnx.GraphProto) -> set[str]:
     return sizes | (set(BRANCHES) if len(choices) == 1 else set())
 
 
-def unused_trips(held: Mapping[str, Held], dims: Mapping[str, int]) -> list[str]:
-    """The given numbers of trips that no loop uses, since the model itself sets them.
-
-    Args:
-        held: by node name, the bodies of the main graph.
-        dims: the given sizes.
-    """
-    def open_loops(held: Mapping[str, Held]) -> Iterator[str]:
+def unused_trips(held: Mapping[str, AnalysedBodies], dims: Mapping[str, int]) -> list[str]:
+    """The given trips that have no effect, since the model itself determines them."""
+    def open_loops(held: Mapping[str, AnalysedBodies]) -> Iterator[str]:
         for name, inside in held.items():
             if not inside.trips.fixed:
                 yield name
@@ -93,16 +100,18 @@ def unused_trips(held: Mapping[str, Held], dims: Mapping[str, int]) -> list[str]
 
 
 def open_branches(graph: onnx.GraphProto, dims: Mapping[str, int]) -> bool:
-    """Whether an input of the graph says which branch of an If runs, and `dims` do not."""
+    """Whether an input decides the branch of an If and `dims` do not give it."""
     steered = {name for name, value in steering_inputs(graph, {**dims, **dict.fromkeys(BRANCHES, 1)}).items()
                if isinstance(value, bool)}
     return bool(steered - set(steering_inputs(graph, dims)))
 
 
 def steering_inputs(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[str, Any]:
-    """Values for the inputs that decide how often a Loop runs or which branch an If takes: those that `dims` give, else
-    DEFAULT_TRIPS for a Loop. A run with them does the work that a prediction with the same sizes assumes. Text inputs get words
-    that the model knows (see `known_words`), and inputs of a decoder's attention get lengths (see `attention_lengths`)."""
+    """Values for inputs that decide trips or branches: from `dims`, else DEFAULT_TRIPS for a Loop.
+
+    A run with them does the work that a prediction with the same sizes assumes. Text inputs get words that the model knows
+    (`known_words`), and inputs of a decoder's attention get lengths (`attention_lengths`).
+    """
     inputs = {value.name for value in graph.input} - {tensor.name for tensor in graph.initializer}
     maker = {out: node for node in graph.node for out in node.output if out}
 
@@ -124,7 +133,7 @@ def steering_inputs(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[str
 
 
 def given_branch(name: str, dims: Mapping[str, int]) -> str:
-    """The attribute of the branch that the given sizes choose for the If called `name`; "" if they choose none."""
+    """The attribute of the branch that `dims` choose for the If `name`; "" if none."""
     for prefix in (f"{name}.", ""):
         for branch, opposite in (("then", "else"), ("else", "then")):
             if prefix + branch in dims:
@@ -133,7 +142,7 @@ def given_branch(name: str, dims: Mapping[str, int]) -> str:
 
 
 def captured(graph: onnx.GraphProto) -> list[str]:
-    """The tensors that a body, or a body in it, takes from the graphs around it."""
+    """The tensors that a body and its inner bodies take from the graphs around it."""
     made = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
     made |= {out for node in graph.node for out in node.output}
     read = [name for node in graph.node for name in (
@@ -143,14 +152,7 @@ def captured(graph: onnx.GraphProto) -> list[str]:
 
 def body_model(body: onnx.GraphProto, given: Sequence[KernelInput], outer: onnx.ModelProto,
                tensors: Mapping[str, KernelInput]) -> onnx.ModelProto:
-    """A body as a model of its own.
-
-    Args:
-        body: the graph.
-        given: types and shapes of its inputs.
-        outer: the model that contains it; constants are taken from there.
-        tensors: of `outer`.
-    """
+    """A body as its own model, with inputs of types and shapes `given`, and constants of the model `outer` around it."""
     graph = onnx.GraphProto()
     graph.CopyFrom(body)
     graph.name = graph.name or "body"
@@ -182,21 +184,16 @@ def _value_info(name: str, tensor: KernelInput) -> onnx.ValueInfoProto:
     return onnx.helper.make_value_info(name, kind(tensor.dtype))
 
 
-def hold(node: onnx.NodeProto, outer: onnx.ModelProto, tensors: Mapping[str, KernelInput],
+def analyse_bodies(node: onnx.NodeProto, outer: onnx.ModelProto, tensors: Mapping[str, KernelInput],
          values: Mapping[str, Sequence[int | float | bool]], dims: Mapping[str, int],
-         infer: Callable[[onnx.ModelProto, str], InferredTensors]) -> Held | None:
-    """The bodies of a node; None for a node without bodies, and for a Scan older than FIRST_SCAN_OPSET.
+         infer: Callable[[onnx.ModelProto, str], InferredTensors]) -> AnalysedBodies | None:
+    """The analysed bodies of a node; None for a node without bodies, and for a Scan older than FIRST_SCAN_OPSET.
 
     Args:
-        node: a named node of `outer`.
-        outer: the model, or the body as a model, that contains the node.
-        tensors: types and shapes of what the node reads and captures.
+        tensors: those that the node reads or captures.
         values: of small integer tensors that the graph computes.
-        dims: sizes that are given, by name: of dynamic dimensions, numbers of trips, branches.
-        infer: infers the tensors of a body, from the body as a model and the name of the node that holds it.
-
-    Raises:
-        UserError: a shape in a body can't be found; the message names the tensor.
+        dims: given dynamic dimensions, trips, and branches.
+        infer: finds the tensors of a body (as a model) in a node.
     """
     bodies = bodies_of(node)
     opset = next((entry.version for entry in outer.opset_import if entry.domain in ("", "ai.onnx")), 1)
@@ -215,30 +212,25 @@ def hold(node: onnx.NodeProto, outer: onnx.ModelProto, tensors: Mapping[str, Ker
         branches = tuple(_branches(sorted(bodies, reverse=True), chosen, analysed))
         larger = max(branches, key=lambda body: (body.attribute == chosen, sum(
             body.inferred.tensors[value.name].elements for value in body.proto.graph.output)))
-        return Held(Trips(1), branches, chosen, dict(zip(node.output, made(larger), strict=False)))
+        return AnalysedBodies(Trips(1), branches, chosen, dict(zip(node.output, made(larger), strict=False)))
     if node.op_type == "Scan":
-        return _held_by_scan(node, tensors, analysed, made)
+        return _scan_bodies(node, tensors, analysed, made)
     trips = trips_of(node, bodies["body"], tensors, values, dims)
     given = [KernelInput(dtype="int64"), KernelInput(dtype="bool"), *(tensors[name] for name in node.input[2:])]
     body = analysed("body", given)
     states = list(zip((tensor.shape for tensor in given[2:]), made(body)[1:], strict=False))
-    grown = [_after(before, after, trips.count) for before, after in states]
+    grown = [_shape_after(before, after, trips.count) for before, after in states]
     if any(before != after for before, after in states) and trips.count > 1:  # the shapes are those of the middle trip
-        halfway = [_after(before, after, (trips.count - 1) // 2) for before, after in states]
+        halfway = [_shape_after(before, after, (trips.count - 1) // 2) for before, after in states]
         body = analysed("body", [*given[:2], *(tensor.model_copy(update={"shape": shape, "values": None})
                                                for tensor, shape in zip(given[2:], halfway, strict=True))])
     kept = [(trips.count, *shape) for shape in made(body)[1 + len(states):]]
-    return Held(trips, (body,), "", dict(zip(node.output, [*grown, *kept], strict=False)))
+    return AnalysedBodies(trips, (body,), "", dict(zip(node.output, [*grown, *kept], strict=False)))
 
 
 def _branches(attributes: Sequence[str], chosen: str,
               analysed: Callable[[str, Sequence[KernelInput]], Body]) -> Iterator[Body]:
-    """The branches of an If, analysed. If the user chose one, the other may have sizes that nobody can know: it never ran, and
-    is then left out.
-
-    Raises:
-        SizeNotKnown: a size in a branch that may run depends on data.
-    """
+    """The analysed branches of an If. The branch not chosen by the user is omitted if its sizes are unknown."""
     for attribute in attributes:
         try:
             yield analysed(attribute, ())
@@ -247,16 +239,16 @@ def _branches(attributes: Sequence[str], chosen: str,
                 raise
 
 
-def _after(before: tuple[int, ...], after: tuple[int, ...], trips: int) -> tuple[int, ...]:
-    """The shape of a loop's state after some trips, if each trip adds as much as the first one (`before` to `after`)."""
+def _shape_after(before: tuple[int, ...], after: tuple[int, ...], trips: int) -> tuple[int, ...]:
+    """The shape of a loop's state after some trips, if each trip adds as much as the first (`before` to `after`)."""
     if len(before) != len(after):
         return after
     return tuple(max(0, size + (size_after - size) * trips) for size, size_after in zip(before, after, strict=True))
 
 
-def _held_by_scan(node: onnx.NodeProto, tensors: Mapping[str, KernelInput],
+def _scan_bodies(node: onnx.NodeProto, tensors: Mapping[str, KernelInput],
                   analysed: Callable[[str, Sequence[KernelInput]], Body],
-                  made: Callable[[Body], list[tuple[int, ...]]]) -> Held:
+                  made: Callable[[Body], list[tuple[int, ...]]]) -> AnalysedBodies:
     attributes = {attribute.name: attribute for attribute in node.attribute}
     scanned = attributes["num_scan_inputs"].i
     states = len(node.input) - scanned
@@ -273,14 +265,14 @@ def _held_by_scan(node: onnx.NodeProto, tensors: Mapping[str, KernelInput],
     shapes = made(body)
     kept = []
     for shape, axis in zip(shapes[states:], axes("scan_output_axes", len(shapes) - states), strict=True):
-        place = axis % (len(shape) + 1)
-        kept.append((*shape[:place], trips, *shape[place:]))
-    return Held(Trips(trips), (body,), "", dict(zip(node.output, [*shapes[:states], *kept], strict=False)))
+        position = axis % (len(shape) + 1)
+        kept.append((*shape[:position], trips, *shape[position:]))
+    return AnalysedBodies(Trips(trips), (body,), "", dict(zip(node.output, [*shapes[:states], *kept], strict=False)))
 
 
 def trips_of(node: onnx.NodeProto, body: onnx.GraphProto, tensors: Mapping[str, KernelInput],
              values: Mapping[str, Sequence[int | float | bool]], dims: Mapping[str, int]) -> Trips:
-    """How often a Loop's body runs. With a constant number of trips and a condition on data, the constant is the maximum."""
+    """How often a Loop's body runs; the constant is the maximum if the condition depends on data."""
     limit = next(iter(node.input), "")
     known = (tensors[limit].values or values.get(limit)) if limit else None
     most = int(known[0]) if known and known[0] < MOST_TRIPS else None
@@ -295,7 +287,7 @@ def trips_of(node: onnx.NodeProto, body: onnx.GraphProto, tensors: Mapping[str, 
 
 
 def _always_goes_on(body: onnx.GraphProto) -> bool:
-    """Whether a Loop's condition never ends it: its body returns the condition unchanged, or a constant."""
+    """Whether a Loop's condition never ends it: the body returns it unchanged, or as a constant."""
     maker = {out: node for node in body.node for out in node.output if out}
     tensor = body.output[0].name
     while tensor in maker and maker[tensor].op_type == "Identity":
@@ -304,32 +296,28 @@ def _always_goes_on(body: onnx.GraphProto) -> bool:
     if constant is None and tensor in maker and maker[tensor].op_type == "Constant":
         constant = next((attribute.t for attribute in maker[tensor].attribute if attribute.name == "value"), None)
     if constant is not None:
-        return bool(array_of(constant).all())
+        return bool(tensor_array(constant).all())
     return tensor not in maker and tensor in [value.name for value in body.input][1:2]
 
 
 @dataclass
 class FlatGraph:
-    """The nodes of a graph and of its bodies; the nodes of a body follow the node that holds it.
-
-    Attributes:
-        tensors, computed, assumed: those of `InferredTensors` for the graph and its bodies together; tensors that a body makes
-            are called `<node>/<tensor>`.
-        guessed: by node name, the range of the number of runs if it is a guess.
-        originals: by node name, the body before the model was optimised.
-        costs: of a body: operations, bytes moved, and runs of nodes. They decide which of two branches takes longer.
-    """
+    """The nodes of a graph and its bodies; a body's nodes follow its node."""
 
     nodes: list[ParsedNode] = field(default_factory=list)
+    # tensors, computed, assumed: those of `InferredTensors` for the graph and its bodies together; tensors that a body makes
+    # are named `<node>/<tensor>`
     tensors: dict[str, KernelInput] = field(default_factory=dict)
     computed: dict[str, Values] = field(default_factory=dict)
     assumed: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    # by node name, the range of the number of runs if it is a guess
     guessed: dict[str, GuessedRuns] = field(default_factory=dict)
-    originals: dict[str, onnx.GraphProto] = field(default_factory=dict)
+    originals: dict[str, onnx.GraphProto] = field(default_factory=dict)  # by node name, the body before the model was optimised
+    # of a body: operations, bytes moved, and runs of nodes. They decide which of two branches takes longer.
     costs: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     def add(self, graph: FlatGraph) -> None:
-        """Adds everything of another one."""
+        """Adds everything in another one."""
         self.nodes += graph.nodes
         for name in ("tensors", "computed", "assumed", "guessed", "originals"):
             getattr(self, name).update(getattr(graph, name))
@@ -339,17 +327,9 @@ class FlatGraph:
 Finish = Callable[[Body, "onnx.GraphProto"], tuple[Mapping[str, KernelInput], Sequence[str]]]
 
 
-def flat_bodies(nodes: Sequence[onnx.NodeProto], assigned: Sequence[str], held: Mapping[str, Held], original: onnx.GraphProto,
-                finish: Finish) -> FlatGraph:
-    """The nodes of a graph with those of its bodies, and what is known of the bodies' tensors.
-
-    Args:
-        nodes: of the main graph, in order.
-        assigned: the provider of each.
-        held: by node name, the bodies of nodes.
-        original: the graph before it was optimised.
-        finish: what is done to a body before its nodes are read.
-    """
+def flat_bodies(nodes: Sequence[onnx.NodeProto], assigned: Sequence[str], held: Mapping[str, AnalysedBodies],
+                original: onnx.GraphProto, finish: Finish) -> FlatGraph:
+    """The nodes of a graph and its bodies, with facts about the bodies' tensors."""
     flat = FlatGraph()
     before = {(node.op_type, out): node for node in original.node if bodies_of(node) for out in node.output if out}
     for node, provider in zip(nodes, assigned, strict=True):
@@ -374,7 +354,7 @@ def flat_bodies(nodes: Sequence[onnx.NodeProto], assigned: Sequence[str], held: 
 
 
 def _flat_body(node: str, body: Body, original: onnx.GraphProto, trips: Trips, finish: Finish) -> FlatGraph:
-    """The nodes of a body and of the bodies in it, with their numbers of runs per run of the node called `node`."""
+    """The nodes of a body and its inner bodies, with their runs per run of node `node`."""
     tensors, assigned = finish(body, original)
     flat = flat_bodies(body.proto.graph.node, assigned, body.inferred.held, original, finish)
 
@@ -392,8 +372,8 @@ def _flat_body(node: str, body: Body, original: onnx.GraphProto, trips: Trips, f
         flat.originals, _costs(flat.nodes, every))
 
 
-def _chosen(held: Held, variants: Mapping[str, FlatGraph]) -> tuple[str, GuessedRuns | None]:
-    """The body of a node that runs, and the range of its number of runs if that is a guess (else None)."""
+def _chosen(held: AnalysedBodies, variants: Mapping[str, FlatGraph]) -> tuple[str, GuessedRuns | None]:
+    """The body of a node that runs, and the range of its number of runs if that is assumed (else None)."""
     trips = held.trips
     if len(variants) == 1:
         guess = GuessedRuns(taken=str(trips.count), low=trips.low, high=trips.high) if trips.low < 1.0 else None
@@ -416,7 +396,7 @@ def _time_ms(costs: tuple[float, float, float], rates: tuple[float, float, float
 
 
 def _costs(nodes: Sequence[ParsedNode], tensors: Mapping[str, KernelInput]) -> tuple[float, float, float]:
-    """Operations, bytes moved, and number of runs of some nodes."""
+    """Operations, bytes moved, and runs of some nodes."""
     left_out = KernelInput(dtype="")
     operations = moved = 0.0
     for node in nodes:

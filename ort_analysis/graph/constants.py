@@ -1,4 +1,4 @@
-"""What a graph computes from its constants alone, which ONNX Runtime does while it optimises."""
+"""Constants of a graph: folding as in ONNX Runtime's optimisation, and which values matter."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hase.utils.model_files import locations, tensor_bytes
 from hase.utils.model_graphs import hollow
 
 # Operators that make conditions, indices, or a tensor of another size from the values of floating-point tensors.
-JUDGES = {"ArgMax", "ArgMin", "Compress", "Equal", "Greater", "GreaterOrEqual", "IsInf", "IsNaN", "Less", "LessOrEqual",
-          "NonZero", "TopK", "Unique"}
+DECIDING_BY_VALUE = {"ArgMax", "ArgMin", "Compress", "Equal", "Greater", "GreaterOrEqual", "IsInf", "IsNaN", "Less",
+                     "LessOrEqual", "NonZero", "TopK", "Unique"}
 FLOATING = {1, 10, 11, 16}  # ONNX's numbers of float32, float16, float64 and bfloat16
 # Operators that multiply by their constants, or look them up: no optimiser looks at the values of these.
 WEIGHTED = {"Attention", "Conv", "ConvTranspose", "Einsum", "EmbedLayerNormalization", "FusedConv", "FusedMatMul", "GRU",
@@ -26,7 +26,7 @@ COMPUTED_IN = {1, 11}  # float32 and float64, for which the CPU provider has ker
 
 
 def constant_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    """The nodes of a graph, in order, that read constants and nothing else."""
+    """The nodes of a graph, in order, that read only constants."""
     constants = {tensor.name for tensor in graph.initializer} - {value.name for value in graph.input}
     for node in graph.node:
         if node.op_type == "Constant":
@@ -36,46 +36,46 @@ def constant_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
             yield node
 
 
-def _judges(node: onnx.NodeProto) -> bool:
-    """Whether a node makes whole numbers, conditions or sizes from the values of what it reads."""
-    return node.op_type in JUDGES or any(attribute.name == "to" and attribute.i not in FLOATING for attribute in node.attribute)
+def _decides_by_value(node: onnx.NodeProto) -> bool:
+    """Whether a node computes integers, conditions or sizes from the values that it reads."""
+    to_other_type = any(attribute.name == "to" and attribute.i not in FLOATING for attribute in node.attribute)
+    return node.op_type in DECIDING_BY_VALUE or to_other_type
 
 
-def read_by_value(graph: onnx.GraphProto) -> set[str]:
-    """The constants of a graph whose values decide what is computed: something judges them, or what is made from them."""
+def decisive_constants(graph: onnx.GraphProto) -> set[str]:
+    """The constants of a graph whose values, directly or indirectly, decide what is computed."""
     made_from: dict[str, set[str]] = {}
     judged: set[str] = set()
     for node in constant_nodes(graph):
         sources = set().union(*({name} | made_from.get(name, set()) for name in node.input))
-        judged |= sources if _judges(node) else set()
+        judged |= sources if _decides_by_value(node) else set()
         made_from |= dict.fromkeys(node.output, sources)
     return judged
 
 
-def looked_at(graph: onnx.GraphProto) -> set[str]:
-    """The tensors of a graph, constants among them, at whose values an optimiser may look, such as a mask that is added. Those
-    are all but the weights of products, and what weights are made from."""
+def seen_by_optimisers(graph: onnx.GraphProto) -> set[str]:
+    """The tensors whose values an optimiser may read, such as an added mask. These are all but the weights of products and
+    their sources."""
     constant = {node.output[0] for node in constant_nodes(graph)}
     names = {value.name for value in graph.output}
     for node in reversed(graph.node):
-        if node.output and node.output[0] in constant and not _judges(node):
+        if node.output and node.output[0] in constant and not _decides_by_value(node):
             names.update(node.input if names & set(node.output) else ())
         elif node.op_type not in WEIGHTED:
             names.update(node.input)
         for body in bodies_of(node).values():
-            names |= looked_at(body)
+            names |= seen_by_optimisers(body)
     return names
 
 
 def fold_large(model: onnx.ModelProto, most_bytes: int = MOST_FOLDED_BYTES) -> None:
-    """Does what ONNX Runtime's constant folding would do with large weights, in place, and without reading or writing them: a
-    node that makes one becomes a hollow constant with its type and shape. Changes nothing where ONNX Runtime would compute no
-    more than `most_bytes`.
+    """Folds nodes that produce large constants, in place, like ONNX Runtime but without reading or writing values.
 
+    Each becomes a hollow constant with its type and shape. Nothing changes if ONNX Runtime would compute at most `most_bytes`.
     A Transpose before a Gemm stays: ONNX Runtime makes it an attribute of the Gemm.
     """
     graph = model.graph
-    kept = looked_at(graph)
+    kept = seen_by_optimisers(graph)
     kept |= {name for node in graph.node if node.op_type == "Gemm" for name in node.input}
     made = {node.output[0]: results for node, results in _large_results(model) if kept.isdisjoint(node.output)}
     if sum(tensor_bytes(tensor) for results in made.values() for tensor in results) <= most_bytes:
@@ -88,7 +88,7 @@ def fold_large(model: onnx.ModelProto, most_bytes: int = MOST_FOLDED_BYTES) -> N
 
 
 def _large_results(model: onnx.ModelProto) -> Iterator[tuple[onnx.NodeProto, list[onnx.TensorProto]]]:
-    """The nodes that make large floating-point constants or packed weights from constants, each with what it makes, hollow."""
+    """The nodes that compute large floating-point constants or packed weights from constants, with hollow outputs."""
     opsets = {entry.domain: entry.version for entry in model.opset_import}
     opset = opsets.get("", opsets.get("ai.onnx", 1))
     known = {tensor.name: tensor for tensor in model.graph.initializer}
@@ -107,7 +107,7 @@ def _large_results(model: onnx.ModelProto) -> Iterator[tuple[onnx.NodeProto, lis
 
 
 def _is_folded(node: onnx.NodeProto, inputs: dict[str, onnx.TensorProto], results: Sequence[onnx.TensorProto]) -> bool:
-    """Whether ONNX Runtime computes a node's outputs beforehand, and removes it in no other way."""
+    """Whether ONNX Runtime computes a node's outputs beforehand, and does not remove it in another way."""
     given, made = ({tensor.data_type for tensor in tensors} for tensors in (inputs.values(), results))
     if node.op_type == "Cast":
         return given != made
@@ -115,14 +115,14 @@ def _is_folded(node: onnx.NodeProto, inputs: dict[str, onnx.TensorProto], result
 
 
 def _results(node: onnx.NodeProto, inputs: dict[str, onnx.TensorProto], opset: int) -> list[onnx.TensorProto]:
-    """The outputs of a node of ONNX's own as hollow tensors; none where their shapes can't be inferred."""
+    """The outputs of a standard ONNX node as hollow tensors; none if their shapes can't be inferred."""
     types = {name: onnx.helper.make_tensor_type_proto(tensor.data_type, list(tensor.dims)) for name, tensor in inputs.items()}
     values = {name: tensor for name, tensor in inputs.items() if not locations(tensor)}
     try:
         schema = onnx.defs.get_schema(node.op_type, opset, "")
         made = onnx.shape_inference.infer_node_outputs(schema, node, types, values,
                                                        opset_imports=[onnx.helper.make_opsetid("", opset)])
-    except (onnx.shape_inference.InferenceError, onnx.defs.SchemaError):  # ONNX Runtime says what is wrong
+    except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError, onnx.defs.SchemaError):  # ORT says what is wrong
         return []
     results = []
     for name, kind in made.items():

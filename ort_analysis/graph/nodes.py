@@ -1,16 +1,18 @@
-"""The nodes of an optimised graph, named, with the values that their attributes and text inputs give."""
+"""The parts of a graph: named nodes with plain attributes, bodies of control flow, and known facts about tensors."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hase.records import attention
+from hase.records.kernel_record import KernelInput
 from hase.records.operators import COPIES, VIEWS, operator_row
+from hase.utils.errors import UserError
 from hase.utils.lazy import onnx
-from hase.utils.model_files import array_of, locations, tensors_of
+from hase.utils.model_files import graph_tensors, locations, tensor_array
 
 if TYPE_CHECKING:
     import onnx
@@ -23,12 +25,7 @@ COUNTED = VIEWS | COPIES | {"Cast", "ReduceSum", "ReduceMax", "Sub", "Gather"}
 
 @dataclass(frozen=True)
 class ParsedNode:
-    """One node of the optimised graph; tensor names in order, "" for an optional one that is missing.
-
-    Attributes:
-        runs: how often it runs in one run of the model.
-        inside: the node whose body it is in; "" for a node of the graph itself.
-    """
+    """One node of the optimised graph; tensor names in order, "" for an omitted optional one."""
 
     name: str
     op_type: str
@@ -37,32 +34,26 @@ class ParsedNode:
     attributes: dict[str, Any]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    runs: float = 1.0
-    inside: str = ""
+    runs: float = 1.0  # how often it runs in one run of the model
+    inside: str = ""  # the node whose body it is in; "" for a node of the graph itself
 
 
 def bodies_of(node: onnx.NodeProto) -> dict[str, onnx.GraphProto]:
-    """The graphs that an If, a Loop or a Scan holds, by attribute; nothing for other nodes."""
+    """The bodies of an If, a Loop or a Scan, by attribute; empty for other nodes."""
     names = operator_row(node.op_type).bodies if node.domain in ONNX_DOMAINS else ()
     return {attribute.name: attribute.g for attribute in node.attribute if attribute.name in names}
 
 
 def control_flow_name(node: onnx.NodeProto, inside: str = "") -> str:
-    """The name of an If, a Loop or a Scan: `Loop_<its first output>` if the file gives it none.
-
-    Args:
-        node: the node.
-        inside: the name of the node that holds the body with it; "" for the main graph.
-    """
+    """The name of an If, a Loop or a Scan in the body of node `inside`; `Loop_<first output>` if the file gives none."""
     name = node.name or f"{node.op_type}_{next((out for out in node.output if out), '')}"
     return name if not inside or name.startswith(f"{inside}/") else f"{inside}/{name}"
 
 
 def name_nodes(graph: onnx.GraphProto) -> None:
-    """Gives every node of `graph` a unique name, and every node in its bodies: `<node>/<node of its body>`. Names that are
-    unique stay.
+    """Gives every node of `graph` a unique name, and every node in its bodies: `<node>/<node of its body>`.
 
-    Some nodes are named after their outputs: ReorderOutputs, since ORT names them in another order each time, and nodes with
+    Unique names stay. But ReorderOutputs are named after their outputs, since ORT's names for them vary, and so are nodes with
     bodies, since users give trips and branches by these names.
     """
     _name_nodes(graph, "", set())
@@ -70,8 +61,8 @@ def name_nodes(graph: onnx.GraphProto) -> None:
 
 def _name_nodes(graph: onnx.GraphProto, inside: str, seen: set[str]) -> None:
     for number, node in enumerate(graph.node):
-        made = f"{node.op_type}_{node.output[0]}" if node.op_type == "ReorderOutput" else ""
-        name = made or node.name or f"{node.op_type}_{number}"
+        by_output = f"{node.op_type}_{node.output[0]}" if node.op_type == "ReorderOutput" else ""
+        name = by_output or node.name or f"{node.op_type}_{number}"
         bodies = bodies_of(node)
         if bodies:
             name = control_flow_name(node, inside)
@@ -88,10 +79,10 @@ def _name_nodes(graph: onnx.GraphProto, inside: str, seen: set[str]) -> None:
 def attribute_value(attribute: onnx.AttributeProto) -> Any:
     """An attribute as plain data: a tensor is `{"dtype", "shape", "values"}`, a subgraph `{"graph": <hash>}`."""
     if attribute.type == onnx.AttributeProto.GRAPH:
-        return {"graph": hashlib.sha256(_without_places(attribute.g).SerializeToString(deterministic=True)).hexdigest()[:12]}
+        return {"graph": hashlib.sha256(_without_locations(attribute.g).SerializeToString(deterministic=True)).hexdigest()[:12]}
     value = onnx.helper.get_attribute_value(attribute)
     if isinstance(value, onnx.TensorProto):
-        array = array_of(value)
+        array = tensor_array(value)
         return {"dtype": str(array.dtype), "shape": list(array.shape), "values": array.ravel().tolist()}
     if isinstance(value, bytes):
         return value.decode("utf-8", "replace")
@@ -100,11 +91,11 @@ def attribute_value(attribute: onnx.AttributeProto) -> Any:
     return value
 
 
-def _without_places(graph: onnx.GraphProto) -> onnx.GraphProto:
-    """A graph whose constants don't say in which file they lie."""
+def _without_locations(graph: onnx.GraphProto) -> onnx.GraphProto:
+    """A copy of a graph whose constants do not name the file with their values."""
     bare = onnx.GraphProto()
     bare.CopyFrom(graph)
-    for tensor in filter(locations, tensors_of(bare)):
+    for tensor in filter(locations, graph_tensors(bare)):
         tensor.ClearField("external_data")
     return bare
 
@@ -116,16 +107,14 @@ def parsed_node(node: onnx.NodeProto, provider: str) -> ParsedNode:
                       inputs=tuple(node.input), outputs=tuple(node.output))
 
 
-def first_taught(attributes: Mapping[str, Any]) -> str:
-    """The first word of an operator's vocabulary; UNKNOWN if it has none."""
+def first_known_word(attributes: Mapping[str, Any]) -> str:
+    """The first word of the vocabulary in an operator's attributes; UNKNOWN if it has none."""
     return next((str(attributes[name][0]) for name in TAUGHT if attributes.get(name)), UNKNOWN)
 
 
 def known_words(graph: onnx.GraphProto) -> dict[str, list[str]]:
-    """By text input that encoders read: one word per column, or one word for all columns.
-
-    The encoders are assumed to be in the order of the columns that they read, as converters of pipelines write them.
-    """
+    """Words that a model knows, by text input that its encoders read: one per column, or one for all columns. Assumes that the
+    encoders are in the order of the columns, as converters of pipelines write them."""
     words_of = {}
     for value in graph.input:
         kind = value.type.tensor_type
@@ -135,7 +124,7 @@ def known_words(graph: onnx.GraphProto) -> dict[str, list[str]]:
         for node in graph.node:
             if not reached & set(node.input):
                 continue
-            word = first_taught({
+            word = first_known_word({
                 attribute.name: attribute_value(attribute) for attribute in node.attribute if attribute.name in TAUGHT})
             if word:
                 words.append(word)
@@ -148,13 +137,8 @@ def known_words(graph: onnx.GraphProto) -> dict[str, list[str]]:
 
 
 def attention_lengths(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[str, int]:
-    """Values for the inputs that give GroupQueryAttention its lengths: the number of tokens in the cache and one more; 1 for a
-    mask whose sum is the length. (A mask of zeros would give length 0, which the operator refuses.)
-
-    Args:
-        graph: of the model.
-        dims: sizes of its dynamic dimensions.
-    """
+    """Values for inputs that give GroupQueryAttention its lengths: the tokens in the cache, and one more. A mask whose sum is
+    the length gets 1: a mask of zeros would give length 0, which the operator refuses."""
     inputs = {value.name: value.type.tensor_type.shape.dim for value in graph.input}
     maker = {out: node for node in graph.node for out in node.output if out}
     lengths = {}
@@ -163,20 +147,15 @@ def attention_lengths(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[s
             continue
         cache = inputs.get(node.input[min(attention.PAST)], ())
         cached = (cache[2].dim_value or dims.get(cache[2].dim_param, 0)) if len(cache) == 4 else 0
-        for place, length in ((attention.LAST_PLACES, cached), (attention.TOTAL, cached + 1)):
-            tensor = counted(node.input[place], maker)
+        for index, length in ((attention.LAST_PLACES, cached), (attention.TOTAL, cached + 1)):
+            tensor = counted_tensor(node.input[index], maker)
             if tensor in inputs:
                 lengths[tensor] = 1 if len(inputs[tensor]) > 1 else length
     return lengths
 
 
-def counted(tensor: str, maker: Mapping[str, onnx.NodeProto] | Mapping[str, ParsedNode]) -> str:
-    """The tensor that a number of tokens is counted in, such as a mask.
-
-    Args:
-        tensor: that holds the number.
-        maker: the node that makes each tensor; graph inputs have none.
-    """
+def counted_tensor(tensor: str, maker: Mapping[str, onnx.NodeProto] | Mapping[str, ParsedNode]) -> str:
+    """The tensor, such as a mask, from which the number of tokens in `tensor` was computed."""
     while tensor in maker and maker[tensor].op_type in COUNTED:
         node = maker[tensor]
         tensor = (node.inputs if isinstance(node, ParsedNode) else node.input)[0]
@@ -184,16 +163,11 @@ def counted(tensor: str, maker: Mapping[str, onnx.NodeProto] | Mapping[str, Pars
 
 
 def shared_caches(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[str, str]:
-    """The outputs of a graph that are written into the buffer of an input, and that input: caches of attention with room for
-    all tokens, as those who generate text bind them.
-
-    Args:
-        graph: of the model.
-        dims: sizes of its dynamic dimensions.
-    """
+    """The outputs of a graph that share the buffer of an input, with that input. These are attention caches with room for all
+    tokens, as text generators bind them."""
     def room(values: Sequence[onnx.ValueInfoProto]) -> dict[str, int]:
         axes = {value.name: value.type.tensor_type.shape.dim for value in values}
-        return {name: of[2].dim_value or dims.get(of[2].dim_param, 0) for name, of in axes.items() if len(of) == 4}
+        return {name: sizes[2].dim_value or dims.get(sizes[2].dim_param, 0) for name, sizes in axes.items() if len(sizes) == 4}
 
     before, after = room(graph.input), room(graph.output)
     shared = {}
@@ -201,7 +175,64 @@ def shared_caches(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[str, 
         if node.op_type != attention.OPERATOR:
             continue
         for past, present in attention.PAST.items():
-            given, made = ([*names, *[""] * 8][place] for names, place in ((node.input, past), (node.output, present)))
-            if 0 < after.get(made, 0) <= before.get(given, 0):  # a model's file may say "the total length" for either
-                shared[made] = given
+            given, by_output = ([*names, *[""] * 8][index] for names, index in ((node.input, past), (node.output, present)))
+            if 0 < after.get(by_output, 0) <= before.get(given, 0):  # a model's file may say "the total length" for either
+                shared[by_output] = given
     return shared
+
+
+Shape = tuple[int | str, ...] | None  # an unknown size is its name, or ""; None: the rank is unknown
+
+
+class SizeNotKnown(UserError):
+    """A shape depends on data, and ONNX gives no bound; `tensor` is the name for which the user can give sizes."""
+
+    def __init__(self, message: str, tensor: str) -> None:
+        super().__init__(message)
+        self.tensor = tensor
+
+
+Values = tuple[int | float | bool, ...]
+
+
+@dataclass(frozen=True)
+class InferredTensors:
+    """What was inferred about the tensors of a graph."""
+
+    tensors: dict[str, KernelInput]  # type and shape by name, constants with their small values
+    computed: dict[str, Values]  # values of small integer tensors that the graph computes from shapes and constants, by name
+    providers: dict[str, str]  # by node name, the provider that ORT assigned
+    assumed: dict[str, tuple[int, ...]]  # by tensor name, shapes that depend on data; the largest possible ones are assumed
+    plain: dict[str, Shape]  # by tensor name, shapes as far as ORT infers them from shapes alone: what its optimisers know
+    held: dict[str, AnalysedBodies] = field(default_factory=dict)  # by node name, the bodies of nodes
+    used: frozenset[str] = frozenset()  # the names of the given sizes that a tensor of this graph, or of a body in it, has
+
+
+@dataclass(frozen=True)
+class Trips:
+    """How often a body runs per run of its node."""
+
+    count: int
+    low: float = 1.0  # low, high: the range, as multiples of `count`, if it is a guess
+    high: float = 1.0
+    fixed: bool = True  # the model itself sets it, not a given size
+
+
+@dataclass(frozen=True)
+class Body:
+    """A body as its own model."""
+
+    attribute: str  # of the node that holds it
+    proto: onnx.ModelProto  # the body as a model
+    captured: frozenset[str]  # the tensors that it takes from the graph around it
+    inferred: InferredTensors  # facts about its tensors
+
+
+@dataclass(frozen=True)
+class AnalysedBodies:
+    """The analysed bodies of a node."""
+
+    trips: Trips  # of the body; a branch of an If runs once
+    bodies: tuple[Body, ...]  # one; of an If, both branches
+    chosen: str  # the attribute of the If's branch that the user chose; "" if none
+    shapes: dict[str, tuple[int, ...]]  # of the node's outputs, from those of the bodies

@@ -1,4 +1,4 @@
-"""Parses an ONNX model: the optimised graph that ONNX Runtime runs, with the type and shape of every tensor."""
+"""Parses an ONNX model into ONNX Runtime's optimised graph, with the type and shape of every tensor."""
 
 from __future__ import annotations
 
@@ -12,17 +12,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hase.ort_analysis.cuda.gpu_only import check_on_gpu, cover, holds_gpu_only, uncover
 from hase.ort_analysis.cuda.placement import assign_providers
-from hase.ort_analysis.cuda.reduced_precision import Reduced, as_single, holds_reduced, restore_types
-from hase.ort_analysis.cuda.rewrites import cover_pools, cuda_optimizers, rewrite_for_cuda, runs_on_whole_numbers, uncover_pools
-from hase.ort_analysis.graph.bodies import all_tensors, flat_bodies, made_within, unused_trips
+from hase.ort_analysis.cuda.reduced_precision import InSinglePrecision, as_single, holds_reduced, restore_types
+from hase.ort_analysis.cuda.rewrites import (
+    check_on_gpu,
+    cover_gpu_only,
+    cover_pools,
+    cuda_optimizers,
+    holds_gpu_only,
+    rewrite_for_cuda,
+    runs_on_whole_numbers,
+    uncover_gpu_only,
+    uncover_pools,
+)
+from hase.ort_analysis.graph.bodies import all_tensors, flat_bodies, outputs_within, unused_trips
 from hase.ort_analysis.graph.constants import fold_large
-from hase.ort_analysis.graph.fitting_sizes import refuse_other_caches
-from hase.ort_analysis.graph.nodes import ParsedNode, bodies_of, name_nodes
-from hase.ort_analysis.graph.open_shapes import Body, InferredTensors, Shape, Values
-from hase.ort_analysis.graph.source import Source, open_dims, read_source, tensor_of_size
-from hase.ort_analysis.graph.tensor_shapes import (
+from hase.ort_analysis.graph.nodes import Body, InferredTensors, ParsedNode, Shape, Values, bodies_of, name_nodes
+from hase.ort_analysis.graph.shapes import (
     FRESH,
     add_fresh_input,
     infer_tensors,
@@ -32,9 +38,12 @@ from hase.ort_analysis.graph.tensor_shapes import (
     types_by_schema,
     without_weights,
 )
+from hase.ort_analysis.graph.sizes import refuse_other_caches
+from hase.ort_analysis.graph.source import Source, open_dims, read_source, tensor_of_size
 from hase.records.kernel_record import GuessedRuns, KernelInput, Tensor
 from hase.runtimes import flavour_of
 from hase.utils.errors import UserError
+from hase.utils.files import temporary_folder
 from hase.utils.fingerprint import Flavour, graph_device, has_cuda
 from hase.utils.lazy import onnx
 from hase.utils.logger import get_logger
@@ -49,19 +58,18 @@ from hase.utils.model_graphs import (
     weights_beside,
 )
 from hase.utils.ort_sessions import open_session
-from hase.utils.temporary import temporary_folder
 
-_kept: Path | None = None  # where optimised graphs are kept, each in a folder of its own (`kept_in`)
+_kept: Path | None = None  # the folder of cached optimised graphs (`kept_in`)
 log = get_logger("parser")
 SHOWN_SIZES = 3  # in a warning
-PACKED_AXES = 5  # batch, place, head, which of queries, keys and values, and number
-TOO_LARGE = "Protobuf serialization failed"  # what ORT says where it made constants of more than 2 GiB
-AS_THEY_LIE = {"session.disable_prepacking": "1"}  # a session that only optimises does not lay weights out anew
+PACKED_AXES = 5  # batch, token, head, which of queries, keys and values, and number
+TOO_LARGE = "Protobuf serialization failed"  # ORT's message if it created constants of more than 2 GiB
+NO_PREPACKING = {"session.disable_prepacking": "1"}  # a session that only optimises need not lay weights out again
 
 
 @contextmanager
 def kept_in(folder: Path) -> Iterator[None]:
-    """While the block runs, optimised graphs of models with dynamic dimensions are kept in a folder and used again."""
+    """Caches optimised graphs of models with dynamic dimensions in a folder while the block runs."""
     global _kept
     folder.mkdir(exist_ok=True)
     before, _kept = _kept, folder
@@ -71,14 +79,9 @@ def kept_in(folder: Path) -> Iterator[None]:
         _kept = before
 
 
-def keep(model: str, save_to: Path, optimize: Callable[[], None]) -> None:
-    """Calls `optimize` to write a graph to `save_to`, or takes the graph that an earlier call wrote.
-
-    Args:
-        model: a file name that identifies the model and how it is optimised.
-        save_to: path of the graph, which nobody may change.
-        optimize: writes the graph, and perhaps large weights beside it.
-    """
+def optimise_once(model: str, save_to: Path, optimize: Callable[[], None]) -> None:
+    """Makes `optimize` write a graph to `save_to`, or reuses the one of an earlier call. The file must not be changed. `model`
+    is a file name that identifies the model and its optimisation. Large weights may be beside the graph."""
     if _kept is None:
         optimize()
         return
@@ -88,7 +91,7 @@ def keep(model: str, save_to: Path, optimize: Callable[[], None]) -> None:
         _link(kept / beside.name, beside)
         return
     optimize()
-    unfinished = kept.with_name(f"{kept.name}.unfinished")  # what a process leaves that is ended meanwhile
+    unfinished = kept.with_name(f"{kept.name}.unfinished")  # left over by a process that was killed before the rename
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
     _link(save_to, unfinished / save_to.name)
@@ -106,51 +109,31 @@ def _link(source: Path, to: Path) -> None:
 
 @dataclass(frozen=True)
 class ParsedGraph:
-    """The optimised graph of a model in one flavour.
+    """The optimised graph of a model in one flavour."""
 
-    Attributes:
-        source: the model as given.
-        derived: this machine lacks the flavour's provider, so the graph is derived from the CPU provider's.
-        static: all sizes were fixed before ORT optimised the model; else the session takes any sizes.
-        nodes: in execution order, with unique names; the nodes of a body follow the node that holds it.
-        tensors: type and shape of every tensor by name, constants with their small values.
-        inputs, outputs: the graph's own.
-        opsets: operator-set versions by domain.
-        proto: the optimised graph itself, without large weights.
-        computed: values of small integer tensors that it computes from shapes and constants, at the given sizes.
-        assumed: by tensor name, shapes that depend on data; the largest that ONNX allows are assumed.
-        guessed: by node name, the range of the number of runs of its body if that is a guess.
-        bodies: by node name, its body before the model was optimised.
-    """
-
-    source: Source
+    source: Source  # the model as given
     flavour: Flavour
-    derived: bool
-    static: bool
-    nodes: tuple[ParsedNode, ...]
-    tensors: dict[str, KernelInput]
-    inputs: tuple[str, ...]
+    derived: bool  # this machine lacks the flavour's provider, so the graph is derived from the CPU provider's
+    static: bool  # all sizes were fixed before ORT optimised the model; else the session takes any sizes
+    nodes: tuple[ParsedNode, ...]  # in execution order, with unique names; the nodes of a body follow the node that holds it
+    tensors: dict[str, KernelInput]  # type and shape of every tensor by name, constants with their small values
+    inputs: tuple[str, ...]  # inputs, outputs: the graph's own
     outputs: tuple[str, ...]
-    opsets: dict[str, int]
-    proto: onnx.ModelProto
+    opsets: dict[str, int]  # operator-set versions by domain
+    proto: onnx.ModelProto  # the optimised graph itself, without large weights
+    # values of small integer tensors that it computes from shapes and constants, at the given sizes
     computed: dict[str, Values] = field(default_factory=dict)
+    # by tensor name, shapes that depend on data; the largest that ONNX allows are assumed
     assumed: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    # by node name, the range of its body's runs, if uncertain
     guessed: dict[str, GuessedRuns] = field(default_factory=dict)
-    bodies: dict[str, onnx.GraphProto] = field(default_factory=dict)
+    bodies: dict[str, onnx.GraphProto] = field(default_factory=dict)  # by node name, its body before the model was optimised
 
 
 def _check_sizes_by_data(source: Source, used: Iterable[str], tensors: Iterable[str]) -> None:
-    """Warns of given sizes of tensors that change nothing.
-
-    Args:
-        source: the model, with the given sizes.
-        used: the names of the sizes that a tensor of the optimised graph has.
-        tensors: of the optimised graph.
-
-    Raises:
-        UserError: neither the model nor the optimised graph has a tensor with that name.
-    """
-    names = {*tensors, *made_within(source.graph_only.graph.node)}
+    """Warns of given tensor sizes that have no effect; refuses those of unknown tensors. `used` are names of sizes in the
+    optimised graph, `tensors` its tensors."""
+    names = {*tensors, *outputs_within(source.graph_only.graph.node)}
     given = source.dims.keys() - open_dims(source.graph_only).keys()
     unused = sorted(name for name in given - set(used) if tensor_of_size(name))
     for name in unused:
@@ -163,11 +146,8 @@ def _check_sizes_by_data(source: Source, used: Iterable[str], tensors: Iterable[
 
 
 def optimize(source: Source, flavour: Flavour, save_to: Path, static: bool) -> onnx.ModelProto:
-    """Lets ORT optimise `source`, and saves the graph to `save_to` as it runs, with named nodes; returns it.
-
-    With `static`, dynamic dimensions are fixed first, so that ORT folds what it computes from them into constants. Constants
-    over 1 KiB are written to a second file.
-    """
+    """Makes ORT optimise `source` and save the graph, with named nodes, to `save_to`; returns it. With `static`, dynamic
+    dimensions are fixed first, so that ORT folds computations on them. Constants over 1 KiB are written to a second file."""
     open_session(source.loadable, flavour.device, optimize=flavour.optimization, dims=source.dims if static else {},
                  save_to=save_to, name=source.name, entries=_beside(save_to))
     proto = onnx.load(str(save_to), load_external_data=False)
@@ -177,26 +157,19 @@ def optimize(source: Source, flavour: Flavour, save_to: Path, static: bool) -> o
 
 
 def _beside(save_to: Path) -> dict[str, str]:
-    """The entries with which a session writes large constants to a file beside the graph."""
+    """The session entries that put large constants into a file beside the graph."""
     return {"session.optimized_model_external_initializers_file_name": weights_beside(save_to).name,
             "session.optimized_model_external_initializers_min_size_in_bytes": str(LARGE_BYTES)}
 
 
 def _optimized(source: Source, changed: onnx.ModelProto, flavour: Flavour, derived: bool, static: bool,
                folder: Path) -> onnx.ModelProto:
-    """Lets ORT optimise a graph, without reading its large weights unless an optimiser needs them; named nodes.
-
-    Args:
-        source: the model.
-        changed: its graph as it is optimised; perhaps with other types.
-        derived: whether the CPU provider stands for the GPU's.
-        static: as for `parse_graph`.
-        folder: where what ORT writes is kept; the graph's large constants refer to it.
-    """
+    """Makes ORT optimise the graph `changed` of a model, perhaps with other types, and names the nodes. Large weights are read
+    only if an optimiser needs them; in the result they refer to `folder`."""
     path, original = folder / "optimized.onnx", source.graph_only.graph
     if derived:
         if holds_gpu_only(original):
-            changed = cover(changed, types_by_schema(shape_query(without_weights(changed), {})))
+            changed = cover_gpu_only(changed, types_by_schema(shape_query(without_weights(changed), {})))
         if runs_on_whole_numbers(original):
             cover_pools(changed.graph)
     fold_large(changed)
@@ -204,7 +177,7 @@ def _optimized(source: Source, changed: onnx.ModelProto, flavour: Flavour, deriv
     level, disabled = cuda_optimizers(original) if derived else (flavour.optimization, ())
 
     def save(graph: onnx.ModelProto, dims: Mapping[str, int]) -> None:
-        entries = {**at_root(), **AS_THEY_LIE}
+        entries = {**at_root(), **NO_PREPACKING}
         open_at = partial(open_session, graph.SerializeToString(), "cpu" if derived else flavour.device, optimize=level,
                           disabled=disabled, dims=dims, save_to=path, name=source.name, plan_memory=False)
         try:
@@ -225,10 +198,10 @@ def _optimized(source: Source, changed: onnx.ModelProto, flavour: Flavour, deriv
     if static or source.all_fixed:
         write()
     else:
-        keep(f"{source.sha256}-{flavour.name}", path, write)
+        optimise_once(f"{source.sha256}-{flavour.name}", path, write)
     proto = read_saved(path)
     if derived:
-        uncover(proto.graph, original)
+        uncover_gpu_only(proto.graph, original)
     name_nodes(proto.graph)
     if derived:
         uncover_pools(proto.graph)
@@ -236,15 +209,13 @@ def _optimized(source: Source, changed: onnx.ModelProto, flavour: Flavour, deriv
 
 
 def _is_untouched(path: Path, before: onnx.ModelProto) -> bool:
-    """Whether a session changed nothing in the nodes of a graph. It then saved the graph as it was: in its order, and without
-    default attributes."""
+    """Whether a session did not change the nodes of a graph, and so saved them in order, without default attributes."""
     saved = read_saved(path).graph.node
     return len(saved) == len(before.graph.node) and all(map(operator.eq, saved, before.graph.node))
 
 
 def _restore_bodies(path: Path, before: onnx.ModelProto) -> None:
-    """Gives the nodes of a saved graph the bodies that they had, and removes the additional input, which had ORT write the
-    bodies anew too."""
+    """Restores the original bodies of a saved graph's nodes, and removes the extra input that made ORT rewrite them."""
     proto = onnx.load(str(path), load_external_data=False)
     had = {(node.op_type, out): bodies_of(node) for node in before.graph.node for out in node.output if out}
     for node in proto.graph.node:
@@ -255,7 +226,7 @@ def _restore_bodies(path: Path, before: onnx.ModelProto) -> None:
 
 
 def _check_trips(source: Source, inferred: InferredTensors, proto: onnx.ModelProto) -> None:
-    """Warns of given numbers of trips that change nothing."""
+    """Warns of given numbers of trips that have no effect."""
     given = {dim: size for dim, size in source.dims.items() if dim not in open_dims(proto)}
     for unused in unused_trips(inferred.held, given):
         log.warning("%s: %s=%d changes nothing: the model itself says how often its loops run", source.name, unused,
@@ -263,12 +234,8 @@ def _check_trips(source: Source, inferred: InferredTensors, proto: onnx.ModelPro
 
 
 def _check_packed(name: str, nodes: Iterable[ParsedNode], tensors: Mapping[str, KernelInput]) -> None:
-    """Refuses attention that the CPU provider opens, but never runs: with queries, keys and values in one tensor (5 axes), as
-    models that were optimised for CUDA hold it.
-
-    Raises:
-        UserError: a node is of that kind.
-    """
+    """Refuses attention with queries, keys and values in one tensor of PACKED_AXES axes, as in models optimised for CUDA. The
+    CPU provider opens it, but can't run it."""
     for node in nodes:
         packed = any(len(tensors[read].shape) == PACKED_AXES for read in node.inputs[:2])
         if node.provider == "cpu" and node.op_type == "MultiHeadAttention" and packed:
@@ -280,23 +247,12 @@ def parse_graph(model: Path | onnx.ModelProto, device: str = "auto", dims: Mappi
                 name: str | None = None, static: bool = False, folder: Path | None = None) -> ParsedGraph:
     """The optimised graph of a model for `cpu` or `cuda` (`auto`: what this machine has).
 
-    A model with dynamic dimensions is optimised as for a session that takes any sizes, which keeps the computation of shapes;
-    then all shapes are those at `dims`. With `static`, it is optimised as if it had been exported at these sizes.
+    A model with dynamic dimensions is optimised for any sizes, which keeps shape computations; then shapes are inferred at
+    `dims`. With `static`, it is optimised as if exported at these sizes.
 
-    For `cuda` on a machine without it, the graph comes from the CPU provider with the optimisers of the CUDA provider, and is
-    marked as derived. So is that of a model with more weights than a GPU should load only for this.
-
-    Args:
-        model: an ONNX file, or a model in memory.
-        device: `cpu`, `cuda` or `auto`.
-        dims: sizes of its dynamic dimensions.
-        name: of a model in memory.
-        static: whether dynamic dimensions are fixed before the model is optimised.
-        folder: of a file with the large constants that ORT made, to which `proto` refers; by default it is gone in the end.
-
-    Raises:
-        UserError: the model can't be read (no such file, no ONNX, no nodes, weights missing), a dynamic dimension is unknown or
-            has no size, or ORT can't load the model.
+    For `cuda` without a GPU, or with more weights than a GPU should load only for this, the graph comes from the CPU provider
+    with the optimisers of the CUDA provider, and is marked as derived. `name` is that of a model in memory. Large constants
+    that ORT created are in a file in `folder`, otherwise lost.
     """
     provider = graph_device(device)
     flavour, source = flavour_of(provider), read_source(model, dims, name)
@@ -311,31 +267,15 @@ def parse_graph(model: Path | onnx.ModelProto, device: str = "auto", dims: Mappi
 
 def parse_to_run(path: Path, model: Path, device: str, dims: Mapping[str, int] | None = None,
                  static: bool = False) -> ParsedGraph:
-    """Like `parse_graph`, for a device that this machine has; also writes the optimised graph to `path`, with the node names of
-    the result and with all weights.
-
-    ORT gives the nodes that it inserts other names each time, so a graph and its description must come from one run.
-
-    Raises:
-        UserError: as `parse_graph`.
-    """
+    """Like `parse_graph` for a device of this machine, but also writes the graph with all weights to `path`. ORT's names for
+    nodes that it inserts vary, so a graph and its description must come from one run."""
     flavour, source = flavour_of(graph_device(device)), read_source(model, dims)
     return _parsed(source, optimize(source, flavour, path, static), flavour, None, False, static)
 
 
-def _parsed(source: Source, proto: onnx.ModelProto, flavour: Flavour, reduced: Reduced | None, derived: bool,
+def _parsed(source: Source, proto: onnx.ModelProto, flavour: Flavour, reduced: InSinglePrecision | None, derived: bool,
             static: bool) -> ParsedGraph:
-    """The description of an optimised graph.
-
-    Args:
-        source: the model.
-        proto: the graph, with named nodes.
-        reduced: the model in single precision, if that was optimised.
-        derived, static: as for `parse_graph`.
-
-    Raises:
-        UserError: a shape is not known, a given size is wrong, or the provider can't run the graph.
-    """
+    """Describes the optimised graph `proto`; `reduced` is the model in single precision, if that was optimised."""
     provider = flavour.device
     inferred = infer_tensors(proto, "cpu" if derived else provider, source.name, source.dims)
     refuse_other_caches(proto.graph.node, inferred.tensors, source.open_names, source.name)
@@ -346,7 +286,7 @@ def _parsed(source: Source, proto: onnx.ModelProto, flavour: Flavour, reduced: R
     def on_provider(proto: onnx.ModelProto, tensors: dict[str, KernelInput], original: onnx.GraphProto,
                     shapes_known: Callable[[], Mapping[str, Shape]], outside: frozenset[str] = frozenset(),
                     inner: Mapping[str, str] | None = None) -> tuple[dict[str, KernelInput], list[str]]:
-        """Turns a graph into that of the flavour's provider; returns its tensors and the provider of each node."""
+        """Rewrites a graph for the flavour's provider; returns its tensors and the provider of each node."""
         if not derived:
             providers = {**(inner or {}), **inferred.providers}
             return tensors, [providers.get(node.name, provider) for node in proto.graph.node]
@@ -378,12 +318,12 @@ def _parsed(source: Source, proto: onnx.ModelProto, flavour: Flavour, reduced: R
 
 
 def shape_text(tensor: Tensor) -> str:
-    """`float32[16,64,56,56]`, or a dash for an input that is missing."""
+    """A tensor's type and shape as text, `float32[16,64,56,56]`; a dash for a missing input."""
     return f"{tensor.dtype}[{','.join(map(str, tensor.shape))}]" if tensor.present else "-"
 
 
 def node_rows(graph: ParsedGraph) -> list[dict[str, Any]]:
-    """One row a node: number, name, operator, provider, shapes of inputs and outputs, attributes."""
+    """One row per node: number, name, operator, provider, input and output shapes, attributes."""
     return [
         {"#": number, "node": node.name, "op_type": (f"{node.domain}." if node.domain else "") + node.op_type,
          "provider": node.provider, "inputs": " ".join(shape_text(graph.tensors[i]) for i in node.inputs),
@@ -392,7 +332,7 @@ def node_rows(graph: ParsedGraph) -> list[dict[str, Any]]:
         for number, node in enumerate(graph.nodes)]
 
 
-def document(graph: ParsedGraph) -> dict[str, Any]:
-    """A graph as a table of its nodes: its model, flavour and sizes, and a row for each node."""
+def graph_document(graph: ParsedGraph) -> dict[str, Any]:
+    """A parsed graph as plain data: model, flavour, sizes, and a row per node."""
     return {"model": graph.source.name, "flavour": graph.flavour.name, "derived": graph.derived, "static": graph.static,
             "dims": graph.source.dims, "nodes": node_rows(graph)}

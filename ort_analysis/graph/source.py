@@ -1,8 +1,9 @@
-"""An ONNX model as the user gives it, with sizes for its dynamic dimensions."""
+"""Reads and checks a user's ONNX model, with sizes for its dynamic dimensions, perhaps in half precision."""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,14 +15,13 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from hase.ort_analysis.graph.bodies import body_sizes, made_within, steering_inputs
-from hase.ort_analysis.graph.constants import read_by_value
-from hase.ort_analysis.graph.fitting_sizes import fitting_sizes
-from hase.ort_analysis.graph.half_precision import SUFFIX, in_half
-from hase.ort_analysis.graph.new_batch import REBATCH, at_batch, fixed_batch
+from hase.ort_analysis.graph.bodies import body_sizes, outputs_within, steering_inputs
+from hase.ort_analysis.graph.constants import decisive_constants
 from hase.ort_analysis.graph.nodes import bodies_of
-from hase.ort_analysis.graph.open_shapes import DETECTIONS, selects_boxes
-from hase.utils import cli, files
+from hase.ort_analysis.graph.shapes import DETECTIONS, selects_boxes
+from hase.ort_analysis.graph.sizes import REBATCH, at_batch, fitting_sizes, fixed_batch, sizes_set_by_model
+from hase.records.kernel_record import Interface, Kernel, OpenTensor, type_name
+from hase.utils import files
 from hase.utils.errors import OpenSizes, UserError
 from hase.utils.lazy import onnx
 from hase.utils.logger import get_logger
@@ -30,26 +30,30 @@ from hase.utils.model_files import (
     DEFAULT_DIMS_KEY,
     GROUP_KEY,
     SHOWN,
+    check_plain_file,
     every_tensor,
     locations,
     read_whole_model,
 )
-from hase.utils.model_graphs import find_tensors, is_hollow, read_as_written, read_graph
+from hase.utils.model_graphs import find_tensors, hollow, is_hollow, read_as_written, read_graph
 from hase.utils.ort_sessions import kind_of_file, model_errors
 from hase.utils.paths import as_file_name
+from hase.utils.text import first_and_count
 
 log = get_logger("parser")
 DEFAULT_DIMS = TypeAdapter(dict[str, Annotated[int, Field(strict=True, ge=1, lt=2**63)]])
 TENSOR_FIELDS = ("name", "data_type", "external_data")
-MOST_CALLED = 50_000  # nodes; ONNX Runtime takes half a minute to write so many calls out
+MOST_CALLED = 50_000  # nodes; ONNX Runtime takes half a minute to inline so many calls
 DEEPEST_CALLS = 100  # functions; ONNX Runtime runs out of stack at some thousands
-SHOWN_SIZES = 3  # places of an open dimension
+SHOWN_SIZES = 3  # inputs and axes of an open dimension, in an error
 NO_SIZE = "SIZE"  # in place of one, where none is known to fit
 OWN_ENDING = re.compile(r"_token_\d+$")  # of names that ONNX Runtime derives from other names
+HALF_SUFFIX = "_fp16"  # of the model's name
+KERNEL_KEY = "hase.kernel"  # metadata of a built model: its Kernel as JSON
 
 
 class _Reading(NamedTuple):
-    """How models are read: whether files of their weights may be missing, and whether their floats are in half precision."""
+    """How models are read: with missing weight files allowed, or with floats in half precision."""
 
     no_weights: bool = False
     half: bool = False
@@ -60,7 +64,7 @@ _reading = _Reading()
 
 @contextmanager
 def reading(no_weights: bool = False, half: bool = False) -> Iterator[None]:
-    """While the block runs, the files of models' weights may be missing, or models are read in half precision."""
+    """Allows missing weight files, or reads models in half precision, while the block runs."""
     global _reading
     before, _reading = _reading, _Reading(no_weights, half)
     try:
@@ -71,44 +75,30 @@ def reading(no_weights: bool = False, half: bool = False) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Source:
-    """A model as the user gave it.
+    """A model as the user gave it."""
 
-    Attributes:
-        name: the file's stem, or the name given for a model in memory.
-        group, collection: those that the file names; "" where it names none.
-        graph_only: the graph; its large tensors refer to files, as `hase.utils.model_graphs` describes it.
-        given: the file, or the model in memory.
-        sha256: the hash of the file, or of the serialised model; with an ending where it is read in half precision, or at
-            another batch.
-        dims: the sizes of its dynamic dimensions, and perhaps its new batch (`hase.ort_analysis.graph.new_batch`).
-    """
-
-    name: str
-    group: str
+    name: str  # the file's stem, or the name given for a model in memory
+    group: str  # group and collection in the file, or ""
     collection: str
-    graph_only: onnx.ModelProto
-    given: Path | onnx.ModelProto
+    graph_only: onnx.ModelProto  # the graph; its large tensors refer to files, as `hase.utils.model_graphs` describes it
+    given: Path | onnx.ModelProto  # the file, or the model in memory
+    # hash of the file or serialised model, with a suffix for half precision or another batch
     sha256: str
-    dims: dict[str, int]
+    dims: dict[str, int]  # the sizes of its dynamic dimensions, and perhaps its new batch (`hase.ort_analysis.graph.sizes`)
 
     @property
     def rebatched(self) -> bool:
-        """Whether it is taken at another batch than the fixed one of its file."""
+        """Whether it has another batch than the fixed one in its file."""
         return REBATCH in self.dims and REBATCH not in self.open_names.values()
 
     @property
     def all_fixed(self) -> bool:
-        """Whether no size was given besides a new batch: its graph holds all of them."""
+        """Whether no size was given except a new batch, so that the graph contains all sizes."""
         return not self.dims or (len(self.dims) == 1 and self.rebatched)
 
     @cached_property
     def loadable(self) -> Path | bytes:
-        """The file, or the serialised model, that a runtime loads: with all weights.
-
-        Raises:
-            UserError: dynamic dimensions without a name get one, and the weights can't be read, or take more than 2 GiB; or the
-                model is taken at another batch than its file's.
-        """
+        """The file or serialised model for a runtime, with all weights and names for all dynamic dimensions."""
         if self.rebatched:
             raise UserError(f"{self.name}: its file has another batch than {self.dims[REBATCH]}, so that its graph in ONNX "
                             "Runtime can be predicted, but nothing can load it: leave --rebatch out")
@@ -121,9 +111,15 @@ class Source:
 
     @property
     def steering(self) -> dict[str, Any]:
-        """Values for inputs that decide how often a Loop runs or which branch of an If, and strings that the model knows (see
-        `steering_inputs`)."""
+        """Values for inputs that decide trips of Loops or branches of Ifs, and words that the model knows."""
         return steering_inputs(self.graph_only.graph, self.dims)
+
+    def record_fields(self, group: str = "", collection: str = "") -> dict[str, Any]:
+        """The fields of its record about the model itself. A given group or collection wins over the file's; by default a model
+        is its own group."""
+        stem, collection = as_file_name(self.name), collection or self.collection
+        return {"file_stem": stem, "group": as_file_name(group or self.group or stem).replace("|", "_"), "sha256": self.sha256,
+                "collection": as_file_name(collection) if collection else "", "dims": self.dims}
 
     @property
     def open_names(self) -> dict[tuple[str, int], str]:
@@ -133,10 +129,8 @@ class Source:
 
 
 def open_dims(proto: onnx.ModelProto) -> dict[str, list[str]]:
-    """The dynamic dimensions of the graph's inputs by name, each with the places where it occurs.
-
-    Writes a name into `proto` for every dimension that has none: `<input>.<axis>`.
-    """
+    """The dynamic dimensions of a graph's inputs by name, each with its inputs and axes. Gives unnamed ones in `proto` the name
+    `<input>.<axis>`."""
     places: dict[str, list[str]] = {}
     constants = {tensor.name for tensor in proto.graph.initializer}
     for value in proto.graph.input:
@@ -152,11 +146,7 @@ def open_dims(proto: onnx.ModelProto) -> dict[str, list[str]]:
 
 
 def dynamic_names(model: Path, names: Iterable[str]) -> set[str]:
-    """Those of `names` that are dynamic dimensions of the file `model`, or may be sizes inside its graph.
-
-    Raises:
-        UserError: it can't be read.
-    """
+    """The `names` that are dynamic dimensions of the file `model`, or may be sizes inside its graph."""
     proto = read_as_written(model)
     check_sound(proto, str(model))
     own = set(open_dims(proto)) | ({REBATCH} if fixed_batch(proto) else set())
@@ -164,18 +154,17 @@ def dynamic_names(model: Path, names: Iterable[str]) -> set[str]:
 
 
 def _sizes_by_data(proto: onnx.ModelProto, names: Iterable[str]) -> set[str]:
-    """Those of `names` that may be a size inside the graph.
+    """The `names` that may be a size inside the graph.
 
-    Such a size has a name in the graph or is called `<tensor>.<axis>`; or it is the number of boxes that NonMaxSuppression
-    selects, the trips of a Loop, or a branch of an If. Tensors that ORT moves out of a branch or a function get longer names,
-    which end in the model's own.
+    That is a named size, `<tensor>.<axis>`, the number of boxes selected by NonMaxSuppression, the trips of a Loop, or a branch
+    of an If. If ORT moves tensors out of a branch or function, their longer names end in the model's own.
     """
     graph = proto.graph
     named = {dim.dim_param for value in (*graph.output, *graph.value_info) for dim in value.type.tensor_type.shape.dim}
     named |= body_sizes(graph)
     if selects_boxes(graph):
         named.add(DETECTIONS)
-    made = tuple(made_within(graph.node)) + tuple(out for function in proto.functions for out in made_within(function.node))
+    made = (*outputs_within(graph.node), *(out for function in proto.functions for out in outputs_within(function.node)))
 
     def stands_for_a_size(name: str) -> bool:
         tensor = tensor_of_size(name)
@@ -185,18 +174,13 @@ def _sizes_by_data(proto: onnx.ModelProto, names: Iterable[str]) -> set[str]:
 
 
 def tensor_of_size(name: str) -> str:
-    """The tensor in a name of the form `<tensor>.<axis>`; "" for another name."""
+    """The tensor in `<tensor>.<axis>`; "" for another name."""
     tensor, _, axis = name.rpartition(".")
     return tensor if axis.isdigit() else ""
 
 
 def default_dims(proto: onnx.ModelProto, shown: str) -> dict[str, int]:
-    """The default sizes that the exporter wrote into a dynamic model; empty where there are none. `shown` is the model's name
-    in errors.
-
-    Raises:
-        UserError: what is written there are no sizes.
-    """
+    """The default sizes that the exporter wrote into a dynamic model, possibly none; `shown` is its name in errors."""
     for prop in proto.metadata_props:
         if prop.key == DEFAULT_DIMS_KEY:
             try:
@@ -208,14 +192,13 @@ def default_dims(proto: onnx.ModelProto, shown: str) -> dict[str, int]:
 
 
 def origin_in(proto: onnx.ModelProto) -> tuple[str, str]:
-    """The group and the collection that an exporter wrote into a model; "" where there is none."""
+    """The group and collection that an exporter wrote into a model; "" if missing."""
     metadata = {prop.key: prop.value for prop in proto.metadata_props}
     return metadata.get(GROUP_KEY, ""), metadata.get(COLLECTION_KEY, "")
 
 
 def damage_in(message: Any) -> str:
-    """What is wrong with the names and element types in a part of a model: a name that is no text, or an unknown type; "" where
-    nothing is."""
+    """What is wrong with names (not text) or element types (unknown) in a part of a model; "" if nothing."""
     if isinstance(message, onnx.TensorProto):  # without its values, which would be copied
         fields = [(message.DESCRIPTOR.fields_by_name[name], getattr(message, name)) for name in TENSOR_FIELDS]
     else:
@@ -234,11 +217,7 @@ def damage_in(message: Any) -> str:
 
 
 def nodes_called(proto: onnx.ModelProto, shown: str) -> int:
-    """How many nodes the main graph has if every call of a function is written out; each body of a node counts.
-
-    Raises:
-        UserError: functions call each other more than DEEPEST deep, or in a circle.
-    """
+    """The number of nodes of the main graph with all function calls inlined; nodes in bodies count."""
     functions = {(function.domain, function.name): function for function in proto.functions}
     counted: dict[tuple[str, str], int] = {}
 
@@ -257,16 +236,7 @@ def nodes_called(proto: onnx.ModelProto, shown: str) -> int:
 
 
 def check_sound(proto: onnx.ModelProto, shown: str) -> None:
-    """Checks what ONNX Runtime and the rest of Hase rely on: all names are text, all element types are known, and functions do
-    not call each other without end.
-
-    Args:
-        proto: the model.
-        shown: its name in errors.
-
-    Raises:
-        UserError: the model is damaged.
-    """
+    """Checks the assumptions of ONNX Runtime and Hase: names are text, element types known, functions not recursive."""
     if damage := damage_in(proto):
         raise UserError(f"{shown}: damaged, or of a newer version of ONNX: {damage}")
     if nodes_called(proto, shown) > MOST_CALLED:
@@ -274,11 +244,7 @@ def check_sound(proto: onnx.ModelProto, shown: str) -> None:
 
 
 def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = None, name: str | None = None) -> Source:
-    """Reads a model and checks it: it has nodes, and every dynamic dimension has a size.
-
-    Raises:
-        UserError: no such file, no ONNX, no nodes, weights missing, an unknown dimension, or one left open.
-    """
+    """Reads a model; checks that it has nodes and sizes for all dynamic dimensions. `name` is that of a model in memory."""
     given = dict(dims or {})
     if isinstance(model, Path):
         shown, stem = str(model), model.stem
@@ -296,12 +262,12 @@ def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = 
         kind = kind_of_file(model) if isinstance(model, Path) else ""
         raise UserError(f"{shown}: no ONNX model with nodes in it ({f'this is {kind}' if kind else 'an empty graph'})")
     if _reading.half:
-        proto, name, digest = in_half(proto, shown), f"{name or stem}{SUFFIX}", f"{digest}{SUFFIX}"
+        proto, name, digest = in_half_precision(proto, shown), f"{name or stem}{HALF_SUFFIX}", f"{digest}{HALF_SUFFIX}"
     dynamic = open_dims(proto)
     if REBATCH in given and REBATCH not in dynamic:
         proto, digest = at_batch(proto, given[REBATCH], shown), f"{digest}_{REBATCH}{given[REBATCH]}"
     unread = {tensor.name for tensor in proto.graph.initializer if is_hollow(tensor)}
-    if unread and (decisive := sorted(unread & read_by_value(proto.graph))):
+    if unread and (decisive := sorted(unread & decisive_constants(proto.graph))):
         raise UserError(f"{shown}: what it computes depends on its {decisive[0]}, whose file is missing")
     unknown = sorted(set(given) - set(dynamic) - {REBATCH} - _sizes_by_data(proto, given))
     if unknown:
@@ -319,8 +285,101 @@ def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = 
         fitting = fitting_sizes(proto, missing, given, stem)
         options = " ".join(f"--dim {shlex.quote(f'{dim}={fitting.get(dim, NO_SIZE)}')}" for dim in missing)
         one = f"dimension {missing[0]} ({'; '.join(dynamic[missing[0]][:SHOWN_SIZES])}) is open; give its size"
-        several = f"{len(missing)} dimensions are open ({cli.first_of(missing)}); give their sizes"
+        several = f"{len(missing)} dimensions are open ({first_and_count(missing)}); give their sizes"
         raise OpenSizes(f"{shown}: {one if len(missing) == 1 else several}", options)
     group, collection = origin_in(proto)
     return Source(name=name or stem, group=group, collection=collection, graph_only=proto, given=model, sha256=digest,
                   dims=given)
+
+
+def in_half_precision(proto: onnx.ModelProto, shown: str) -> onnx.ModelProto:
+    """A model with float32 replaced by float16, by ONNX Runtime's converter (that of onnxconverter-common). It puts Casts
+    around operators that stay in single precision. Values of large weights are lost; only their sizes matter."""
+    from onnxruntime.transformers.float16 import convert_float_to_float16  # noqa: PLC0415 - most predictions do not need it
+
+    logging.getLogger("onnxruntime.transformers").setLevel(logging.ERROR)  # it warns of each number that is rounded to 0
+    single = onnx.TensorProto.FLOAT
+    if not any(value.type.tensor_type.elem_type == single for value in (*proto.graph.input, *proto.graph.output)) and not any(
+            tensor.data_type == single for tensor in proto.graph.initializer):
+        raise UserError(f"{shown}: nothing in it is float32, so it can't be predicted in half precision; leave --dtype out")
+    made = onnx.ModelProto()
+    made.CopyFrom(proto)
+    far = [tensor for tensor in proto.graph.initializer if any(locations(tensor))]  # the converter would read their values
+    in_files = {tensor.name for tensor in far}
+    near = [tensor for tensor in made.graph.initializer if tensor.name not in in_files]
+    declared = [value for value in made.graph.input if value.name not in in_files]
+    _set_messages(made.graph.initializer, near)
+    _set_messages(made.graph.input, [*declared, *(onnx.helper.make_tensor_value_info(
+        tensor.name, tensor.data_type, list(tensor.dims)) for tensor in far)])
+    made = convert_float_to_float16(made, keep_io_types=False)
+    types = {value.name: value.type.tensor_type.elem_type for value in made.graph.input}
+    _set_messages(made.graph.input, [value for value in made.graph.input if value.name not in in_files])
+    _set_messages(made.graph.node, _once_each(made.graph.node))
+    for tensor in far:
+        added = made.graph.initializer.add()
+        added.CopyFrom(tensor)
+        if types[tensor.name] != tensor.data_type:
+            added.data_type = types[tensor.name]
+            hollow(added)  # its file holds numbers of another length
+    return made
+
+
+def _once_each(nodes: Iterable[onnx.NodeProto]) -> list[onnx.NodeProto]:
+    """The nodes without repeated Casts: the converter adds one for each single-precision operator that reads a tensor."""
+    casts, kept = set[bytes](), []
+    for node in nodes:
+        if node.op_type == "Cast":
+            if (same := node.SerializeToString(deterministic=True)) in casts:
+                continue
+            casts.add(same)
+        kept.append(node)
+    return kept
+
+
+def _set_messages(repeated: Any, values: Iterable[Any]) -> None:
+    """Replaces the messages in a repeated protobuf field."""
+    kept = [type(value).FromString(value.SerializeToString()) for value in values]
+    del repeated[:]
+    repeated.extend(kept)
+
+
+def interface_of(model: Path) -> Interface:
+    """The inputs and outputs of an ONNX file, read without weights. Unnamed dynamic dimensions get `<input>.<axis>`."""
+    check_plain_file(model)
+    with model_errors(str(model)):
+        proto = onnx.load(str(model), load_external_data=False)
+    check_sound(proto, str(model))
+    open_dims(proto)
+    constants = {tensor.name for tensor in proto.graph.initializer}
+    inputs = [value for value in proto.graph.input if value.name not in constants]
+    return Interface(inputs=_tensors(inputs), outputs=_tensors(proto.graph.output),
+                     set_by_model=sizes_set_by_model(proto, model.stem))
+
+
+def _tensors(values: Iterable[onnx.ValueInfoProto]) -> dict[str, OpenTensor]:
+    """Those of a graph's inputs or outputs that are tensors, by name."""
+    return {value.name: OpenTensor(dtype=type_name(value.type.tensor_type.elem_type),
+                                   shape=tuple(dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim))
+            for value in values if value.type.HasField("tensor_type")}
+
+
+def built_kernel(path: Path) -> Kernel:
+    """The kernel in a file of `kernel_build`."""
+    if not path.is_file():
+        raise UserError(f"{path}: no such file")
+    with model_errors(str(path)):
+        model = onnx.load(str(path), load_external_data=False)
+    kernel = kernel_in(model, str(path))
+    if kernel is None:
+        raise UserError(f"{path}: an ONNX model, but not a kernel that kernel_builder.py wrote")
+    return kernel
+
+
+def kernel_in(model: onnx.ModelProto, name: str) -> Kernel | None:
+    """The kernel described in a built model's metadata; None for any other model."""
+    saved = [prop.value for prop in model.metadata_props if prop.key == KERNEL_KEY]
+    try:
+        return Kernel.model_validate_json(saved[0]) if saved else None
+    except ValidationError as error:
+        raise UserError(f"{name}: the description of its kernel is damaged ({error.errors()[0]['msg']}); build it anew: "
+                        "python kernel_model/kernel_builder.py --force") from None

@@ -1,0 +1,2 @@
+"""Analyses models in a child process."""
+

@@ -1,17 +1,22 @@
-"""Takes models apart under a runtime, and writes their records. It does so in a process of its own with limits.
+"""Analyses models in a child process with limits, and writes their records.
 
-A model may come from anywhere, and a damaged or hostile one can take ONNX or a runtime down, keep it busy for ever, or fill the
-memory. The process that asks therefore never parses a model: a child does (`hase.ort_analysis.isolated.worker`), and its reply is a
-record. The child is kept for the next model, and replaced when it ends. What it found in a file is kept in the user's cache
-(`hase.ort_analysis.isolated.kept_replies`), so that the next command need not start it.
+A damaged or hostile model can crash ONNX or a runtime, hang it, or fill the memory. So this process never parses a model: a
+child does (`hase.ort_analysis.isolated.worker`) and replies with a record. The child is reused for the next model, and
+restarted if it ended.
+
+Replies are cached (`hase.utils.cache_folder`), so that the next command may not need the child. The key contains everything
+that a reply depends on: the file's content, sizes and times of its weight files, the question, the versions of ONNX Runtime and
+ONNX, this machine's CPU and GPU, and Hase's own code for it.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import math
 import os
+import platform
 import queue
 import threading
 import time
@@ -22,22 +27,24 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hase.ort_analysis.isolated.kept_replies import is_known, keep_reply, kept_reply, reply_key
-from hase.ort_analysis.isolated.messages import AS_THE_FILE_SAYS, Reply, Task
-from hase.records.interface import Interface
-from hase.records.kernel_record import ModelOrigin, ModelRecord
+from pydantic import ValidationError
+
+from hase.ort_analysis.isolated.messages import AS_THE_FILE_SAYS, AnalysisReply, AnalysisTask
+from hase.records.kernel_record import Interface, ModelOrigin, ModelRecord
 from hase.runtimes import runtime_named
 from hase.utils import cli
+from hase.utils.cache_folder import cache_folder, code_version, entry_key, read_entry, write_entry
 from hase.utils.errors import UserError
-from hase.utils.fingerprint import Flavour
+from hase.utils.files import kept_sha256, signature, temporary_folder
+from hase.utils.fingerprint import DEFAULT_RUNTIME, Flavour, gpu_facts, instruction_set, ort_version, package_version
+from hase.utils.logger import progress
 from hase.utils.model_files import check_plain_file, may_name_files
 from hase.utils.paths import Workspace
-from hase.utils.processes import CRASHED
-from hase.utils.temporary import temporary_folder
-from hase.utils.worker_process import TooMuchMemory, WorkerFailed, WorkerProcess
+from hase.utils.processes import CRASHED, TooMuchMemory, WorkerFailed, WorkerProcess
 
 if TYPE_CHECKING:
     import onnx
+
 
 ModelAtSize = tuple[Path, dict[str, int]]  # a model's file, and the sizes of its dynamic dimensions
 MODULE = "hase.ort_analysis.isolated.worker"
@@ -49,43 +56,35 @@ LIMIT_MIB, LIMIT_SIZES = 3584.0, 8.0  # for a small file, and as a multiple of a
 KEPT_MIB = 1024.0  # a child that still holds more than this after a model is replaced
 FACTOR = "HASE_LIMITS"  # in the environment: a factor for both limits
 NAMELESS = "the model in memory"
+KEPT = ("record", "sizes", "weights", "interface")  # questions asked repeatedly about a file
 
 
 class Analyst:
-    """Has models taken apart, one at a time, in a child process. Threads may share it."""
+    """Analyses models, one at a time, in a child process. Threads may share it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._child: WorkerProcess[Task, Reply] = WorkerProcess(MODULE, Reply, LIMIT_S, LIMIT_MIB)
+        self._child: WorkerProcess[AnalysisTask, AnalysisReply] = WorkerProcess(MODULE, AnalysisReply, LIMIT_S, LIMIT_MIB)
         self._pid = os.getpid()
         self._has_served = False
 
     def stop(self) -> None:
-        """Ends the child; the next task starts another. A fork of the process that started the child leaves it alone."""
+        """Ends the child; the next task starts another. In a fork of the process that started it, does nothing."""
         if self._pid == os.getpid():
             self._child.stop()
             self._has_served = False
 
     def prepare(self) -> None:
-        """Starts the child if it is idle, so that it loads what it needs while the caller does something else."""
+        """Starts the child if it is idle, so that it loads packages while the caller does something else."""
         if self._lock.acquire(blocking=False):
             try:
                 if not self._child.started:
-                    self._child.prepare(Task(do="prepare"))
+                    self._child.prepare(AnalysisTask(do="prepare"))
             finally:
                 self._lock.release()
 
-    def ask(self, task: Task, size_gib: float, limit_s: float) -> Reply:
-        """The child's reply to a task.
-
-        Args:
-            task: what it is to do.
-            size_gib: of the model and its weights; the limits grow with it.
-            limit_s: of time, for a model of no size.
-
-        Raises:
-            UserError: the model takes the child down, or reaches a limit.
-        """
+    def ask(self, task: AnalysisTask, size_gib: float, limit_s: float) -> AnalysisReply:
+        """The child's reply to a task. Limits grow with the model and its weights; `limit_s` is for a small one."""
         factor = _factor()
         limit_s = factor * (limit_s + size_gib * LIMIT_S_PER_GIB)
         with self._lock:
@@ -113,11 +112,7 @@ class Analyst:
 
 
 def _factor() -> float:
-    """By how much the limits are raised.
-
-    Raises:
-        UserError: HASE_LIMITS is not a positive number.
-    """
+    """The user's factor for the limits."""
     text = os.environ.get(FACTOR, "1")
     try:
         factor = float(text)
@@ -130,7 +125,7 @@ def _factor() -> float:
 
 
 def _reason(error: WorkerFailed) -> str:
-    """What a failure of the child says of the model."""
+    """Why the child failed, as a message for the user."""
     if error.status == "timeout" or isinstance(error, TooMuchMemory):
         return (f"its analysis was ended: {error}; if you trust this model, {FACTOR}=4 in the environment gives it four times "
                 "as much time and memory")
@@ -154,18 +149,15 @@ atexit.register(lambda: _analyst.stop())
 
 
 def prepare(models: Iterable[Path | None]) -> None:
-    """Starts the child, so that it is ready when the first model comes; unless all are files that were taken apart before.
-
-    Args:
-        models: their files; None for one in memory.
-    """
+    """Starts the child for the first model, unless all models are files that were analysed before. None stands for a model in
+    memory."""
     if not all(model and is_known(model) for model in models):
         _analyst.prepare()
 
 
 @contextmanager
 def optimized_once() -> Iterator[None]:
-    """While the block runs, optimised graphs of models with dynamic dimensions are kept and used again."""
+    """Caches optimised graphs of models with dynamic dimensions while the block runs."""
     global _kept
     if _kept is not None:
         yield
@@ -180,21 +172,9 @@ def optimized_once() -> Iterator[None]:
 
 def record_of(model: Path | onnx.ModelProto, flavour: Flavour, dims: Mapping[str, int], static: bool,
               weights: Sequence[Path] = (), no_weights: bool = False, half: bool = False) -> ModelRecord:
-    """The record of a model, made in the child.
-
-    Args:
-        model: an ONNX file or another one that the runtime reads, or a model in memory.
-        flavour: of the record.
-        dims: sizes of its dynamic dimensions.
-        static: whether they are fixed before the runtime optimises the model.
-        weights: the files of a file's weights (see `weight_files`).
-        no_weights: whether files of its weights may be missing.
-        half: whether its floats are taken to be in half precision; of ONNX models alone.
-
-    Raises:
-        UserError: the model can't be read or analysed, or reaches a limit.
-    """
-    task = partial(Task, do="record", folder=Path.cwd(), runtime=flavour.runtime, flavour=flavour, dims=dict(dims),
+    """The record of a model, made in the child. `weights` are its weight files (`weight_files`), which may be missing with
+    `no_weights`. `half` treats an ONNX model's floats as half precision."""
+    task = partial(AnalysisTask, do="record", folder=Path.cwd(), runtime=flavour.runtime, flavour=flavour, dims=dict(dims),
                    static=static, kept=_kept, no_weights=no_weights, half=half)
     if isinstance(model, Path):
         return _ask(task(model=model), weights).records[0]
@@ -209,95 +189,49 @@ def record_of(model: Path | onnx.ModelProto, flavour: Flavour, dims: Mapping[str
 
 
 def weight_files(model: Path, no_weights: bool = False) -> list[Path]:
-    """The files that hold the weights of the ONNX file `model`, each checked. The child is asked only if it may name any.
-
-    Args:
-        model: the ONNX file.
-        no_weights: whether they may be missing.
-
-    Raises:
-        UserError: `model` or a file of its weights is missing or not a plain file, `model` is not an ONNX model, or a file of
-            weights is outside its folder.
-    """
+    """The checked weight files of the ONNX file `model`. The child is asked only if there may be any."""
     if not may_name_files(model):
         return []
-    return list(_ask(Task(do="weights", folder=Path.cwd(), model=model, no_weights=no_weights)).files)
+    return list(_ask(AnalysisTask(do="weights", folder=Path.cwd(), model=model, no_weights=no_weights)).files)
 
 
 def interface_of(model: Path) -> Interface:
-    """The inputs and outputs that the ONNX file `model` declares.
-
-    Raises:
-        UserError: it can't be read, or is damaged.
-    """
+    """The inputs and outputs that the ONNX file `model` declares."""
     check_plain_file(model)
-    interface = _ask(Task(do="interface", folder=Path.cwd(), model=model)).interface
+    interface = _ask(AnalysisTask(do="interface", folder=Path.cwd(), model=model)).interface
     if interface is None:
         raise RuntimeError("the child sent no interface")
     return interface
 
 
 def own_sizes(model: Path, dims: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
-    """All combinations of sizes, of those `dims` that are dynamic in the file `model`. At least one; it may be empty.
-
-    Raises:
-        UserError: it can't be read.
-    """
+    """All combinations of those `dims` that are dynamic in the file `model`; at least one, perhaps empty."""
     names = own_names(model, dims)
     return cli.combinations({name: sizes for name, sizes in dims.items() if name in names})
 
 
 def own_names(model: Path, names: Iterable[str]) -> frozenset[str]:
-    """Those of the names of sizes that stand for one in the file `model`.
-
-    Raises:
-        UserError: it can't be read.
-    """
+    """The `names` that are names of sizes in the file `model`."""
     if not (asked := tuple(names)):
         return frozenset()
     check_plain_file(model)
-    return frozenset(_ask(Task(do="sizes", folder=Path.cwd(), model=model, names=asked)).names)
+    return frozenset(_ask(AnalysisTask(do="sizes", folder=Path.cwd(), model=model, names=asked)).names)
 
 
 def graph_of(model: Path, device: str, dims: Mapping[str, int], static: bool, no_weights: bool = False) -> dict[str, Any]:
-    """The graph that ONNX Runtime runs, as `hase.ort_analysis.graph.parsing.document` describes it.
-
-    Args:
-        model: an ONNX file.
-        device: `cpu`, `cuda` or `auto`.
-        dims: sizes of its dynamic dimensions.
-        static: whether they are fixed before ONNX Runtime optimises the model.
-        no_weights: whether files of its weights may be missing.
-
-    Raises:
-        UserError: the model can't be read or analysed, or reaches a limit.
-    """
-    return _ask(Task(do="graph", folder=Path.cwd(), model=model, device=device, dims=dict(dims), static=static,
+    """The graph that ONNX Runtime runs, as `hase.ort_analysis.graph.parsing.graph_document` describes it."""
+    return _ask(AnalysisTask(do="graph", folder=Path.cwd(), model=model, device=device, dims=dict(dims), static=static,
                      no_weights=no_weights), weight_files(model, no_weights)).graph
 
 
 def check_opens(model: Path, device: str, dims: Mapping[str, int], static: bool) -> None:
-    """Checks that ONNX Runtime loads a model, before this process loads it itself to run it.
-
-    Args:
-        model: an ONNX file.
-        device: `cpu` or `cuda`.
-        dims: sizes of its dynamic dimensions.
-        static: whether they are fixed before ONNX Runtime optimises the model.
-
-    Raises:
-        UserError: the model can't be read or loaded, or reaches a limit.
-    """
-    _ask(Task(do="opens", folder=Path.cwd(), model=model, device=device, dims=dict(dims), static=static), weight_files(model))
+    """Checks that ONNX Runtime can load a model, before this process loads it to run it."""
+    task = AnalysisTask(do="opens", folder=Path.cwd(), model=model, device=device, dims=dict(dims), static=static)
+    _ask(task, weight_files(model))
 
 
-def _ask(task: Task, weights: Sequence[Path] = (), analyst: Analyst | None = None) -> Reply:
-    """The child's reply to a task about a model with these files of weights, or the kept one.
-
-    Raises:
-        UserError: the model can't be used, takes the child down, or reaches a limit.
-        OSError: as the child met it.
-    """
+def _ask(task: AnalysisTask, weights: Sequence[Path] = (), analyst: Analyst | None = None) -> AnalysisReply:
+    """The reply to a task about a model with these weight files, from the cache or the child."""
     key = reply_key(task, weights)
     if (reply := kept_reply(key, task)) is None:
         size_gib = sum(map(_stored_bytes, (task.model, *weights))) / 2**30
@@ -312,8 +246,7 @@ def _ask(task: Task, weights: Sequence[Path] = (), analyst: Analyst | None = Non
 
 
 def _stored_bytes(path: Path) -> int:
-    """The bytes that a file takes on the disk: one with holes may say that it is far larger. 0 for a file that can't be read:
-    the child says why."""
+    """The bytes of a file on disk, fewer than its size if it is sparse; 0 if unreadable, since the child reports that."""
     try:
         stat = path.stat()
     except OSError:
@@ -323,22 +256,8 @@ def _stored_bytes(path: Path) -> int:
 
 def analyze_all(workspace: Workspace, runtime: str, work: Sequence[ModelAtSize], device: str, jobs: int, static: bool = False,
                 origin: ModelOrigin = AS_THE_FILE_SAYS, no_weights: bool = False) -> list[list[ModelRecord] | UserError]:
-    """Writes the records of models, `jobs` at a time.
-
-    Args:
-        workspace: where to.
-        runtime: its name.
-        work: the models.
-        device: `cpu` or `cuda`.
-        jobs: children at a time.
-        static: whether sizes are fixed before the runtime optimises a model.
-        origin: of all the models, where their user gives it.
-        no_weights: whether files of their weights may be missing.
-
-    Returns:
-        For each model its records, or its error, in the order of `work`. If one of several models crashes the runtime, only
-        that one fails.
-    """
+    """Writes records of models with `jobs` children; returns each model's records or error. A model that crashes the runtime
+    affects no other."""
     analysts = [Analyst() for _ in range(min(jobs, len(work)))]
     idle: queue.SimpleQueue[Analyst] = queue.SimpleQueue()
     for analyst in analysts:
@@ -347,8 +266,8 @@ def analyze_all(workspace: Workspace, runtime: str, work: Sequence[ModelAtSize],
     def analyze(model: Path, dims: Mapping[str, int]) -> list[ModelRecord] | UserError:
         analyst = idle.get()
         try:
-            task = Task(do="write", folder=Path.cwd(), model=model, runtime=runtime, workspace=workspace.root, device=device,
-                        dims=dict(dims), static=static, origin=origin, no_weights=no_weights)
+            task = AnalysisTask(do="write", folder=Path.cwd(), model=model, runtime=runtime, workspace=workspace.root,
+                                device=device, dims=dict(dims), static=static, origin=origin, no_weights=no_weights)
             return list(_ask(task, weight_files(model, no_weights), analyst).records)
         except UserError as error:
             return error
@@ -358,9 +277,82 @@ def analyze_all(workspace: Workspace, runtime: str, work: Sequence[ModelAtSize],
     threads = ThreadPoolExecutor(len(analysts) or 1)
     try:
         pending = [threads.submit(analyze, model, dims) for model, dims in work]
-        return [done.result() for done in (cli.progress(pending, "analysing") if len(pending) > 1 else pending)]
+        return [done.result() for done in (progress(pending, "analysing") if len(pending) > 1 else pending)]
     finally:
         threads.shutdown(wait=False, cancel_futures=True)
         for analyst in analysts:
             analyst.stop()
         threads.shutdown()
+
+
+def is_known(model: Path) -> bool:
+    """Whether an earlier command asked about this unchanged file."""
+    return (signed := signature(model)) is not None and read_entry(_digest_key(signed)) is not None
+
+
+def reply_key(task: AnalysisTask, weights: Sequence[Path]) -> str | None:
+    """The cache key of a reply; None if it is not cached."""
+    if task.do not in KEPT or task.in_memory or task.runtime not in ("", DEFAULT_RUNTIME) or cache_folder() is None:
+        return None
+    model = task.folder / task.model
+    if (digest := _digest(model)) is None:
+        return None
+    name_in_key = str(model) if task.do == "weights" else model.name  # the reply names files
+    question = task.model_dump(mode="json", exclude={"folder", "model", "kept"})
+    return entry_key("reply", name_in_key, digest, sorted(question.items()),
+                  [(path.name, *signed[1:2], *signed[3:4]) for path in weights if (signed := signature(task.folder / path))],
+                  _versions_and_code())
+
+
+def kept_reply(key: str | None, task: AnalysisTask) -> AnalysisReply | None:
+    """The cached reply under a key; None if missing, or if a file that it names no longer exists."""
+    if key is None or (data := read_entry(key)) is None:
+        return None
+    try:
+        reply = AnalysisReply.model_validate_json(data)
+    except ValidationError:  # of a Hase whose records were others, though nothing else in the key
+        return None
+    return reply if all(_is_where_found(task.folder / path, task) for path in reply.files) else None
+
+
+def _is_where_found(weights: Path, task: AnalysisTask) -> bool:
+    """Whether a weight file is still in its model's folder, or may be missing."""
+    if not weights.exists():
+        return task.no_weights
+    model = task.folder / task.model
+    return weights.is_file() and any(weights.resolve().is_relative_to(folder)
+                                     for folder in (model.parent.resolve(), model.resolve().parent))
+
+
+def keep_reply(key: str | None, reply: AnalysisReply) -> None:
+    """Caches a reply, unless it reports a failure."""
+    if key is not None and reply.failure is None:
+        write_entry(key, reply.model_dump_json().encode())
+
+
+def _digest(model: Path) -> str | None:
+    """The SHA-256 of a file, computed only if it changed since the last command; None if unreadable."""
+    before = signature(model)
+    if before is None or not model.is_file():
+        return None
+    key = _digest_key(before)
+    if kept := read_entry(key):
+        return kept.decode("ascii", "replace")
+    try:
+        digest = kept_sha256(model)
+    except OSError:
+        return None
+    if before == signature(model):
+        write_entry(key, digest.encode())
+    return digest
+
+
+def _digest_key(signed: Sequence[object]) -> str:
+    return entry_key("digest", *signed)
+
+
+@functools.cache
+def _versions_and_code() -> tuple[object, ...]:
+    """What all replies depend on, whatever the model and question."""
+    return (ort_version(), package_version("onnx"), platform.python_version(), platform.platform(), instruction_set(),
+            sorted(gpu_facts().items()), code_version("ort_analysis", "records", "runtimes", "utils"))

@@ -1,7 +1,7 @@
-"""The process that takes models apart, so that a damaged one takes down nothing else (see `hase.ort_analysis.isolated.analysis`).
+"""The process that analyses models, so that a damaged one crashes nothing else (`hase.ort_analysis.isolated.analysis`).
 
-Reads one Task a line on standard input, writes one Reply a line on standard output, and ends when its input does. To start it
-manually: echo '{"do": "weights", "model": "resnet18.onnx"}' | python -m hase.ort_analysis.isolated.worker
+Reads tasks from standard input and writes replies to standard output, one per line. Ends with its input. By hand:
+echo '{"do": "weights", "model": "resnet18.onnx"}' | python -m hase.ort_analysis.isolated.worker
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import hase.ort_analysis.graph.analysis  # noqa: F401 - loaded before the first model comes
-from hase.kernel_model.building.kernel_models import kernel_in
-from hase.ort_analysis.graph.interface import interface_of
-from hase.ort_analysis.graph.parsing import document, kept_in, parse_graph
-from hase.ort_analysis.graph.source import dynamic_names, read_source, reading
-from hase.ort_analysis.isolated.messages import AnyPath, Failure, Note, Reply, Task
+from hase.ort_analysis.graph.parsing import graph_document, kept_in, parse_graph
+from hase.ort_analysis.graph.source import dynamic_names, interface_of, kernel_in, read_source, reading
+from hase.ort_analysis.isolated.messages import AnalysisFailure, AnalysisReply, AnalysisTask, AnyPath, LoggedLine
 from hase.runtimes import runtime_named
 from hase.utils.errors import OpenSizes, UserError
 from hase.utils.lazy import onnx, onnxruntime
@@ -35,63 +33,63 @@ from hase.utils.processes import serve_lines
 MOST_BYTES = 64 << 20  # of a reply; the process that asked reads all of it
 
 
-def record(task: Task) -> Reply:
+def record(task: AnalysisTask) -> AnalysisReply:
     if task.flavour is None:
         raise RuntimeError("a record needs a flavour")
     model: Path | onnx.ModelProto = task.model
     if task.in_memory:
         with model_errors("the model in memory"):
             model = onnx.load_from_string(task.model.read_bytes())
-    return Reply(records=(runtime_named(task.runtime).analyze(model, task.flavour, task.dims, task.static),))
+    return AnalysisReply(records=(runtime_named(task.runtime).analyze(model, task.flavour, task.dims, task.static),))
 
 
-def write(task: Task) -> Reply:
-    return Reply(records=tuple(runtime_named(task.runtime).write_records(
+def write(task: AnalysisTask) -> AnalysisReply:
+    return AnalysisReply(records=tuple(runtime_named(task.runtime).write_records(
         Workspace(task.workspace), task.model, task.device, task.dims, task.static, task.origin)))
 
 
-def sizes(task: Task) -> Reply:
-    return Reply(names=tuple(sorted(dynamic_names(task.model, task.names))))
+def sizes(task: AnalysisTask) -> AnalysisReply:
+    return AnalysisReply(names=tuple(sorted(dynamic_names(task.model, task.names))))
 
 
-def weights(task: Task) -> Reply:
-    return Reply(files=tuple(weight_files(task.model, task.no_weights)))
+def weights(task: AnalysisTask) -> AnalysisReply:
+    return AnalysisReply(files=tuple(weight_files(task.model, task.no_weights)))
 
 
-def interface(task: Task) -> Reply:
-    return Reply(interface=interface_of(task.model))
+def interface(task: AnalysisTask) -> AnalysisReply:
+    return AnalysisReply(interface=interface_of(task.model))
 
 
-def graph(task: Task) -> Reply:
-    return Reply(graph=document(parse_graph(task.model, task.device, task.dims, static=task.static)))
+def graph(task: AnalysisTask) -> AnalysisReply:
+    return AnalysisReply(graph=graph_document(parse_graph(task.model, task.device, task.dims, static=task.static)))
 
 
-def opens(task: Task) -> Reply:
+def opens(task: AnalysisTask) -> AnalysisReply:
     source = read_source(task.model, task.dims)
     kernel = kernel_in(source.graph_only, str(task.model))
     open_session(source.loadable, task.device, optimize="none" if kernel else "all", dims=source.dims if task.static else {},
                  name=str(task.model))
-    return Reply()
+    return AnalysisReply()
 
 
-def prepare(task: Task) -> Reply:
+def prepare(task: AnalysisTask) -> AnalysisReply:
     _ = onnx.ModelProto, onnxruntime.InferenceSession  # loads both
-    return Reply()
+    return AnalysisReply()
 
 
-WORK: dict[str, Callable[[Task], Reply]] = {
+WORK: dict[str, Callable[[AnalysisTask], AnalysisReply]] = {
     "record": record, "write": write, "sizes": sizes, "weights": weights, "interface": interface, "graph": graph,
     "opens": opens, "prepare": prepare}
 
 
 @contextmanager
-def logged() -> Iterator[list[Note]]:
-    """What is logged while the block runs."""
-    notes: list[Note] = []
+def logged() -> Iterator[list[LoggedLine]]:
+    """Collects what is logged while the block runs."""
+    notes: list[LoggedLine] = []
 
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            notes.append(Note(logger=record.name, level=record.levelno, text=printable(record.getMessage())))
+            notes.append(LoggedLine(logger=record.name, level=record.levelno, text=printable(record.getMessage())))
 
     logger, handler = logging.getLogger("hase"), Keep()
     logger.setLevel(logging.DEBUG)
@@ -104,40 +102,40 @@ def logged() -> Iterator[list[Note]]:
 
 
 def printable(text: str) -> str:
-    """The text as UTF-8 can hold it: the name of a file may hold bytes that are none."""
+    """A text that UTF-8 can encode: file names may contain other bytes."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def failure_of(error: Exception, task: Task) -> Failure:
-    """What the process that asked is told of an error."""
+def failure_of(error: Exception, task: AnalysisTask) -> AnalysisFailure:
+    """An error as a message to the asking process."""
     if isinstance(error, OpenSizes):
-        return Failure(kind="open", text=printable(error.said), options=printable(error.options))
+        return AnalysisFailure(kind="open", text=printable(error.problem), options=printable(error.options))
     if isinstance(error, UserError):
-        return Failure(kind="user", text=printable(str(error)))
+        return AnalysisFailure(kind="user", text=printable(str(error)))
     if isinstance(error, OSError):
         path: AnyPath | None = Path(os.fsdecode(error.filename)) if error.filename else None
-        return Failure(kind="system", text=error.strerror or str(error), number=error.errno or 0, path=path)
+        return AnalysisFailure(kind="system", text=error.strerror or str(error), number=error.errno or 0, path=path)
     if isinstance(error, RecursionError):
-        return Failure(kind="user", text=f"{task.model}: its graphs are nested too deeply")
+        return AnalysisFailure(kind="user", text=f"{task.model}: its graphs are nested too deeply")
     if isinstance(error, MemoryError):
-        return Failure(kind="user", text=f"{task.model}: does not fit in the memory")
-    return Failure(kind="bug", text=printable("".join(traceback.format_exception(error))))
+        return AnalysisFailure(kind="user", text=f"{task.model}: does not fit in the memory")
+    return AnalysisFailure(kind="bug", text=printable("".join(traceback.format_exception(error))))
 
 
 def answer(line: bytes) -> str:
-    """The reply to a task."""
-    task = Task.model_validate_json(line)
+    """The reply to a task, both as JSON."""
+    task = AnalysisTask.model_validate_json(line)
     kept = kept_in(task.kept) if task.kept else nullcontext()
     with logged() as notes, kept, reading(task.no_weights, task.half):
         try:
             os.chdir(task.folder)
             reply = WORK[task.do](task)
         except Exception as error:  # noqa: BLE001 - the process that asked raises it
-            reply = Reply(failure=failure_of(error, task))
+            reply = AnalysisReply(failure=failure_of(error, task))
     text = reply.model_copy(update={"notes": tuple(notes)}).model_dump_json()
     if len(text) <= MOST_BYTES + (task.model.stat().st_size if task.model.is_file() else 0):
         return text
-    return Reply(failure=Failure(kind="user", text=f"{task.model}: too many nodes")).model_dump_json()
+    return AnalysisReply(failure=AnalysisFailure(kind="user", text=f"{task.model}: too many nodes")).model_dump_json()
 
 
 def main() -> None:

@@ -7,5 +7,5 @@ cd "$(dirname "$0")/../.."
 out=${1:-out/h200}
 settings=(--config recipes/h200/collector.yaml --workspace "$out")
 python benchmark/collector.py "${settings[@]}" --ray auto
-python benchmark/machine_ties.py --workspace "$out"
-CUDA_VISIBLE_DEVICES=0 python benchmark/repeatability.py "${settings[@]}" --count 200
+python benchmark/dataset.py --machines --workspace "$out"
+CUDA_VISIBLE_DEVICES=0 python benchmark/dataset.py "${settings[@]}" --repeat 200

@@ -1,10 +1,10 @@
 """The full table of models × convolution algorithms × input sizes, in one process: about 14 minutes on an H200 for five sizes.
 
-Each model is built once, and each combination is profiled as extras/convolutions/run_profile.py does with --fallback, so that every
-layer that can run under an algorithm is timed. Energy is measured only where all layers can. Models of more than 0.1 s are run
-less often. Writes to extras/convolutions/results/4_table_b<batch>/<model>_<algorithm>_<gpu>/. Started again, it goes on, on another
-machine of the same kind too; with --minutes it begins no combination after that time. Prints one row for each model and
-algorithm, with five of its sizes (--json: all).
+Each model is built once, and each combination is profiled as extras/convolutions/run_profile.py does with --fallback, so that
+every layer that can run under an algorithm is timed. Energy is measured only where all layers can. Models of more than 0.1 s
+are run less often. Writes to extras/convolutions/results/4_table_b<batch>/<model>_<algorithm>_<gpu>/. Started again, it goes
+on, on another machine of the same kind too; with --minutes it begins no combination after that time. Prints one row for each
+model and algorithm, with five of its sizes (--json: all).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from typing import Any
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from hase.benchmark.measuring.bench import Steadiness
-from hase.extras.convolutions.algorithms import DEFAULT, algorithm_named, algorithms_of
-from hase.extras.convolutions.listing import MODELS, gpu_name
-from hase.extras.convolutions.measure import DEFAULT_LARGEST, DEFAULT_SMALLEST, ProfileSettings, even_sizes
+from hase.benchmark.measuring.blocks import Steadiness
 from hase.extras.convolutions.profiler import UnifiedProfiler, open_instruments
+from hase.extras.convolutions.profiling.algorithms import DEFAULT, algorithm_named, algorithms_of
+from hase.extras.convolutions.profiling.listing import MODELS, gpu_name
+from hase.extras.convolutions.profiling.measure import DEFAULT_LARGEST, DEFAULT_SMALLEST, ProfileSettings, even_sizes
 from hase.model_zoo.exporting.torch_models import build, check_names
 from hase.utils import cli
 from hase.utils.fingerprint import machine, resolve_device
 from hase.utils.lazy import torch
-from hase.utils.logger import get_logger
+from hase.utils.logger import get_logger, progress
 from hase.utils.paths import Workspace
 
 SIZES = [224, 422, 620, 818, 1016]
@@ -47,11 +47,7 @@ log = get_logger("convolutions")
 
 
 def combinations(args: argparse.Namespace, device: str) -> Iterator[ProfileSettings]:
-    """What to profile: the models one after another, each under all algorithms.
-
-    Raises:
-        UserError: an unknown model or algorithm.
-    """
+    """The settings to profile: model by model, each under all algorithms."""
     check_names(args.model or MODELS)
     described = machine(device).device_name
     names = args.algorithm or [name for name in algorithms_of(device) if device == "cpu" or name != DEFAULT]
@@ -65,17 +61,13 @@ def combinations(args: argparse.Namespace, device: str) -> Iterator[ProfileSetti
 
 
 def measure(workspace: Workspace, args: argparse.Namespace, device: str) -> list[Path]:
-    """Profiles what is missing; returns the folders of all that were asked for.
-
-    Raises:
-        UserError: an unknown model or algorithm, or another process measures.
-    """
+    """Profiles what is missing; returns the folders of everything requested."""
     until_s = time.monotonic() + 60 * args.minutes
     folders, built, left = [], "", 0
     model: torch.nn.Module | None = None
     asked = list(combinations(args, device))
     by = replace(open_instruments(device, args.energy_seconds), energy_of_mixed=False, longest_s=LONGEST_S)
-    for settings in cli.progress(asked, "profiling", len(asked)):
+    for settings in progress(asked, "profiling", len(asked)):
         folder = workspace.convolution_results / f"4_table_b{settings.batch}" / f"{settings.name}_{settings.gpu}"
         folders.append(folder)
         if time.monotonic() > until_s:
@@ -90,8 +82,10 @@ def measure(workspace: Workspace, args: argparse.Namespace, device: str) -> list
 
 
 def summary_row(folder: Path, most_sizes: int | None = None) -> dict[str, Any] | None:
-    """One combination: how many layers could run and why not the others, and time and energy at each size, or at
-    `most_sizes` of them, evenly spread; None if nothing was measured."""
+    """A combination as a row: refused layers with reasons, and time and energy at most `most_sizes` sizes.
+
+    None if nothing was measured.
+    """
     tables = [next(folder.glob(f"*_{kind}.csv"), None) for kind in ("overall", "layers")]
     if tables[0] is None or tables[1] is None:
         return None
@@ -106,7 +100,7 @@ def summary_row(folder: Path, most_sizes: int | None = None) -> dict[str, Any] |
            "other kernels than expected": unexpected}
     columns = {"(ms)": "mean", "(J)": "energy_per_inference_j", "events/CUPTI": "layers_to_cupti"}
     shown = len(overall) if most_sizes is None else min(most_sizes, len(overall))
-    for run in (overall[round(place * (len(overall) - 1) / max(shown - 1, 1))] for place in range(shown)):
+    for run in (overall[round(index * (len(overall) - 1) / max(shown - 1, 1))] for index in range(shown)):
         row |= {f"{run['input_size']} {column}": float(run[name]) if run[name] else None for column, name in columns.items()}
     return row
 

@@ -13,6 +13,6 @@ mkdir -p "$out"
 hase extras/convolutions/run_profile.py --check-cuda
 hase recipes/convolutions/measure_table.py --sizes 224 --batch 16 --energy-seconds 0 --minutes "$minutes" | tee "$out/table_b16.tsv"
 hase recipes/convolutions/measure_table.py --minutes "$minutes" | tee "$out/table_b1.tsv"
-hase recipes/convolutions/pack.py
-hase recipes/convolutions/table_page.py --markdown "$out/measured.md"
+hase recipes/convolutions/publish_table.py pack
+hase recipes/convolutions/publish_table.py page --markdown "$out/measured.md"
 hase extras/convolutions/choose_algorithms.py --output-dir "$out/choice"

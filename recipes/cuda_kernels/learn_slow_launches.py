@@ -2,7 +2,7 @@
 
 Reads the dataset of a GPU target, label `gpu`. Learns two decision trees from kernels that neither belong to a model nor were
 drawn near one that does, so that errors of models stay honest, whatever is held out. Prints how often the trees are right for
-all other kernels, and writes them to --out, which ort_analysis/cuda/slow_launches.py reads.
+all other kernels, and writes them to --out, which ort_analysis/cuda/kernel_choice.py reads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hase.ort_analysis.cuda.slow_launches import TABLE, DecisionTree, SlowLaunches, product_numbers, recurrent_numbers
+from hase.ort_analysis.cuda.kernel_choice import TABLE, DecisionTree, SlowLaunches, product_numbers, recurrent_numbers
 from hase.records.dataset_files import read_kernels
 from hase.records.dataset_tables import read_kernel_table
 from hase.records.kernel_record import Kernel
@@ -28,7 +28,7 @@ from hase.utils.lazy import sklearn
 from hase.utils.paths import Workspace
 
 SLOW = ("sm90_xmma_gemm", "sm80_xmma_gemm", "nvjet")  # in the names of kernels of products
-SLOW_IN_STEPS = ("sm90_xmma_gemm",)  # and of the products in the steps of a recurrent layer
+SLOW_IN_STEPS = ("sm90_xmma_gemm",)  # the same for products in the steps of a recurrent layer
 OF_CELL, NO_PRODUCT = "RNN", ("onnxruntime", "Mem", "splitK")  # in names around the product of a step
 LEAST_IN_LEAF = 5
 # Of the trees for products and for recurrent layers. With a fifth of what is learned from left out, they are right in 90 % of
@@ -40,15 +40,7 @@ python recipes/cuda_kernels/learn_slow_launches.py --workspace out/h200 --target
 
 
 class Example(NamedTuple):
-    """A kernel that ran.
-
-    Attributes:
-        kernel: what it computes.
-        numbers: its sizes, as the trees take them.
-        recurrent: whether it is a recurrent layer.
-        slow: whether a kernel ran for it that is slow to launch.
-        of_model: whether a model has it, or it was drawn near one that a model has.
-    """
+    """A kernel that ran, with its sizes (`numbers`); `slow` if one of its CUDA kernels is slow to launch."""
 
     kernel: Kernel
     numbers: tuple[float, ...]
@@ -58,9 +50,11 @@ class Example(NamedTuple):
 
 
 def step_product(names: Sequence[str]) -> str:
-    """The kernel that multiplies in each step of a recurrent layer, by name: the first one behind a cell's kernel. Where there
-    is none, it is the last one before that, which multiplies the input, too. Empty where no kernel of cells ran."""
-    cell = next((place for place, name in enumerate(names) if OF_CELL in name and NO_PRODUCT[0] not in name), None)
+    """Name of the CUDA kernel that multiplies in each step of a recurrent layer; "" if no cell kernel ran.
+
+    It is the first product after a cell's kernel, or without one the last product before.
+    """
+    cell = next((index for index, name in enumerate(names) if OF_CELL in name and NO_PRODUCT[0] not in name), None)
     if cell is None:
         return ""
     before, behind = ([name for name in part if OF_CELL not in name and not any(word in name for word in NO_PRODUCT)]
@@ -69,11 +63,7 @@ def step_product(names: Sequence[str]) -> str:
 
 
 def examples(workspace: Workspace, target: str) -> Iterator[Example]:
-    """The products and recurrent layers of a dataset whose CUDA kernels have names.
-
-    Raises:
-        UserError: there is no dataset.
-    """
+    """The products and recurrent layers of a dataset whose CUDA kernels have names."""
     table = read_kernel_table(workspace, target)
     if "gpu_kernels" not in table.columns:
         raise UserError(f"{target}: has no label gpu, hence no names of CUDA kernels")
@@ -92,7 +82,7 @@ def examples(workspace: Workspace, target: str) -> Iterator[Example]:
 
 
 def learn(of_kind: Sequence[Example], depth: int) -> DecisionTree:
-    """A tree from those of no model."""
+    """Fits a tree to the examples that are of no model."""
     learned = [example for example in of_kind if not example.of_model]
     fitted = sklearn.tree.DecisionTreeClassifier(max_depth=depth, min_samples_leaf=LEAST_IN_LEAF, random_state=0).fit(
         np.array([example.numbers for example in learned]), np.array([example.slow for example in learned]))
@@ -104,7 +94,7 @@ def learn(of_kind: Sequence[Example], depth: int) -> DecisionTree:
 
 
 def right_rows(of_kind: Sequence[Example], tree: DecisionTree) -> list[dict[str, Any]]:
-    """How often the tree is right, by operator and type, for kernels of models and near those."""
+    """Accuracy of the tree by operator and type, for kernels of models and sampled near them."""
     groups: dict[tuple[str, str], list[Example]] = {}
     for example in of_kind:
         if example.of_model:

@@ -21,28 +21,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hase.inference.core.from_data_sheet import carried_predictors, sheet_range
-from hase.inference.core.host_pace import HostPace, ratio_of
-from hase.inference.core.predictor import Predictor
-from hase.inference.core.targets import Fitted, carried_over, fitted_for
-from hase.learned.data_sheet.adjusted import AdjustedRatios, adjust
-from hase.learned.data_sheet.ratios import CardRatios
-from hase.learned.data_sheet.saved import Range, read_sheet
+from hase.inference.library.predictor import Predictor
+from hase.inference.prediction.conditions import HostPace, ratio_of
+from hase.inference.prediction.targets import Fitted, carried_over, carried_predictors, fitted_for, sheet_range
+from hase.learned.data_sheet.ratios import AdjustedRatios, CardRatios, SheetRange, read_sheet
+from hase.learned.kernels.measured import measured_times, times_under
 from hase.learned.kernels.predictors import Predictors, leaves_gpu_idle
 from hase.records.dataset_files import read_kernels
 from hase.records.dataset_tables import read_model_table
-from hase.records.gpu_catalogue import Gpu
+from hase.records.devices import GpuDataSheet
 from hase.records.host_pace import paced_rows
 from hase.records.kernel_record import Kernel, ModelRecord
 from hase.records.kernel_record_files import read_model_record, record_path
 from hase.records.measurement import GPU_LABEL
-from hase.training.data_sheet.card import on_base
-from hase.training.data_sheet.choosing import most_useful
-from hase.training.data_sheet.fit import learn
-from hase.training.data_sheet.tables import card, read_tables
-from hase.training.kernels.training_set import measured_times, times_under
+from hase.training.fits.data_sheets import adjust, card, learn, most_useful, on_base, read_tables
 from hase.utils import cli
 from hase.utils.errors import UserError
+from hase.utils.logger import progress
 from hase.utils.paths import Workspace
 
 CANDIDATES, WANTED = 3000, 2500  # kernels to choose from, and kernels of the models that they shall tell of
@@ -53,36 +48,32 @@ python recipes/gpus/judge_models.py --workspace out/h200 --target nvidia-h200-cu
 """
 
 
-class Measured(NamedTuple):
-    """A model as it was measured on the card: its record, latency (ms) and the time of the host's probe (µs)."""
+class CardModel(NamedTuple):
+    """A model measured on the card: its record, latency (ms) and the time of the host's probe (µs)."""
 
     record: ModelRecord
     latency_ms: float
     probe_us: float
 
 
-def measured_models(workspace: Workspace, target: str, fitted: Fitted, most: int) -> list[Measured]:
-    """Models of a dataset, each at all the sizes that were measured, at most so many, drawn by a fixed seed.
-
-    Raises:
-        UserError: no models were measured.
-    """
+def measured_models(workspace: Workspace, target: str, fitted: Fitted, most: int) -> list[CardModel]:
+    """At most `most` models of a dataset, drawn by a fixed seed, each at all measured sizes."""
     times = paced_rows(read_model_table(workspace, target)).groupby("Model")[["median_ms", "Probe_us"]].median()
     if times.empty:
         raise UserError(f"{target}: no models were measured")
     chosen = times.sample(min(most, len(times)), random_state=0).sort_index()
-    return [Measured(read_model_record(record_path(workspace, fitted.target.flavour, str(name))), float(row["median_ms"]),
+    return [CardModel(read_model_record(record_path(workspace, fitted.target.flavour, str(name))), float(row["median_ms"]),
                      float(row["Probe_us"])) for name, row in chosen.iterrows()]
 
 
 def working(kernels: Sequence[Kernel]) -> list[Kernel]:
-    """Those that give the GPU work."""
+    """Kernels that give the GPU work."""
     return [kernel for kernel in kernels if not leaves_gpu_idle(kernel, GPU_LABEL)]
 
 
-def corrected(ratios: CardRatios, models: Sequence[Measured], workspace: Workspace, target: str, base: Predictors, strict: bool,
-              gpu: Gpu, counts: Sequence[int]) -> dict[int, AdjustedRatios]:
-    """The ratios once some of the card's kernels are measured, by their number."""
+def corrected(ratios: CardRatios, models: Sequence[CardModel], workspace: Workspace, target: str, base: Predictors,
+              strict: bool, gpu: GpuDataSheet, counts: Sequence[int]) -> dict[int, AdjustedRatios]:
+    """The ratios after measuring some of the card's kernels, by their number."""
     generator, base_gpu = np.random.default_rng(0), card(base.sidecar.target.device_name)
     of_models = {kernel.id: kernel for model in models for kernel in working(list(model.record.kernels.values()))}
     times_ms = times_under(GPU_LABEL, measured_times(workspace, target))
@@ -98,8 +89,8 @@ def corrected(ratios: CardRatios, models: Sequence[Measured], workspace: Workspa
             for count in counts if len(chosen := np.array(order[:count]))}
 
 
-def judge(predictor: Predictor, fitted: Fitted, base: Fitted, models: Sequence[Measured]) -> list[dict[str, Any]]:
-    """A line for each model, predicted with what was learned for the card, at the host pace relative to that of the base."""
+def judge(predictor: Predictor, fitted: Fitted, base: Fitted, models: Sequence[CardModel]) -> list[dict[str, Any]]:
+    """A row per model, predicted with what was learned for the card, at the host pace relative to the base's."""
     predictor.__dict__["fitted"] = fitted
     rows = []
     for record, measured_ms, probe_us in models:
@@ -111,7 +102,7 @@ def judge(predictor: Predictor, fitted: Fitted, base: Fitted, models: Sequence[M
 
 
 def summary(predicted: str, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Errors in per cent."""
+    """Errors in percent."""
     errors = np.array([abs(row["error_%"]) for row in rows])
     held = [row["low_ms"] <= row["measured_ms"] <= row["high_ms"] for row in rows]
     widths = [row["high_ms"] / row["low_ms"] for row in rows]
@@ -150,10 +141,10 @@ def main() -> int:
                                          args.replay).items():
             ways[f"with {count} kernels"] = replace(
                 alone, predictors=carried_predictors(base.predictors, target, gpu, adjusted),
-                sheet_range=Range(low=adjusted.low, high=adjusted.high))
+                sheet_range=SheetRange(low=adjusted.low, high=adjusted.high))
     ways[f"as on {base_gpu.name}"] = base
     predictor = Predictor(target=base.target.name, workspace=of_base, strict=args.strict)
-    judged = {way: judge(predictor, fitted, base, models) for way, fitted in cli.progress(list(ways.items()), "judging")}
+    judged = {way: judge(predictor, fitted, base, models) for way, fitted in progress(list(ways.items()), "judging")}
     summaries = [summary(way, rows) for way, rows in judged.items()]
     if args.json:
         cli.print_json({"models": judged, "summary": summaries})

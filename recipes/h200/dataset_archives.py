@@ -13,36 +13,44 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+import io
+import lzma
 import re
+import tarfile
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import NamedTuple
 
-from hase.records.blocks import Block
-from hase.records.copies import copies_path
 from hase.records.dataset_files import (
     DatasetHeader,
     DatasetKernel,
+    copies_path,
+    digests_path,
     header_path,
     journal_path,
     kernel_lines,
+    kernel_table_path,
+    kernels_path,
+    model_table_path,
     read_header,
     read_journal,
     write_journal,
     write_kernels,
 )
+from hase.records.dataset_tables import write_tables
 from hase.records.dataset_writer import merge_dataset
 from hase.records.kernel_record_files import index_path, record_path
+from hase.records.measurement import Block
 from hase.utils import cli, files
 from hase.utils.errors import UserError
-from hase.utils.files import pack, unpack
+from hase.utils.files import pack, temporary_folder, unpack
 from hase.utils.logger import get_logger
 from hase.utils.paths import Workspace
-from hase.utils.temporary import temporary_folder
 
 log = get_logger("archives")
 HERE = Path(__file__).resolve().parent
 TARGET = "nvidia-h200-cuda-ort1.31-all"
+DICTIONARY_BYTES = 512 << 20  # unpacking takes as much memory, packing eleven times as much
 EXAMPLES = """
 python recipes/h200/dataset_archives.py unpack --workspace out/h200
 python recipes/h200/dataset_archives.py pack --workspace out/h200
@@ -50,7 +58,7 @@ python recipes/h200/dataset_archives.py pack --workspace out/h200
 
 
 class Addition(NamedTuple):
-    """What a workspace's dataset holds beyond another: its header, its blocks, kernels as lines, paths of kernel records."""
+    """What a dataset holds beyond another: header, blocks, kernels as lines, paths of kernel records."""
 
     header: DatasetHeader
     blocks: list[Block]
@@ -59,22 +67,24 @@ class Addition(NamedTuple):
 
 
 def archives_in(folder: Path, target: str) -> list[Path]:
-    """The archives of a target's dataset, in the order of collecting; none where there is no first one."""
+    """The archives of a target's dataset in the order of collection; none without a first one."""
     first = folder / f"{target}.tar.xz"
     return [first, *sorted(folder.glob(f"{target}-[0-9][0-9][0-9]-*.tar.xz"))] if first.exists() else []
 
 
 def unpack_all(archives: list[Path], workspace: Workspace, target: str) -> None:
-    """Writes the dataset that some archives hold together into a workspace. What the workspace's dataset holds beyond it stays.
-
-    Raises:
-        UserError: there is no archive, one is damaged, or two do not agree (see `merge_dataset`).
-    """
+    """Adds the dataset in some archives to a workspace. Raises UserError if two contradict each other (`merge_dataset`)."""
     if not archives:
         raise UserError(f"no archive of target {target}; give their folder with --archives")
     has_dataset = header_path(workspace.dataset(target)).exists()
     if not has_dataset:
         unpack(archives[0], workspace.root)
+        if not archives[1:]:  # a merge would have written these with their digests, and the tables
+            folder = workspace.dataset(target)
+            blocks = read_journal(folder)
+            write_journal(folder, blocks)
+            write_kernels(folder, kernel_lines(folder).values())
+            write_tables(folder, read_header(folder), blocks)
     for archive in archives if has_dataset else archives[1:]:
         with temporary_folder() as folder:
             unpack(archive, folder)
@@ -84,11 +94,7 @@ def unpack_all(archives: list[Path], workspace: Workspace, target: str) -> None:
 
 
 def addition(workspace: Workspace, packed: Workspace, target: str) -> Addition:
-    """What the dataset of a workspace holds beyond that of `packed`.
-
-    Raises:
-        UserError: it lacks a block of `packed`.
-    """
+    """What a workspace's dataset holds beyond that of `packed`. Raises UserError if it lacks a block of `packed`."""
     folder, before = workspace.dataset(target), packed.dataset(target)
     header = read_header(folder)
     blocks, packed_blocks = ({block.model_dump_json(): block for block in read_journal(path)} for path in (folder, before))
@@ -99,7 +105,7 @@ def addition(workspace: Workspace, packed: Workspace, target: str) -> Addition:
     packed_kernels = kernel_lines(before)
     kernels = [line for name, line in kernel_lines(folder).items()
                if line != packed_kernels.get(name) and _says_more(line, packed_kernels.get(name))]
-    index = index_path(workspace, header.target.flavour)  # a merge makes it anew
+    index = index_path(workspace, header.target.flavour)  # a merge writes it again
     records = [path for path in sorted(index.parent.glob("*.json"))
                if path != index and not _same_file(path, packed.root / path.relative_to(workspace.root))]
     return Addition(header, [block for line, block in blocks.items() if line not in packed_blocks], kernels, records)
@@ -110,7 +116,7 @@ def _same_file(path: Path, candidate: Path) -> bool:
 
 
 def _says_more(line: str, packed: str | None) -> bool:
-    """Whether a line of `kernels.jsonl` names owners of the kernel that the packed one lacks."""
+    """Whether a line of `kernels.jsonl` names owners of the kernel that the packed line lacks."""
     if packed is None:
         return True
     before = DatasetKernel.model_validate_json(packed)
@@ -119,7 +125,7 @@ def _says_more(line: str, packed: str | None) -> bool:
 
 
 def write_addition(new: Addition, into: Workspace, target: str) -> None:
-    """Writes an addition as a dataset of its own, without tables."""
+    """Writes an addition as a separate dataset, without tables."""
     folder = into.dataset(target)
     files.write_json(header_path(folder), new.header)
     write_journal(folder, new.blocks)
@@ -129,28 +135,38 @@ def write_addition(new: Addition, into: Workspace, target: str) -> None:
 
 
 def packed_files(workspace: Workspace, target: str) -> Iterator[tuple[str, bytes]]:
-    """The files of a dataset and of its flavour's kernel records, by name in the archive. Measured copies are in the host's
-    archive instead."""
+    """A dataset's files by name in the archive, without derived tables and digests; measured copies are packed separately."""
     folder = workspace.dataset(target)
-    paths = [path for part in (folder, workspace.kernel_records / read_header(folder).target.flavour.name)
-             for path in sorted(part.glob("*")) if not path.name.startswith(".") and path != copies_path(folder)]
-    for path in paths:
-        yield str(path.relative_to(workspace.root)), path.read_bytes()
+    left_out = {copies_path(folder), kernel_table_path(folder), model_table_path(folder), digests_path(folder)}
+    for part in (folder, workspace.kernel_records / read_header(folder).target.flavour.name):
+        for path in sorted(part.glob("*")):
+            if path.name.startswith(".") or path in left_out:
+                continue
+            contents = path.read_bytes()
+            if path in (kernels_path(folder), journal_path(folder)):
+                contents = "".join(f"{files.line_without_digest(line)}\n" for line in files.read_lines(path)).encode()
+            yield str(path.relative_to(workspace.root)), contents
+
+
+def pack_whole(archive: Path, workspace: Workspace, target: str) -> None:
+    """Packs a dataset as the first archive, with a large dictionary, since names recur hundreds of megabytes apart."""
+    members = list(packed_files(workspace, target))
+    dictionary = min(DICTIONARY_BYTES, max(sum(len(contents) for _, contents in members), 1 << 20))
+    filters = [{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": dictionary}]
+    with files.replacing(archive) as part, lzma.open(part, "wb", filters=filters) as packed, \
+            tarfile.open(fileobj=packed, mode="w|") as tar:
+        for name, contents in members:
+            header = tarfile.TarInfo(name)
+            header.size = len(contents)
+            tar.addfile(header, io.BytesIO(contents))
 
 
 def pack_more(workspace: Workspace, folder: Path, target: str) -> Path | None:
-    """Packs what the dataset of a workspace holds beyond the archives in `folder`, as a further one.
-
-    Returns:
-        The archive; None where nothing is new.
-
-    Raises:
-        UserError: the workspace has no such dataset, or lacks blocks of the archives, or does not agree with them.
-    """
+    """Packs what a dataset holds beyond the archives in `folder`; None if nothing. UserError if it contradicts them."""
     archives = archives_in(folder, target)
     if not archives:
         archive = folder / f"{target}.tar.xz"
-        pack(archive, packed_files(workspace, target))
+        pack_whole(archive, workspace, target)
         return archive
     with temporary_folder() as packed, temporary_folder() as more:
         unpack_all(archives, Workspace(packed), target)

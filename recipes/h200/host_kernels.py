@@ -34,7 +34,7 @@ python benchmark/collector.py --workspace out/pool/host --config recipes/h200/co
 
 
 def on_host(record: ModelRecord) -> ModelRecord:
-    """The same record with those kernels alone that the CPU provider runs and that take time."""
+    """The record with only those kernels that the CPU provider runs and that take time."""
     placed = {node.kernel_id for node in record.nodes if node.provider == "cpu"}
     kernels = {name: kernel for name, kernel in record.kernels.items() if name in placed and kernel.moves_data
                and not is_copy(kernel) and not is_control_flow(kernel) and not reads_shape(kernel)}
@@ -42,17 +42,13 @@ def on_host(record: ModelRecord) -> ModelRecord:
 
 
 def host_index(records: Sequence[ModelRecord], flavour: Flavour) -> KernelIndex:
-    """The index of the CPU provider's kernels in some CUDA graphs, as kernels of `flavour`."""
+    """Index of the CPU provider's kernels in some CUDA graphs, as kernels of `flavour`."""
     held = [record for record in map(on_host, records) if record.kernels]
     return build_index(flavour, held)
 
 
 def cuda_records(workspace: Workspace) -> list[ModelRecord]:
-    """The records of CUDA graphs in a workspace.
-
-    Raises:
-        UserError: there are none.
-    """
+    """Records of CUDA graphs in a workspace."""
     folders = sorted(workspace.kernel_records.glob("cuda-*"))
     records = [read_model_record(path) for folder in folders for path in sorted(folder.glob("*.json"))
                if path.name != "index.json"]

@@ -9,11 +9,11 @@
 #   generation   what generation with language models takes besides, from recipes/llm    two minutes
 #   collections  figures: each collection of models held out in turn              20 minutes
 #   forms        figures: forms of operators held out, and cliffs between kernels 15 minutes
-#   families     figures: families, operators, models that also use their host    90 minutes
+#   families     figures: families and operators held out                         90 minutes
 #   ship         into the repository: predictors to learned/shipped/, which `--target nvidia-h200` predicts from, and the
-#                pages of operators, of forms and of energy to docs/, if there are any
+#                tables of operators, forms and energy to docs/tables/, if there are any
 #   pack         what the workspace's dataset holds beyond the archives of this folder, as a further archive; and the host's side,
-#                whose two archives are small and written anew where they changed
+#                whose two archives are small and written again where they changed
 # Figures go to WORKSPACE/figures. TRAINING_CONFIG=FILE takes other settings than training/config.yaml.
 set -euo pipefail
 usage="usage: recipes/h200/learn.sh [workspace [unpack|learn|sharing|energy|generation|collections|forms|families|ship|pack ...]]"
@@ -82,7 +82,7 @@ part_energy() {
   mkdir -p "$out/energy"
   tar xJf "$here/energy-nvidia-h200.tar.xz" -C "$out/energy" # measured once, by collect_energy.sh
   figure energy python training/fit_energy.py --workspace "$out/energy" --predictors "$out/training/predictors/$target" \
-    --limit-w 700 --markdown "$out/figures/energy_measured.md"
+    --limit-w 700 --markdown "$out/figures/energy.md"
 }
 part_generation() { # after energy, whose measurements it learns from, too
   local name
@@ -105,7 +105,6 @@ part_forms() {
 part_families() {
   figure families hase training/held_out.py --by family --target "$target" --config "$config" --at-most 12
   figure operators hase training/held_out.py --by operator --target "$target" --config "$config" --markdown "$out/figures/operators.md"
-  figure host_models hase recipes/h200/host_models.py --target "$target" --config "$config" --host "$out/host"
 }
 part_ship() {
   local learned=$out/training/predictors/$target shipped=learned/shipped/$target file
@@ -119,8 +118,8 @@ part_ship() {
   rm -rf "${shipped:?}"/*
   python -c 'import sys; from pathlib import Path; from hase.learned.kernels.sidecar import copy_predictors
 copy_predictors(*map(Path, sys.argv[1:]))' "$learned" "$shipped"  # without what only an earlier training used
-  for file in operators.md forms.md energy_measured.md; do
-    if [ -f "$out/figures/$file" ]; then cp "$out/figures/$file" "docs/$file"; fi
+  for file in operators.md forms.md energy.md; do
+    if [ -f "$out/figures/$file" ]; then cp "$out/figures/$file" "docs/tables/$file"; fi
   done
 }
 part_pack() {

@@ -35,10 +35,7 @@ python recipes/h200/pool_records.py --workspace out/pool --device cuda --jobs 8
 
 
 def sizes_of(path: Path) -> list[dict[str, int]] | UserError:
-    """The sizes of its dynamic dimensions at which a file is analysed, one after another; none if it is not of the pool.
-
-    An error if sizes in it depend on data and a run does not show them.
-    """
+    """The sizes at which to analyse a file; none if it is not of the pool, an error if they cannot be found by a run."""
     metadata = read_metadata(path)
     if POOL_SIZES_KEY not in metadata:
         return []

@@ -18,7 +18,6 @@ import itertools
 from collections.abc import Collection, Iterable
 from statistics import median
 
-from hase.records.blocks import Block
 from hase.records.dataset_files import (
     collected_targets,
     header_path,
@@ -29,6 +28,7 @@ from hase.records.dataset_files import (
     write_kernels,
 )
 from hase.records.dataset_tables import write_tables
+from hase.records.measurement import Block
 from hase.utils import cli, files
 from hase.utils.errors import UserError
 from hase.utils.paths import Workspace
@@ -40,25 +40,20 @@ python recipes/h200/quiet_host_kernels.py --from out/host --from out/host_again 
 
 
 def fastest(blocks: Iterable[Block], kernels: Collection[str]) -> list[Block]:
-    """The blocks, each with what it measured of those `kernels` that were fastest in it. Kernels that none measured well are in
-    none, and blocks that keep nothing are left out."""
+    """The blocks with only the fastest measurement of each of `kernels`; blocks that keep none are left out."""
     blocks = list(blocks)
     best: dict[str, tuple[float, int]] = {}
-    for place, block in enumerate(blocks):
+    for index, block in enumerate(blocks):
         for m in block.measurements:
             if m.label == LABEL and m.status == "ok" and m.id in kernels:
-                best[m.id] = min((median(m.samples_ms), place), best.get(m.id, (float("inf"), place)))
+                best[m.id] = min((median(m.samples_ms), index), best.get(m.id, (float("inf"), index)))
     kept = [block.model_copy(update={"measurements": tuple(
-        m for m in block.measurements if m.id in best and best[m.id][1] == place)}) for place, block in enumerate(blocks)]
+        m for m in block.measurements if m.id in best and best[m.id][1] == index)}) for index, block in enumerate(blocks)]
     return [block for block in kept if block.measurements]
 
 
 def dataset_of(workspace: Workspace) -> Path:
-    """The folder of the only dataset in a workspace.
-
-    Raises:
-        UserError: there is none, or more than one.
-    """
+    """The folder of the only dataset in a workspace."""
     targets = collected_targets(workspace)
     if len(targets) > 1:
         raise UserError(f"{workspace.root}: {len(targets)} datasets ({', '.join(targets)}); exactly one is expected")

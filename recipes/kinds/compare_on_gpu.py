@@ -2,9 +2,9 @@
 
 On a machine with an NVIDIA GPU, opens a CUDA session for each model that make_models.py wrote (with fixed sizes, and with
 dynamic dimensions), lists its nodes with their providers and the copies between host and GPU, and times the model together with
-the host probe (judge.py predicts it at that pace). Derives the same graphs as on a machine without a GPU, and prints the
-differences. Writes into --out: on_gpu.json (latencies and host probes), real_nodes.json.gz and differences.json. With
---derive-only no GPU is needed: the script derives the graphs again and compares them with an existing real_nodes.json.gz.
+the host probe (evaluator.py --measured predicts it at that pace). Derives the same graphs as on a machine without a GPU, and
+prints the differences. Writes into --out: on_gpu.json (latencies and host probes), real_nodes.json.gz and differences.json.
+With --derive-only no GPU is needed: the script derives the graphs again and compares them with an existing real_nodes.json.gz.
 """
 
 from __future__ import annotations
@@ -21,26 +21,36 @@ import os
 import signal
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from hase.benchmark.measuring.quiet_host import all_samples_ms
-from hase.benchmark.measuring.run_times import Effort
 from hase.benchmark.ort.probes import host_probe
 from hase.benchmark.ort.runner import Runner, bind
+from hase.inference.evaluation.models import GpuLatency, MadeModel, read_manifest
+from hase.kernel_model.building.dummy_data import random_floats
+from hase.ort_analysis.graph.analysis import analyze, kernel_of
+from hase.ort_analysis.graph.nodes import name_nodes
+from hase.ort_analysis.graph.parsing import parse_graph, shape_text
+from hase.ort_analysis.graph.shapes import assignments
 from hase.ort_analysis.graph.source import read_source
-from hase.recipes.kinds.manifest import MadeModel, read_manifest
-from hase.recipes.kinds.node_lists import Compared, NodeList, compare, derived_nodes, feed_of, real_nodes, versions, ways_of
+from hase.records.kernel_record import numpy_dtype, session_dtype
+from hase.records.measurement import Effort
+from hase.records.operators import COPIES
 from hase.utils import cli, files
 from hase.utils.errors import UserError
-from hase.utils.fingerprint import WITHOUT_GPU, gpu_facts
+from hase.utils.files import temporary_folder
+from hase.utils.fingerprint import WITHOUT_GPU, gpu_facts, package_version
+from hase.utils.lazy import onnx, onnxruntime
 from hase.utils.logger import get_logger
-from hase.utils.ort_sessions import model_errors, open_session
+from hase.utils.model_files import external_files
+from hase.utils.model_graphs import LARGE_BYTES
+from hase.utils.ort_sessions import PROVIDER_NAMES, model_errors, open_session
 from hase.utils.paths import ROOT
-from hase.utils.temporary import temporary_folder
 from hase.utils.timing import summarize
 
 log = get_logger("kinds")
@@ -55,29 +65,292 @@ python recipes/kinds/compare_on_gpu.py out/kinds --out out/kinds_on_gpu --derive
 """
 
 
-class GpuLatency(BaseModel):
-    """The latency of a model on the GPU, in ms: median and 95th percentile of `runs` runs.
+class NodeRow(BaseModel):
+    """One node; `inside` is the node whose body holds it ("" in the main graph), `types` are like `float32[1,64]`."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    op_type: str
+    domain: str = ""
+    inside: str = ""
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    types: tuple[str, ...] = ()
+    provider: str = ""
+    kernel: str = ""
+
+    @property
+    def operator(self) -> str:
+        return f"{self.domain}.{self.op_type}" if self.domain else self.op_type
+
+    @property
+    def is_copy(self) -> bool:
+        return self.op_type in COPIES
+
+
+class NodeList(BaseModel):
+    """The nodes of one model, in execution order.
 
     Attributes:
-        io: `device`: tensors stay on the device; `host`: numpy in and out.
-        host_probe_us: time of the host probe meanwhile (benchmark/measuring/quiet_host.py).
+        way: `static`: all sizes are fixed before the graph is optimised; `dynamic`: a session with dynamic dimensions.
+        opsets: versions by domain.
+        kernels: number of nodes by kernel id, in Hase's record of the model.
+        error: why there are no nodes.
     """
 
     model_config = ConfigDict(frozen=True)
 
     model: str
     way: str
-    latency_ms: float | None = None
-    p95_ms: float | None = None
-    runs: int = 0
-    io: str = ""
-    host_probe_us: float | None = None
+    opsets: dict[str, int] = {}
+    nodes: tuple[NodeRow, ...] = ()
+    kernels: dict[str, int] = {}
     error: str = ""
 
 
+def ways_of(model: MadeModel) -> tuple[str, ...]:
+    """The ways to open sessions of a model, see `NodeList`."""
+    return ("static", "dynamic") if model.dims else ("static",)
+
+
+def feed_of(session: onnxruntime.InferenceSession, dims: Mapping[str, int],
+            steering: Mapping[str, int | bool] | None = None) -> dict[str, Any]:
+    """Inputs like the runner's, for a session that may have open dimensions; inputs in `steering` get that value."""
+    feed = {}
+    for value in session.get_inputs():
+        shape = tuple(dims.get(size, 1) if isinstance(size, str) else size or 1 for size in value.shape)
+        dtype = session_dtype(value.type)
+        feed[value.name] = random_floats(shape, dtype) if "float" in dtype else np.zeros(shape, numpy_dtype(dtype))
+        if value.name in (steering or {}):
+            feed[value.name] = np.full(shape, (steering or {})[value.name], numpy_dtype(dtype))
+    return feed
+
+
+def named(path: Path) -> bytes | Path:
+    """The model with a name for every node, also in bodies; the file itself if its weights are separate."""
+    proto = onnx.load(str(path), load_external_data=False)
+    if external_files(path, proto):
+        return path
+    name_nodes(proto.graph)
+    for node, _ in every_node(proto.graph):
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                for number, inner in enumerate(attribute.g.node):
+                    inner.name = f"{node.name}/{attribute.name}/{number}_{inner.op_type}"
+    return proto.SerializeToString()
+
+
+def every_node(graph: onnx.GraphProto, inside: str = "") -> Iterator[tuple[onnx.NodeProto, str]]:
+    """Nodes of a graph and its bodies, each with the name of the node that holds its body ("" in the main graph)."""
+    for node in graph.node:
+        yield node, inside
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from every_node(attribute.g, node.name)
+
+
+def real_nodes(model: MadeModel, path: Path, way: str, folder: Path) -> NodeList:
+    """Nodes of a CUDA session: the graph that ONNX Runtime saves, with providers from the profile of a run."""
+    saved = folder / "saved.onnx"
+    entries = {
+        "session.record_ep_graph_assignment_info": "1",
+        "session.optimized_model_external_initializers_file_name": "saved.weights",
+        "session.optimized_model_external_initializers_min_size_in_bytes": str(LARGE_BYTES)}
+    session = open_session(named(path), "cuda", dims=model.dims if way == "static" else None, save_to=saved,
+                           profile_prefix=folder / "profile", entries=entries, name=model.name)
+    providers = dict(assignments(session))
+    error, types = "", {}
+    try:
+        session.run(None, feed_of(session, model.dims, read_source(path, model.dims).steering))
+    except Exception as failed:  # noqa: BLE001 - a session that can't run still has nodes
+        error = " ".join(str(failed).split())[:300]
+    for event in json.loads(Path(session.end_profiling()).read_text()):
+        if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
+            name = event["name"].removesuffix("_kernel_time")
+            providers[name] = PROVIDER_NAMES.get(event["args"]["provider"], event["args"]["provider"])
+            types[name] = tuple(f"{dtype}{shape}".replace(" ", "") for tensor_type in event["args"].get("input_type_shape", ())
+                                for dtype, shape in tensor_type.items())
+    proto = onnx.load(str(saved), load_external_data=False)
+    providers |= unnamed_providers(proto, saved, model.name)
+    rows = tuple(NodeRow(
+        name=node.name, op_type=node.op_type, domain=node.domain, inside=inside, inputs=tuple(node.input),
+        outputs=tuple(node.output), types=types.get(node.name, ()),
+        provider="cuda" if node.op_type in COPIES else providers.get(node.name, ""))
+        for node, inside in every_node(proto.graph))
+    return NodeList(model=model.name, way=way, nodes=rows, error=error,
+                    opsets={entry.domain: entry.version for entry in proto.opset_import},
+                    kernels=recorded_kernels(model, path, way))
+
+
+def unnamed_providers(proto: onnx.ModelProto, saved: Path, name: str) -> dict[str, str]:
+    """Providers of nodes that ORT saved without a unique name, as in functions.
+
+    These nodes get names in `proto`, and a session of that graph shows their providers.
+    """
+    before = Counter(node.name for node in proto.graph.node)
+    unclear = [node for node in proto.graph.node if not node.name or before[node.name] > 1]
+    if not unclear:
+        return {}
+    name_nodes(proto.graph)
+    onnx.save(proto, str(saved))  # in the folder of its weights
+    session = open_session(saved, "cuda", optimize="none", entries={"session.record_ep_graph_assignment_info": "1"}, name=name)
+    providers = dict(assignments(session))
+    return {node.name: providers.get(node.name, "") for node in unclear}
+
+
+def recorded_kernels(model: MadeModel, path: Path, way: str) -> dict[str, int]:
+    """Kernels in Hase's record of a model on CUDA; none if it cannot be analysed."""
+    try:
+        record = analyze(path, "cuda", model.dims, static=way == "static")
+    except UserError:
+        return {}
+    return dict(Counter(node.kernel_id for node in record.nodes))
+
+
+def derived_nodes(model: MadeModel, path: Path, way: str) -> NodeList:
+    """Nodes of the graph that Hase derives for CUDA without a GPU, with both branches of an If."""
+    graph = parse_graph(path, "cuda", model.dims, static=way == "static")
+    branches = [{**model.dims, f"{node.name}.{branch}": 1} for node in graph.nodes if node.op_type == "If"
+                for branch in ("then", "else")]
+    every = {node.name: (node, graph) for graph in (
+        graph, *(parse_graph(path, "cuda", dims, static=way == "static") for dims in branches)) for node in graph.nodes}
+    rows = []
+    for node, graph in every.values():
+        prefix = f"{node.inside}/" if node.inside else ""
+        rows.append(NodeRow(
+            name=node.name, op_type=node.op_type, domain=node.domain, inside=node.inside,
+            inputs=tuple(name.removeprefix(prefix) for name in node.inputs),
+            outputs=tuple(name.removeprefix(prefix) for name in node.outputs),
+            types=tuple(shape_text(graph.tensors[name]) for name in node.inputs), provider=node.provider,
+            kernel="" if node.op_type in COPIES else kernel_of(graph, node).id))
+    return NodeList(model=model.name, way=way, nodes=tuple(rows), opsets=graph.opsets,
+                    kernels=dict(Counter(row.kernel for row in rows if row.kernel)))
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that influence graphs and times."""
+    return {name: package_version(name) for name in ("onnxruntime-gpu", "torch", "torchvision", "onnxscript", "onnx")}
+
+
+class Difference(BaseModel):
+    """A node that differs between the graphs; `what` is `provider`, `operator`, `only real` or `only derived`."""
+
+    model_config = ConfigDict(frozen=True)
+
+    model: str
+    what: str
+    operator: str
+    opset: int | None = None
+    types: str = ""
+    derived: str = ""
+    real: str = ""
+    tensor: str = ""
+
+
+class Compared(BaseModel):
+    """A model's derived graph compared with the real one.
+
+    Attributes:
+        way: see `NodeList`.
+        nodes: number of nodes of the real graph, without copies.
+        same: how many of these the derived graph has with the same operator and provider.
+        copies, derived_copies: numbers of MemcpyToHost and MemcpyFromHost in each.
+        kernels, same_kernels: number of kernels that Hase finds in the real graph, and how many of them the derived one has.
+        error: why nothing could be compared.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    model: str
+    way: str = ""
+    nodes: int = 0
+    same: int = 0
+    copies: tuple[int, int] = (0, 0)
+    derived_copies: tuple[int, int] = (0, 0)
+    kernels: int = 0
+    same_kernels: int = 0
+    error: str = ""
+    differences: tuple[Difference, ...] = ()
+
+    @property
+    def agrees(self) -> bool:
+        return not self.error and self.nodes == self.same and self.copies == self.derived_copies
+
+    def columns(self) -> dict[str, Any]:
+        """The comparison as a table row."""
+        return {"model": self.model, "session": self.way, "nodes": self.nodes, "same": self.same,
+                "copies to / from the host": f"{self.copies[0]} / {self.copies[1]}",
+                "derived": f"{self.derived_copies[0]} / {self.derived_copies[1]}",
+                "kernels": self.kernels, "same kernels": self.same_kernels, "error": self.error or None}
+
+
+def compare(real: NodeList, derived: NodeList) -> Compared:
+    """Compares a model's derived graph with that of a real session."""
+    if derived.error or not real.nodes:
+        error = f"derived: {derived.error}" if derived.error else f"real: {real.error}"
+        return Compared(model=real.model, way=real.way, error=error)
+    nodes = [node for node in real.nodes if not node.is_copy]
+    pairs, only_real, only_derived = match(nodes, [node for node in derived.nodes if not node.is_copy])
+    unlike = [(node, derived_node) for node, derived_node in pairs
+              if (node.operator, node.provider) != (derived_node.operator, derived_node.provider)]
+    differences = [_difference(real, "provider" if node.operator == derived_node.operator else "operator", node, derived_node)
+                   for node, derived_node in unlike]
+    differences += [_difference(real, "only real", node, None) for node in only_real]
+    differences += [_difference(real, "only derived", None, derived_node) for derived_node in only_derived]
+    return Compared(
+        model=real.model, way=real.way, nodes=len(nodes), same=len(pairs) - len(unlike), copies=_copies(real),
+        derived_copies=_copies(derived), kernels=sum(real.kernels.values()),
+        same_kernels=sum((Counter(real.kernels) & Counter(derived.kernels)).values()), differences=tuple(differences))
+
+
+def match(real: Sequence[NodeRow], derived: Sequence[NodeRow]) -> tuple[
+        list[tuple[NodeRow, NodeRow]], list[NodeRow], list[NodeRow]]:
+    """Pairs of matching nodes (real, derived), then the unmatched real and derived nodes.
+
+    Nodes match by tensor name and operator; then by operator and provider, by operator, and finally by tensor name.
+    """
+    left = {id(node): node for node in derived}
+    by_output = {name: node for node in derived for name in node.outputs if name}
+    pairs: list[tuple[NodeRow, NodeRow]] = []
+
+    def paired(node: NodeRow, candidates: Iterable[NodeRow]) -> bool:
+        matching = next((candidate for candidate in candidates if id(candidate) in left), None)
+        if matching is not None:
+            pairs.append((node, left.pop(id(matching))))
+        return matching is not None
+
+    def makers(node: NodeRow) -> list[NodeRow]:
+        return [by_output[name] for name in node.outputs if name in by_output]
+
+    waiting = [node for node in real if not paired(node, (
+        candidate for candidate in makers(node) if candidate.operator == node.operator))]
+    for exact in (True, False):
+        waiting = [node for node in waiting if not paired(node, (
+            candidate for candidate in derived
+            if candidate.operator == node.operator and (candidate.provider == node.provider or not exact)))]
+    waiting = [node for node in waiting if not paired(node, makers(node))]
+    return pairs, waiting, list(left.values())
+
+
+def _copies(nodes: NodeList) -> tuple[int, int]:
+    counts = Counter(node.op_type for node in nodes.nodes)
+    return counts["MemcpyToHost"], counts["MemcpyFromHost"]
+
+
+def _difference(real: NodeList, what: str, node: NodeRow | None, derived: NodeRow | None) -> Difference:
+    present = [listed for listed in (node, derived) if listed is not None]
+
+    def side(listed: NodeRow | None) -> str:
+        return "" if listed is None else f"{listed.operator} {listed.provider}" if what == "operator" else listed.provider
+
+    return Difference(model=real.model, what=what, operator=present[0].operator, opset=real.opsets.get(present[0].domain),
+                      types=" ".join(next((listed.types for listed in present if listed.types), ())), derived=side(derived),
+                      real=side(node), tensor=next(iter(present[0].outputs), ""))
+
+
 def gpu_latency(model: MadeModel, path: Path, way: str, budget_s: float, device: str = "cuda") -> GpuLatency:
-    """Times a CUDA session (in tests one of `cpu`) together with the host probe. Tensors stay on the device, unless inputs or
-    outputs can't (maps, for example)."""
+    """Times a CUDA session (`cpu` in tests) with the host probe; tensors stay on the device where possible."""
     probe = host_probe(device)
     session = open_session(path, device, dims=model.dims if way == "static" else None, name=model.name)
     feed = feed_of(session, model.dims, read_source(path, model.dims).steering)
@@ -115,7 +388,7 @@ def results_of(work: Work, model: MadeModel, folder: Path, budget_s: float) -> l
 
 
 def work_through(work: Work, models: Sequence[MadeModel], folder: Path, lines: Path, budget_s: float, limit_s: int) -> None:
-    """Does a piece of work for several models and writes one line for each. A model that hangs ends this process (SIGALRM)."""
+    """Does a piece of work for several models, one output line each. A model that hangs ends this process (SIGALRM)."""
     for model in models:
         signal.alarm(limit_s)
         results = results_of(work, model, folder, budget_s)
@@ -125,11 +398,7 @@ def work_through(work: Work, models: Sequence[MadeModel], folder: Path, lines: P
 
 def in_processes(work: Work, names: Sequence[str], folder: Path, scratch: Path, jobs: int, budget_s: float,
                  limit_s: int) -> list[dict[str, Any]]:
-    """Does a piece of work for models in `jobs` processes. If a process dies, only the model at fault is lost.
-
-    Returns:
-        All results, in the order of `names`.
-    """
+    """Does a piece of work for models in `jobs` processes. If a process dies, only the model at fault is lost."""
     def chunk(number: int) -> dict[str, list[dict[str, Any]]]:
         left, lines = list(names[number::jobs]), scratch / f"{work}{number}.jsonl"
         results: dict[str, list[dict[str, Any]]] = {}
@@ -161,13 +430,13 @@ def read_real(path: Path) -> list[NodeList]:
 
 
 def compare_all(real: Sequence[NodeList], derived: Sequence[NodeList]) -> list[Compared]:
-    """Compares each derived graph with the real session of its model of the same kind (static or dynamic), if there is one."""
+    """Compares each derived graph with the real session of the same model and kind (static or dynamic), if any."""
     sessions = {(session.model, session.way): session for session in real}
     return [compare(sessions[graph.model, graph.way], graph) for graph in derived if (graph.model, graph.way) in sessions]
 
 
 def difference_rows(compared: Sequence[Compared]) -> list[dict[str, Any]]:
-    """The differences of all models; equal ones are counted."""
+    """Differences of all models; equal ones are counted."""
     alike: Counter[tuple[Any, ...]] = Counter()
     where: dict[tuple[Any, ...], set[str]] = {}
     for model in compared:

@@ -1,29 +1,35 @@
-"""Writes graphs node by node, of kinds that no exporter writes: control flow, pipelines of scikit-learn, and others."""
+"""Writes kinds of graphs that no exporter writes (control flow, scikit-learn pipelines, …), and converts models to int8, half
+precision, and ONNX Runtime's saved form.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import logging
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hase.records.kernel_record import type_code
-from hase.utils.lazy import onnx
+from hase.utils.lazy import onnx, onnxruntime
+from hase.utils.ort_sessions import open_session
 
 IR_VERSION = 10
 ML = "ai.onnx.ml"
 
 
 def weight(name: str, *shape: int, scale: float | None = None, dtype: str = "float32") -> onnx.TensorProto:
-    """A random constant, the same for the same name."""
+    """A random constant, always the same for the same name."""
     generator = np.random.default_rng([ord(letter) for letter in name])
     size = scale if scale is not None else 1.0 / np.sqrt(max(1, shape[0] if len(shape) < 3 else int(np.prod(shape[1:]))))
     return onnx.numpy_helper.from_array((generator.standard_normal(shape) * size).astype(dtype), name)
 
 
 def numbers(name: str, values: Any, dtype: str = "int64") -> onnx.TensorProto:
-    """A constant of given values."""
+    """A constant with given values."""
     return onnx.numpy_helper.from_array(np.asarray(values, dtype), name)
 
 
@@ -49,7 +55,7 @@ def node(op_type: str, inputs: Sequence[str], outputs: Sequence[str], **options:
 
 
 def write_loop(path: Path, trips: int = 12, width: int = 512) -> None:
-    """A Loop with a constant number of trips: each multiplies a state by a matrix and keeps it."""
+    """Writes a Loop with a constant number of trips; each multiplies a state by a matrix and keeps it."""
     body = onnx.helper.make_graph(
         [node("MatMul", ["state", "w"], ["product"]), node("Add", ["product", "b"], ["sum"]), node("Tanh", ["sum"], ["next"]),
          node("Identity", ["next"], ["kept"]), node("Identity", ["go_on"], ["go_on_out"])],
@@ -61,7 +67,7 @@ def write_loop(path: Path, trips: int = 12, width: int = 512) -> None:
 
 
 def write_loop_by_input(path: Path, width: int = 512) -> None:
-    """The same with a number of trips that is an input of the model."""
+    """Writes the same Loop with its number of trips as a model input."""
     body = onnx.helper.make_graph(
         [node("MatMul", ["state", "w"], ["product"]), node("Tanh", ["product"], ["next"]),
          node("Identity", ["go_on"], ["go_on_out"])],
@@ -73,7 +79,7 @@ def write_loop_by_input(path: Path, width: int = 512) -> None:
 
 
 def write_scan(path: Path, length: int = 24, width: int = 384) -> None:
-    """A recurrence over a sequence, written with Scan."""
+    """Writes a recurrence over a sequence with Scan."""
     body = onnx.helper.make_graph(
         [node("MatMul", ["state", "w"], ["a"]), node("MatMul", ["item", "v"], ["b"]), node("Add", ["a", "b"], ["c"]),
          node("Tanh", ["c"], ["next"]), node("Identity", ["next"], ["kept"])],
@@ -84,7 +90,7 @@ def write_scan(path: Path, length: int = 24, width: int = 384) -> None:
 
 
 def write_if(path: Path, width: int = 768) -> None:
-    """An If by an input: one branch has three products, the other one."""
+    """Writes an If decided by an input: one branch has three products, the other one."""
     def branch(name: str, steps: int) -> onnx.GraphProto:
         nodes, last = [], "x"
         for step in range(steps):
@@ -99,7 +105,7 @@ def write_if(path: Path, width: int = 768) -> None:
 
 
 def write_gated_if(path: Path, width: int = 512) -> None:
-    """A cheap network decides whether an expensive one runs: the condition depends on data."""
+    """Writes a cheap network that decides whether an expensive one runs: the condition depends on data."""
     then = onnx.helper.make_graph([node("MatMul", ["h", "w1"], ["t1"]), node("Relu", ["t1"], ["t2"]),
                               node("MatMul", ["t2", "w2"], ["t3"])], "deep", [], [value("t3", [64, width])])
     otherwise = onnx.helper.make_graph([node("Identity", ["h"], ["e"])], "early", [], [value("e", [64, width])])
@@ -110,7 +116,7 @@ def write_gated_if(path: Path, width: int = 512) -> None:
 
 
 def write_nms_detector(path: Path, side: int = 128, width: int = 32, classes: int = 8) -> None:
-    """A one-stage detector: convolutions, boxes and scores of each position, NonMaxSuppression, the selected boxes."""
+    """Writes a one-stage detector: convolutions, boxes and scores per position, NonMaxSuppression, selected boxes."""
     places = (side // 8) ** 2
     conv: dict[str, Any] = {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1]}
     nodes = []
@@ -137,7 +143,7 @@ def write_nms_detector(path: Path, side: int = 128, width: int = 32, classes: in
 
 
 def write_nonzero(path: Path, width: int = 512) -> None:
-    """Selects rows by a condition on data (NonZero), then multiplies them."""
+    """Writes a graph that selects rows by a condition on data (NonZero), then multiplies them."""
     save(path, [node("MatMul", ["x", "gate"], ["g"]), node("Greater", ["g", "limit"], ["c"]), node("NonZero", ["c"], ["n"]),
                 node("Gather", ["n", "first"], ["rows"], axis=0), node("Gather", ["x", "rows"], ["chosen"], axis=0),
                 node("MatMul", ["chosen", "w"], ["y"])],
@@ -146,7 +152,7 @@ def write_nonzero(path: Path, width: int = 512) -> None:
 
 
 def write_group_norm_21(path: Path, width: int = 64, side: int = 64) -> None:
-    """GroupNormalization of operator set 21, which ONNX Runtime expands as a function."""
+    """Writes GroupNormalization of operator set 21, which ONNX Runtime expands as a function."""
     nodes, last = [], "image"
     for number in range(3):
         nodes += [node("Conv", [last, f"w{number}"], [f"c{number}"], kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
@@ -159,7 +165,7 @@ def write_group_norm_21(path: Path, width: int = 64, side: int = 64) -> None:
 
 
 def write_bf16(path: Path, width: int = 1024, whole: bool = False) -> None:
-    """Linear layers with weights in bfloat16: cast to float32 before each product, or (`whole`) everything in bfloat16."""
+    """Writes linear layers with bfloat16 weights, cast to float32 before each product, or (`whole`) all in bfloat16."""
     nodes, constants, last = [], [], "x"
     if whole:
         nodes.append(node("Cast", ["x"], ["x16"], to=onnx.TensorProto.BFLOAT16))
@@ -186,22 +192,22 @@ def _trees(trees: int, depth: int, features: int, targets: int) -> dict[str, Any
         "nodes_treeids", "nodes_nodeids", "nodes_featureids", "nodes_modes", "nodes_values", "nodes_truenodeids",
         "nodes_falsenodeids", "class_treeids", "class_nodeids", "class_ids", "class_weights")}
     for tree in range(trees):
-        for place in range(whole):
-            split = place < inner
-            for key, what in (("treeids", tree), ("nodeids", place), ("modes", "BRANCH_LEQ" if split else "LEAF"),
+        for index in range(whole):
+            split = index < inner
+            for key, what in (("treeids", tree), ("nodeids", index), ("modes", "BRANCH_LEQ" if split else "LEAF"),
                               ("featureids", int(generator.integers(features)) if split else 0),
                               ("values", float(generator.standard_normal()) if split else 0.0),
-                              ("truenodeids", 2 * place + 1 if split else 0), ("falsenodeids", 2 * place + 2 if split else 0)):
+                              ("truenodeids", 2 * index + 1 if split else 0), ("falsenodeids", 2 * index + 2 if split else 0)):
                 made[f"nodes_{key}"].append(what)
             if not split:
-                for key, what in (("treeids", tree), ("nodeids", place), ("ids", tree % targets),
+                for key, what in (("treeids", tree), ("nodeids", index), ("ids", tree % targets),
                                   ("weights", float(generator.standard_normal()) / trees)):
                     made[f"class_{key}"].append(what)
     return made
 
 
 def write_forest(path: Path, trees: int = 200, depth: int = 8, features: int = 40, classes: int = 3) -> None:
-    """A scikit-learn pipeline: a scaler, a forest, the classes' probabilities as a sequence of maps."""
+    """Writes a scikit-learn pipeline: a scaler, a forest, and class probabilities as a sequence of maps."""
     nodes = [
         node("Scaler", ["x"], ["scaled"], domain=ML, offset=[0.1] * features, scale=[0.9] * features),
         node("TreeEnsembleClassifier", ["scaled"], ["label", "odds"], domain=ML, classlabels_int64s=list(range(classes)),
@@ -215,7 +221,7 @@ def write_forest(path: Path, trees: int = 200, depth: int = 8, features: int = 4
 
 
 def write_linear_pipeline(path: Path, features: int = 64, classes: int = 10) -> None:
-    """A scikit-learn pipeline: missing values filled in, scaled, a linear classifier, normalised."""
+    """Writes a scikit-learn pipeline: imputer, scaler, linear classifier, normaliser."""
     generator = np.random.default_rng(0)
     nodes = [
         node("Imputer", ["x"], ["filled"], domain=ML, imputed_value_floats=[0.0] * features, replaced_value_float=float("nan")),
@@ -230,13 +236,13 @@ def write_linear_pipeline(path: Path, features: int = 64, classes: int = 10) -> 
 
 
 def write_tiny(path: Path) -> None:
-    """An addition and a ReLU of eight numbers: only the cost of a run itself."""
+    """Writes an addition and a ReLU of eight numbers: only the cost of a run itself."""
     save(path, [node("Add", ["x", "b"], ["s"]), node("Relu", ["s"], ["y"])], [value("x", [1, 8])], [value("y", [1, 8])],
          [weight("b", 8)])
 
 
 def write_large(path: Path, width: int = 5000, layers: int = 24) -> None:
-    """Linear layers with `layers` · 4 · width² bytes of weights (2.4 GB) in a second file."""
+    """Writes linear layers with `layers` · 4 · width² bytes of weights (2.4 GB) in a second file."""
     outside = path.with_suffix(".weights")
     generator = np.random.default_rng(0)
     nodes, constants, last = [], [], "x"
@@ -255,3 +261,116 @@ def write_large(path: Path, width: int = 5000, layers: int = 24) -> None:
             last = f"r{number}"
     graph = onnx.helper.make_graph(nodes, path.stem, [value("x", [1, width])], [value(last, [1, width])], constants)
     onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=IR_VERSION), path)
+
+Write = Callable[[Path], None]
+IN_SINGLE = ("Softmax", "LayerNormalization", "GlobalAveragePool", "ReduceMean", "Resize")  # operators that stay in float32
+HALF_LIMIT = 65504.0  # the largest number of float16
+
+
+@contextlib.contextmanager
+def written(write: Write) -> Iterator[Path]:
+    """Path of the model that `write` writes; removed at the end of the block."""
+    with tempfile.TemporaryDirectory(prefix="hase-kinds-") as folder:
+        path = Path(folder) / "model.onnx"
+        write(path)
+        yield path
+
+
+class RandomFeeds:
+    """Calibration data for onnxruntime.quantization: a few random batches."""
+
+    def __init__(self, path: Path, batches: int = 2) -> None:
+        session = open_session(path, "cpu", optimize="none")
+        generator = np.random.default_rng(0)
+        shapes = {model_input.name: model_input.shape for model_input in session.get_inputs()}
+        self._feeds = iter([{name: generator.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+                            for _ in range(batches)])
+
+    def get_next(self) -> dict[str, np.ndarray] | None:
+        return next(self._feeds, None)
+
+
+def write_static_int8(path: Path, write: Write, as_qdq: bool) -> None:
+    """Quantises a model to 8 bits with calibration, by QuantizeLinear and DequantizeLinear or by integer operators."""
+    logging.disable(logging.WARNING)
+    with written(write) as plain:
+        prepared = plain.with_name("prepared.onnx")
+        onnxruntime.quantization.shape_inference.quant_pre_process(plain, prepared, skip_symbolic_shape=True)
+        reader: Any = RandomFeeds(prepared)
+        formats, types = onnxruntime.quantization.QuantFormat, onnxruntime.quantization.QuantType
+        onnxruntime.quantization.quantize_static(
+            prepared, path, reader, quant_format=formats.QDQ if as_qdq else formats.QOperator, per_channel=False,
+            activation_type=types.QUInt8, weight_type=types.QInt8)
+
+
+def write_dynamic_int8(path: Path, write: Write) -> None:
+    """Quantises a model's weights to 8 bits; activations are quantised at run time."""
+    logging.disable(logging.WARNING)
+    with written(write) as plain:
+        onnxruntime.quantization.quantize_dynamic(plain, path, weight_type=onnxruntime.quantization.QuantType.QUInt8)
+
+
+def write_mixed_fp16(path: Path, write: Write, single: Sequence[str] = IN_SINGLE) -> None:
+    """Converts a model to float16, except inputs, outputs and the operators in `single`, which compute in float32."""
+    with written(write) as plain:
+        proto = onnx.shape_inference.infer_shapes(onnx.load(plain))
+    graph = proto.graph
+    single_typed = {value.name for value in [*graph.value_info, *graph.input, *graph.output]
+                    if value.type.tensor_type.elem_type == onnx.TensorProto.FLOAT}
+    weights = {tensor.name: tensor for tensor in graph.initializer if tensor.data_type == onnx.TensorProto.FLOAT}
+    nodes: list[onnx.NodeProto] = []
+    renamed: dict[str, str] = {}
+    for value in graph.input:
+        if value.name in single_typed and value.name not in weights:
+            renamed[value.name] = f"{value.name}_half"
+            nodes.append(onnx.helper.make_node("Cast", [value.name], [renamed[value.name]], to=onnx.TensorProto.FLOAT16))
+    for number, node in enumerate(graph.node):
+        names = [renamed.get(name, name) for name in node.input]
+        outputs = list(node.output)
+        if node.op_type in single:
+            for index, name in enumerate(node.input):
+                if name in single_typed or name in weights:
+                    single_name = names[index] = f"{name}_single_{number}"
+                    half_name = renamed.get(name, name)
+                    nodes.append(onnx.helper.make_node("Cast", [half_name], [single_name], to=onnx.TensorProto.FLOAT))
+            outputs = [f"{name}_single" if name in single_typed else name for name in node.output]
+        made = onnx.helper.make_node(node.op_type, names, outputs, name=node.name, domain=node.domain)
+        made.attribute.extend(node.attribute)
+        for attribute in made.attribute:
+            if node.op_type == "Constant" and attribute.t.data_type == onnx.TensorProto.FLOAT:
+                attribute.t.CopyFrom(_half(attribute.t))
+            if node.op_type == "Cast" and attribute.name == "to" and attribute.i == onnx.TensorProto.FLOAT:
+                attribute.i = onnx.TensorProto.FLOAT16
+        nodes.append(made)
+        if node.op_type in single:
+            nodes += [onnx.helper.make_node("Cast", [f"{name}_single"], [name], to=onnx.TensorProto.FLOAT16)
+                      for name in node.output if name in single_typed]
+    for value in graph.output:
+        if value.name in single_typed:
+            nodes = [_with_output(node, value.name, f"{value.name}_half") for node in nodes]
+            nodes.append(onnx.helper.make_node("Cast", [f"{value.name}_half"], [value.name], to=onnx.TensorProto.FLOAT))
+    for tensor in weights.values():
+        tensor.CopyFrom(_half(tensor))
+    del graph.node[:], graph.value_info[:]
+    graph.node.extend(nodes)
+    onnx.save(proto, path)
+
+
+def _half(tensor: onnx.TensorProto) -> onnx.TensorProto:
+    values = np.clip(onnx.numpy_helper.to_array(tensor), -HALF_LIMIT, HALF_LIMIT).astype(np.float16)
+    return onnx.numpy_helper.from_array(values, tensor.name)
+
+
+def _with_output(node: onnx.NodeProto, old: str, new: str) -> onnx.NodeProto:
+    """Renames a tensor of the node in place, and returns the node."""
+    for names in (node.input, node.output):
+        for index, name in enumerate(names):
+            if name == old:
+                names[index] = new
+    return node
+
+
+def write_saved_by_ort(path: Path, write: Write, optimize: str, dims: dict[str, int] | None = None) -> None:
+    """Writes the graph that ONNX Runtime's CPU provider saves: at `all` with its own layouts, at `extended` with fusions."""
+    with written(write) as plain:
+        open_session(plain, "cpu", optimize=optimize, dims=dims, save_to=path)

@@ -15,18 +15,16 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from collections.abc import Iterator
 
-from hase.inference.core.predictor import Predictor
+from hase.inference.library.predictor import Predictor
 from hase.inference.llm.language_model import language_model
-from hase.inference.llm.predicting import Analysed
-from hase.inference.llm.requests import request_of
-from hase.inference.llm.steps import layers_of, other_logits
-from hase.learned.llm import generation_path
+from hase.inference.llm.predicting import AnalysedModel
+from hase.inference.llm.requests import layers_of, other_logits, request_at_point
+from hase.learned import target_files
 from hase.records.generations import PHASES, Generation, measured_models, measured_points
-from hase.training.llm.cpu_loop import LoopStep, fit_on_cpu
-from hase.training.llm.measured_steps import step_time
+from hase.training.fits.generation import LoopStep, fit_on_cpu, step_time
 from hase.utils import cli, files
 from hase.utils.errors import UserError
-from hase.utils.logger import get_logger
+from hase.utils.logger import get_logger, progress
 from hase.utils.paths import Workspace
 
 EXAMPLES = """
@@ -36,11 +34,11 @@ log = get_logger("generation")
 
 
 def loop_steps(predictor: Predictor, workspace: Workspace, name: str) -> Iterator[tuple[LoopStep, Generation]]:
-    """The measured steps of a model: of the prompt, and of a token in the middle of the generation."""
+    """The measured steps of a model: the prompt, and a token in the middle of the generation."""
     model = language_model(workspace.root / "llm" / "models" / name)
-    analysed = Analysed(predictor, model)
+    analysed = AnalysedModel(predictor, model)
     for point in measured_points(workspace, name):
-        request = request_of(model, point, point.generated)  # whose kernels judge.py measures
+        request = request_at_point(model, point, point.generated)  # whose kernels judge.py measures
         steps = analysed.prompt_step(request), analysed.token_step(request, request.middle)
         for phase, step in zip(PHASES, steps, strict=True):
             file, record = analysed.file(step), analysed.record(step)
@@ -62,14 +60,14 @@ def main() -> int:
     if not workspace.predictors(target.name).is_dir():
         raise UserError(f"{workspace.predictors(target.name)}: no such folder; measure kernels there first: python "
                         "recipes/llm/judge.py --measure-missing")
-    found = [of_step for name in cli.progress(measured_models(loops), "models")
+    found = [of_step for name in progress(measured_models(loops), "models")
              for of_step in loop_steps(predictor, loops, name)]
     if len({step.family for step, _ in found}) < 2:
         raise UserError(f"{loops.root}: measurements of two decoders at least are needed; do: recipes/llm/on_cpu.sh")
     fitted = fit_on_cpu(target.name, [step for step, _ in found], found[0][1].machine.versions.get("onnxruntime-genai", ""),
                         predictor.fitted.predictors.sidecar.created)
-    files.write_json(generation_path(workspace.predictors(target.name)), fitted)
-    log.info("saved %s", generation_path(workspace.predictors(target.name)))
+    files.write_json(target_files.GENERATION.path(workspace.predictors(target.name)), fitted)
+    log.info("saved %s", target_files.GENERATION.path(workspace.predictors(target.name)))
     if args.json:
         cli.print_json(fitted.model_dump(mode="json"))
         return 0

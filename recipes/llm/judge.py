@@ -20,12 +20,12 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from hase.inference.core.host_pace import given_pace, ratio_of
-from hase.inference.core.predictor import Predictor
+from hase.inference.library.predictor import Predictor
 from hase.inference.llm.answers import LlmPrediction
 from hase.inference.llm.language_model import LanguageModel, language_model
 from hase.inference.llm.predicting import measure_missing, predict_requests
-from hase.inference.llm.requests import request_of
+from hase.inference.llm.requests import request_at_point
+from hase.inference.prediction.conditions import given_pace, ratio_of
 from hase.records.generations import (
     REMEDY,
     Generation,
@@ -36,8 +36,9 @@ from hase.records.generations import (
     measured_models,
     measured_points,
 )
-from hase.training.llm.measured_steps import step_time
+from hase.training.fits.generation import step_time
 from hase.utils import cli, files
+from hase.utils.logger import progress
 from hase.utils.paths import Workspace
 from hase.utils.timing import error_statistics
 
@@ -64,18 +65,18 @@ def compared(what: str, point: Generation | GenerationMemory, measured: float, p
 
 
 def times_of(predictor: Predictor, model: LanguageModel, point: Generation) -> Iterator[Row]:
-    """The rows of a point's times, each at the pace that its host had."""
+    """Rows for a point's times, each at the pace of its host."""
     for phase, what in TIMES.items():
         measured_ms, probe_us = step_time(point, phase)
         pace = None if probe_us is None else given_pace(ratio_of(probe_us, predictor.fitted))
-        answer, = predict_requests(predictor, model, [request_of(model, point, point.generated)], pace)
+        answer, = predict_requests(predictor, model, [request_at_point(model, point, point.generated)], pace)
         time = answer.ttft if phase == "first" else answer.tpot
         if time is not None:
             yield compared(what, point, measured_ms, time.ms, time.interval_ms, answer.rough_estimate)
 
 
 def energies_of(predictor: Predictor, model: LanguageModel, point: Generation) -> Iterator[Row]:
-    """The rows of a point's energies."""
+    """Rows for a point's energies."""
     def per_step(energy: StepEnergy) -> float:
         return energy.joules / energy.steps
 
@@ -83,23 +84,23 @@ def energies_of(predictor: Predictor, model: LanguageModel, point: Generation) -
         return
     pace = given_pace(ratio_of(sum(point.probe_us) / len(point.probe_us), predictor.fitted))
     tokens = point.token_energy.steps
-    answer, = predict_requests(predictor, model, [request_of(model, point, tokens + 1)], pace)
+    answer, = predict_requests(predictor, model, [request_at_point(model, point, tokens + 1)], pace)
     if energy := answer.energy:
         yield compared(FIRST_J, point, per_step(point.first_energy), energy.prompt_j)
         yield compared(FURTHER_J, point, per_step(point.token_energy), (energy.request_j - energy.prompt_j) / tokens)
 
 
 def memory_of(predictor: Predictor, model: LanguageModel, points: Sequence[GenerationMemory]) -> Iterator[Row]:
-    """The rows of memory."""
+    """Rows for memory."""
     good = [point for point in points if not point.failed]
     answers: list[LlmPrediction] = predict_requests(predictor, model, [
-        request_of(model, point, point.generated) for point in good]) if good else []
+        request_at_point(model, point, point.generated) for point in good]) if good else []
     for point, answer in zip(good, answers, strict=True):
         yield compared(PEAK, point, point.peak_mib, answer.memory.peak_mib)
 
 
 def rows_of(predictor: Predictor, workspace: Workspace, name: str) -> Iterator[Row]:
-    """The rows of a model."""
+    """All rows of a model."""
     model = language_model(workspace.root / "llm" / "models" / name)
     for point in measured_points(workspace, name):
         yield from times_of(predictor, model, point)
@@ -109,7 +110,7 @@ def rows_of(predictor: Predictor, workspace: Workspace, name: str) -> Iterator[R
 
 
 def measured_again(workspace: Workspace, rows: Iterable[Row]) -> list[Row]:
-    """Rows of times, with the same times of another measurement (NaN where a point is missing there)."""
+    """Rows of times together with the same times from another measurement (NaN if a point is missing there)."""
     points = {(point.model, point.batch, point.prompt): point for name in measured_models(workspace)
               for point in measured_points(workspace, name)}
     phases = {what: phase for phase, what in TIMES.items()}
@@ -124,11 +125,11 @@ def measure_kernels(predictor: Predictor, workspace: Workspace, name: str) -> No
     """Measures the kernels of a model's points on this machine."""
     model = language_model(workspace.root / "llm" / "models" / name)
     measure_missing(predictor, model, [
-        request_of(model, point, point.generated) for point in measured_points(workspace, name)])
+        request_at_point(model, point, point.generated) for point in measured_points(workspace, name)])
 
 
 def errors_of(rows: Iterable[Row]) -> list[Row]:
-    """The errors of each kind of number, in per cent."""
+    """Errors of each kind of number, in percent."""
     rows, table = list(rows), []
     for what in WHAT:
         chosen = [row for row in rows if row["what"] == what]
@@ -161,7 +162,7 @@ def main() -> int:
     names = [name for name in measured_models(workspace) if not args.model or name in args.model]
     for name in names if here else ():
         measure_kernels(predictor, workspace, name)
-    rows = [row for name in cli.progress(names, "judging") for row in rows_of(predictor, workspace, name)]
+    rows = [row for name in progress(names, "judging") for row in rows_of(predictor, workspace, name)]
     if args.again:
         rows = measured_again(Workspace(args.again), rows)
     if args.json:

@@ -20,7 +20,7 @@ import shutil
 from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
-from hase.inference.llm.genai_config import FILE as GENAI_CONFIG
+from hase.inference.llm.language_model import FILE as GENAI_CONFIG
 from hase.recipes.llm.networks import NETWORKS_FILE, PRECISIONS, LanguageNetwork, model_folder, read_networks
 from hase.utils import cli, files
 from hase.utils.errors import UserError
@@ -42,7 +42,7 @@ log = get_logger("llm")
 
 
 def random_network(config: Any) -> Any:
-    """The network of a config of transformers, with random weights of half precision."""
+    """The network of a transformers config, with random weights in half precision."""
     torch.manual_seed(0)
     with torch.device("meta"):
         network = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float16)
@@ -62,11 +62,7 @@ def random_network(config: Any) -> Any:
 
 
 def build(network: LanguageNetwork, precision: str, device: str, folder: Path, threads: int | None = None) -> None:
-    """Builds one model into a folder, which then exists; with `threads` in its config.
-
-    Raises:
-        UserError: a package is missing, or the builder lacks this class or precision.
-    """
+    """Builds one model into a folder. Raises UserError if the builder lacks this class or precision."""
     spec = importlib.util.find_spec("onnxruntime_genai")
     if spec is None or not spec.submodule_search_locations:
         raise UserError("the builder of onnxruntime-genai is not installed; requirements-llm.txt says how")

@@ -27,13 +27,14 @@ from typing import Any
 
 import numpy as np
 
-from hase.benchmark.measuring.gpu_trace import GpuRun, in_range, read, record_ranges
+from hase.benchmark.measuring.gpu_trace import in_range, read, record_ranges
 from hase.benchmark.measuring.quiet_host import SLOT_S
-from hase.benchmark.metrics import nvml
+from hase.benchmark.metrics import gpu_sources as nvml
 from hase.benchmark.ort.probes import host_probe, measure_pace
-from hase.inference.llm.genai_config import FILE as GENAI_CONFIG
+from hase.inference.llm.language_model import FILE as GENAI_CONFIG
 from hase.recipes.llm.networks import NETWORKS_FILE, Point, model_folder, read_networks
 from hase.records.generations import REMEDY, Generation, GenerationMemory, StepEnergy, TracedStep, measured_file
+from hase.records.traces import GpuRun
 from hase.utils import cli, files
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import has_cuda, machine
@@ -41,6 +42,7 @@ from hase.utils.lazy import multiprocessing, onnxruntime
 from hase.utils.lazy import onnxruntime_genai as genai
 from hase.utils.logger import get_logger
 from hase.utils.paths import Workspace
+from hase.utils.timing import turns
 
 EXAMPLES = """
 python recipes/llm/measure_genai.py --workspace out/llm
@@ -58,15 +60,11 @@ PACE_S = 0.5
 log = get_logger("llm")
 
 
-class Requests:
-    """Requests of one size with a loaded model.
-
-    Attributes:
-        cache: the length of the cache.
-    """
+class RepeatedRequests:
+    """Requests of one size to a loaded model; `cache` is the length of the cache."""
 
     def __init__(self, model: Any, settings: Mapping[str, Any], batch: int, prompt: int, generate: int) -> None:
-        """`settings` are those of the model in its genai_config.json."""
+        """`settings` are the model's from its genai_config.json."""
         self._model = model
         window = settings["decoder"].get("sliding_window", {}).get("window_size", 0)
         self.cache = max(prompt + generate, window) + 1  # a cache that is shorter than the window is refused
@@ -75,11 +73,11 @@ class Requests:
         self._params.set_search_options(max_length=self.cache, min_length=self.cache, batch_size=batch, do_sample=False)
 
     def create(self) -> Any:
-        """A generator with its cache."""
+        """A new generator with its cache."""
         return genai.Generator(self._model, self._params)
 
     def first(self, generator: Any) -> None:
-        """Takes the prompt and makes the first token."""
+        """Processes the prompt and makes the first token."""
         generator.append_tokens(self._tokens)
         self.token(generator)
 
@@ -90,7 +88,7 @@ class Requests:
 
 
 def timed_ms(run: Callable[[], Any]) -> tuple[Any, float]:
-    """What `run` returns, and how long it took."""
+    """Calls `run`; returns its result and time."""
     began = time.perf_counter()
     result = run()
     return result, round(1e3 * (time.perf_counter() - began), 4)
@@ -103,7 +101,7 @@ def used_mib() -> float:
 
 @contextmanager
 def largest_memory_mib() -> Iterator[list[float]]:
-    """The largest memory of the GPU in use while the block runs, in a list of one."""
+    """Peak GPU memory in use during the block, in a list of one."""
     largest, over = [used_mib()], threading.Event()
 
     def poll() -> None:
@@ -120,7 +118,7 @@ def largest_memory_mib() -> Iterator[list[float]]:
 
 
 def energy_of(run: Callable[[], int]) -> StepEnergy:
-    """The energy of what `run` does again and again, and returns the steps of."""
+    """Energy of repeated calls of `run`, which returns its number of steps."""
     gpu, steps = nvml.first_gpu(), 0
     run()
     began_j, began_s = nvml.energy_counter_j(gpu), time.monotonic()
@@ -130,8 +128,8 @@ def energy_of(run: Callable[[], int]) -> StepEnergy:
     return StepEnergy(steps=steps, seconds=round(seconds, 4), joules=round(nvml.energy_counter_j(gpu) - began_j, 3))
 
 
-def energies(requests: Requests) -> dict[str, StepEnergy]:
-    """The energy of prompts with the first token, and of further tokens of one long request."""
+def energies(requests: RepeatedRequests) -> dict[str, StepEnergy]:
+    """Energy of prompts with the first token, and of further tokens of one long request."""
     def prompt() -> int:
         requests.first(requests.create())
         return 1
@@ -146,7 +144,7 @@ def energies(requests: Requests) -> dict[str, StepEnergy]:
     return {"first_energy": first, "token_energy": energy_of(token)}
 
 
-def traced(requests: Requests) -> list[GpuRun]:
+def traced(requests: RepeatedRequests) -> list[GpuRun]:
     """The first steps of a request under the profiler."""
     generator = requests.create()
 
@@ -163,33 +161,28 @@ def traced(requests: Requests) -> list[GpuRun]:
 def step_record(run: GpuRun, step: int, model: str, batch: int, prompt: int) -> TracedStep:
     """A traced step as a record."""
     names = tuple(dict.fromkeys(work.name for work in run.work))
-    places = {name: place for place, name in enumerate(names)}
+    positions = {name: index for index, name in enumerate(names)}
 
     def since_start(times: Sequence[float]) -> tuple[float, ...]:
         return tuple(round(moment - run.start_us, 2) for moment in times)
 
     return TracedStep(
         model=model, batch=batch, prompt=prompt, step=step, host_us=round(run.host_us, 2), names=names,
-        work=tuple(places[work.name] for work in run.work), start_us=since_start([work.start_us for work in run.work]),
+        work=tuple(positions[work.name] for work in run.work), start_us=since_start([work.start_us for work in run.work]),
         duration_us=tuple(round(work.duration_us, 2) for work in run.work),
         launched_us=since_start([launch.start_us for launch in run.launches]))
 
 
 def reading_us(device: str) -> float:
-    """What the host's probe takes now, in microseconds; 0 on a CPU, which has none."""
+    """Current time of the host's probe in microseconds; 0 on a CPU, which has none."""
     return round(1e6 * host_probe(device).reading_s(), 2) if device == "cuda" else 0.0
 
 
 def slots_ms(run: Callable[[], Any], count: int, slot_s: float, device: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """How long each of `count` runs takes, and the slower reading of the host's probe before and after the slot that it is in.
-
-    The host of a virtual machine changes its pace within tenths of a second, so a run is timed with the pace that it had.
-    """
+    """Time of each of `count` runs, and the slower probe reading around its slot, as a virtual host's pace changes."""
     times_ms, probes_us, before_us = list[float](), list[float](), reading_us(device)
     while len(times_ms) < count:
-        slot, began_s = list[float](), time.monotonic()
-        while not slot or (len(times_ms) + len(slot) < count and time.monotonic() - began_s < slot_s):
-            slot.append(timed_ms(run)[1])
+        slot = [timed_ms(run)[1] for _ in turns(1, slot_s, count - len(times_ms))]
         after_us = reading_us(device)
         times_ms += slot
         probes_us += [max(before_us, after_us)] * len(slot)
@@ -197,8 +190,8 @@ def slots_ms(run: Callable[[], Any], count: int, slot_s: float, device: str) -> 
     return tuple(times_ms), tuple(probes_us) if device == "cuda" else ()
 
 
-def measure(requests: Requests, generate: int, idle_mib: float, device: str) -> dict[str, Any]:
-    """The fields of a `Generation` that are measured of every point."""
+def measure(requests: RepeatedRequests, generate: int, idle_mib: float, device: str) -> dict[str, Any]:
+    """The fields of a `Generation` that are measured for every point."""
     create_ms, generators = list[float](), list[Any]()
 
     def first() -> None:
@@ -239,13 +232,13 @@ def captured(settings: Mapping[str, Any]) -> bool:
 
 
 def memory_of(path: Path, point: Point, generate: int, device: str) -> dict[str, Any]:
-    """The fields of a `GenerationMemory` that are measured, in a process that ran nothing before."""
+    """The measured fields of a `GenerationMemory`; the process must not have run anything before."""
     before_mib = used_mib()
     host_probe(device)
     context_mib = used_mib() - before_mib
     model, settings = loaded(path, device)
     weights_mib = used_mib() - before_mib - context_mib
-    requests = Requests(model, settings, *point, generate)
+    requests = RepeatedRequests(model, settings, *point, generate)
     with largest_memory_mib() as largest:
         generator = requests.create()
         requests.first(generator)
@@ -256,7 +249,7 @@ def memory_of(path: Path, point: Point, generate: int, device: str) -> dict[str,
 
 
 def measure_memory(path: Path, points: Iterable[Point], generate: int, device: str, out: Path) -> None:
-    """Measures the memory of points of one model, one process after another."""
+    """Measures the memory of points of one model, each in its own process, in sequence."""
     for batch, prompt in points:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
             try:
@@ -265,8 +258,8 @@ def measure_memory(path: Path, points: Iterable[Point], generate: int, device: s
                 measured = {"failed": failure_text(error), "cache": 0}
         files.append_records(out, [GenerationMemory(model=path.name, batch=batch, prompt=prompt, generated=generate,
                                                     machine=machine(device), taken=datetime.now(UTC), **measured)])
-        said = measured.get("failed") or f"peak {measured['peak_mib']:.0f} MiB"
-        print(f"{path.name}\t{batch}\t{prompt}\t{said}", flush=True)
+        outcome = measured.get("failed") or f"peak {measured['peak_mib']:.0f} MiB"
+        print(f"{path.name}\t{batch}\t{prompt}\t{outcome}", flush=True)
 
 
 def failure_text(error: BaseException) -> str:
@@ -276,7 +269,7 @@ def failure_text(error: BaseException) -> str:
 
 def measure_times(path: Path, points: Iterable[Point], generate: int, device: str, out: Path,
                   energy_points: Sequence[Point] = ()) -> None:
-    """Measures points of one model, one after another in this process, of some also the energy."""
+    """Measures points of one model in sequence in this process, and the energy of `energy_points`."""
     family, _, precision = path.name.rpartition("-")
     pace = [measure_pace(device, PACE_S).probe_us] if device == "cuda" else []
     idle_mib = used_mib()
@@ -284,11 +277,11 @@ def measure_times(path: Path, points: Iterable[Point], generate: int, device: st
     weights_mib = used_mib() - idle_mib
     log.info("%s: loaded in %.1f s", path.name, loaded_ms / 1e3)
     for batch, prompt in points:
-        requests, steps = Requests(model, settings, batch, prompt, generate), list[TracedStep]()
+        requests, steps = RepeatedRequests(model, settings, batch, prompt, generate), list[TracedStep]()
         try:
             measured = measure(requests, generate, idle_mib, device)
             if device == "cuda" and (batch, prompt) in energy_points:
-                measured |= energies(Requests(model, settings, batch, prompt, ENERGY_TOKENS))
+                measured |= energies(RepeatedRequests(model, settings, batch, prompt, ENERGY_TOKENS))
             if device == "cuda":
                 steps = [step_record(run, number, path.name, batch, prompt) for number, run in enumerate(traced(requests))]
         except (RuntimeError, MemoryError) as error:  # genai's errors, such as too little memory
@@ -309,11 +302,7 @@ def measure_times(path: Path, points: Iterable[Point], generate: int, device: st
 
 
 def work_of(workspace: Workspace, names: Sequence[str], wanted: Sequence[Point], memory: bool) -> dict[Path, list[Point]]:
-    """The wanted points of each model that are not measured yet, by its folder.
-
-    Raises:
-        UserError: there is no model.
-    """
+    """The wanted points of each model that are not measured yet, by its folder."""
     folder = model_folder(workspace, "", "").parent
     models = sorted(path for path in folder.glob("*-*") if (path / GENAI_CONFIG).is_file()
                     and (not names or path.name in names))
@@ -329,7 +318,7 @@ def work_of(workspace: Workspace, names: Sequence[str], wanted: Sequence[Point],
 
 
 def point(text: str) -> Point:
-    """The point that a text such as `8x512` names; `ArgumentTypeError` for another text."""
+    """Parses a point such as `8x512`. Raises ArgumentTypeError for other text."""
     batch, by, prompt = text.partition("x")
     if not by:
         raise argparse.ArgumentTypeError(f"'{text}': give a batch and the length of the prompt, such as 8x512")

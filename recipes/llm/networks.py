@@ -1,4 +1,4 @@
-"""The language models of a file such as networks.yaml, and where their folders and measurements lie."""
+"""Language models from a file such as networks.yaml, and the paths of their folders and measurements."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Any
 
 from pydantic import PositiveInt
 
-from hase.utils.config import read_config
+from hase.utils.config import Frozen, read_config
 from hase.utils.errors import UserError
-from hase.utils.frozen import Frozen
 from hase.utils.paths import Workspace
 
 NETWORKS_FILE = Path(__file__).with_name("networks.yaml")
@@ -18,13 +17,7 @@ Point = tuple[PositiveInt, PositiveInt]
 
 
 class LanguageNetwork(Frozen):
-    """One network.
-
-    Attributes:
-        builder: the class of onnxruntime-genai's builder.
-        config: the class of transformers that describes it.
-        sizes: what that class is given.
-    """
+    """One network: the class of onnxruntime-genai's builder, and the config class of transformers with its arguments."""
 
     builder: str
     config: str
@@ -32,13 +25,12 @@ class LanguageNetwork(Frozen):
 
 
 class LanguageNetworks(Frozen):
-    """The networks by name, and what is measured of each.
+    """The networks by name, which is also their family, and what is measured for each.
 
     Attributes:
-        networks: by name, which is also their family.
-        points: batch and length of the prompt, in tokens.
-        energy_points: of `points`, those of which energy is measured, too.
-        memory_points: those of which memory is measured, in a process of its own each.
+        points: batch and prompt length, in tokens.
+        energy_points: those of `points` whose energy is measured, too.
+        memory_points: points whose memory is measured, each in its own process.
         generate: tokens after the prompt.
     """
 
@@ -49,22 +41,14 @@ class LanguageNetworks(Frozen):
     generate: PositiveInt
 
     def chosen(self, names: list[str]) -> dict[str, LanguageNetwork]:
-        """The networks of these names; all if none is named.
-
-        Raises:
-            UserError: there is no such network.
-        """
+        """The networks of these names, or all if none is named."""
         if unknown := sorted(set(names) - self.networks.keys()):
             raise UserError(f"no network {', '.join(unknown)}; there are {', '.join(self.networks)}")
         return {name: network for name, network in self.networks.items() if not names or name in names}
 
 
 def read_networks(path: Path) -> LanguageNetworks:
-    """The networks of a file.
-
-    Raises:
-        UserError: it can't be read.
-    """
+    """Reads the networks in a file."""
     return read_config(path, LanguageNetworks)
 
 

@@ -14,16 +14,15 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from collections.abc import Iterator
 
-from hase.inference.llm.dimensions import Step
-from hase.inference.llm.language_model import LanguageModel, language_model
-from hase.inference.llm.requests import request_of
+from hase.inference.llm.language_model import DecoderStep, LanguageModel, language_model
+from hase.inference.llm.requests import request_at_point
 from hase.ort_analysis.isolated import analysis
 from hase.records.generations import PHASES, Generation, measured_file, measured_models, measured_points, step_record_file
 from hase.runtimes import flavour_of
 from hase.utils import cli, files
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import Flavour
-from hase.utils.logger import get_logger
+from hase.utils.logger import get_logger, progress
 from hase.utils.paths import Workspace
 
 EXAMPLES = """
@@ -32,19 +31,15 @@ python recipes/llm/record_steps.py --workspace out/llm
 log = get_logger("llm")
 
 
-def steps_of(model: LanguageModel, point: Generation) -> Iterator[Step]:
-    """The run of the prompt, and that of the token in the middle of those that were generated."""
-    request = request_of(model, point, point.generated)
+def steps_of(model: LanguageModel, point: Generation) -> Iterator[DecoderStep]:
+    """The run of the prompt, and the run of the token in the middle of the generated ones."""
+    request = request_at_point(model, point, point.generated)
     yield model.step(request.batch, request.prompt, 0, request.max_length)
     yield model.step(request.batch, 1, request.middle, request.max_length)
 
 
 def record_steps(workspace: Workspace, name: str, flavour: Flavour) -> int:
-    """Writes the records of a model's points that are missing; returns how many.
-
-    Raises:
-        UserError: there is no such model, or it can't be analysed.
-    """
+    """Writes the missing records of a model's points; returns how many."""
     folder, written = workspace.root / "llm" / "models" / name, 0
     wanted = [point for point in measured_points(workspace, name)
               if not all(step_record_file(workspace, point, phase).is_file() for phase in PHASES)]
@@ -70,7 +65,7 @@ def main() -> int:
     if not names:
         raise UserError(f"{measured_file(workspace, '').parent}: nothing was measured; do: python recipes/llm/measure_genai.py")
     flavour = flavour_of(args.device)
-    rows = [{"model": name, "records": record_steps(workspace, name, flavour)} for name in cli.progress(names, "analysing")]
+    rows = [{"model": name, "records": record_steps(workspace, name, flavour)} for name in progress(names, "analysing")]
     cli.print_rows(rows, args.json, "records of steps")
     return 0
 

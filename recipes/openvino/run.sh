@@ -25,5 +25,5 @@ hase benchmark/collector.py --config recipes/openvino/cpu.yaml --set runtime=ort
 hase benchmark/collector.py --config recipes/tvm/cpu.yaml
 hase training/train_kernel_model.py
 hase training/fit_composition.py
-hase benchmark/repeatability.py --config recipes/openvino/cpu.yaml
+hase benchmark/dataset.py --repeat 200 --config recipes/openvino/cpu.yaml
 hase inference/sum_and_path.py

@@ -1,4 +1,4 @@
-"""What is on the Grafana dashboard, and how Grafana's builders make it."""
+"""Defines the Grafana dashboard, and makes it with Grafana's builders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from grafana_foundation_sdk.models import common
 from grafana_foundation_sdk.models import dashboard as models
 
 from hase.benchmark.metrics.names import NAMES, names_of
-from hase.inference.core.chances import UP_TO, VERY_LIKELY
+from hase.inference.prediction.answers import UP_TO, VERY_LIKELY
 
 ON_DEVICE, OF_MODEL = 'Hostname=~"$host"', 'model=~"$model"'  # what the variables at the top choose
 DEVICE, MODEL = "{{Hostname}} {{device}}", "{{model}} on {{target}}"  # legends
@@ -33,12 +33,9 @@ class Shown:
     """A panel.
 
     Attributes:
-        title, description: as Grafana shows them.
-        unit: Grafana's name of the values' unit.
         queries: PromQL, each with the legend of its series.
-        width: in columns of the grid.
         kind: `lines`; `number`, the latest value; or `states`.
-        colours: of numbers and states, each with the least value that has it; the first has None.
+        colours: of numbers and states, each with the smallest value that has it; None for the first.
     """
 
     title: str
@@ -51,7 +48,7 @@ class Shown:
 
 
 def metric(field: str, scale: float = 1.0) -> str:
-    """PromQL for a device's metric under its old or its new name, in the unit of FIELDS times `scale`."""
+    """PromQL for a device's metric under its old or new name, in the unit of FIELDS times `scale`."""
     terms = []
     for name in names_of(field):
         factor = NAMES[name].scale * scale
@@ -60,7 +57,7 @@ def metric(field: str, scale: float = 1.0) -> str:
 
 
 def chance_colours() -> list[tuple[str, float | None]]:
-    """A colour for each of the words that Hase has for chances."""
+    """A colour for each of Hase's words for chances."""
     return [("red", None), *zip(("orange", "yellow", "light-green", "green"), (*(most for most, _ in UP_TO), VERY_LIKELY),
                                 strict=False)]
 
@@ -143,8 +140,8 @@ def _panel(shown: Shown) -> Any:
     """A panel, ready to be built."""
     panel = (PANELS[shown.kind]().title(shown.title).description(shown.description).unit(shown.unit).datasource(SOURCE)
              .height(HEIGHT).span(shown.width))
-    for place, (expr, legend) in enumerate(shown.queries):
-        panel.with_target(Dataquery().expr(expr).legend_format(legend).ref_id(chr(ord("A") + place)).datasource(SOURCE).range())
+    for index, (expr, legend) in enumerate(shown.queries):
+        panel.with_target(Dataquery().expr(expr).legend_format(legend).ref_id(chr(ord("A") + index)).datasource(SOURCE).range())
     if shown.kind == "number":
         panel.reduce_options(options.ReduceDataOptions().calcs(["lastNotNull"]))
     else:
@@ -162,5 +159,5 @@ def _panel(shown: Shown) -> Any:
 
 
 def as_json() -> str:
-    """The dashboard as a file."""
+    """The dashboard as the text of a file."""
     return json.dumps(dashboard().build(), cls=JSONEncoder, indent=1, sort_keys=True) + "\n"

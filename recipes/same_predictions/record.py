@@ -1,7 +1,10 @@
 """Records the answers that tests/recipes/test_same_predictions.py compares predictions with, after an intended change.
 
-Asks the questions in `questions.py`, prints what changed, and writes answers.json.xz in the same folder. With --models, it
-first makes new records of models; with --cpu, it first packs the workspace of a CPU's dataset. `run.sh` makes both.
+Asks for many predictions, as a user does, prints which answers changed, and writes answers.json.xz in the same folder. All
+commands run in this process, in a workspace that is unpacked from records.tar.xz (records of many kinds of models, for CUDA and
+for a CPU) and cpu.tar.xz (a small dataset of a CPU, the records of its models, and predictors trained on it), so that neither
+a GPU nor a model file is needed. With --models, it first makes new records of models; with --cpu, it first packs the workspace
+of a CPU's dataset. `run.sh` makes both.
 """
 
 from __future__ import annotations
@@ -12,16 +15,25 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+import contextlib
+import importlib
+import io
 import json
+import logging
 import lzma
+import shlex
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
+import numpy as np
+
+from hase.learned import target_files
 from hase.ort_analysis.graph.analysis import analyze
-from hase.recipes.same_predictions import questions as asked
+from hase.records.probe_reading import ProbedRuns, ProbeReading
 from hase.utils import cli, files
-from hase.utils.files import pack
+from hase.utils.files import pack, unpack
 from hase.utils.logger import get_logger
 
 log = get_logger("same_predictions")
@@ -33,40 +45,192 @@ python recipes/same_predictions/record.py --check --exact
 python recipes/same_predictions/record.py --models out/kinds --cpu out/same_predictions/cpu
 """
 
+HERE = Path(__file__).resolve().parent
+RECORDS, CPU_WORKSPACE, ANSWERS = (HERE / name for name in ("records.tar.xz", "cpu.tar.xz", "answers.json.xz"))
+CPU_CONFIG = HERE / "training.yaml"
+TRACE, METRICS, LEARNED = "trace.json", {"cuda": "busy.json", "cpu": "busy_cpu.json"}, "learned"
+WORDS = ("warnings", "holds_for", "unknown_because")  # fields of an answer with sentences, which may change
+TOLERANCE = 1e-12  # a ratio. Between kinds of CPU (AVX2, AVX-512), numpy's exp and log differ in the last of 16 digits, and
+# answers by up to 3.4e-16; on one machine they are always the same, with any number of threads
+
+# Models, by the names of their records in records/<device>/: with fixed sizes, with dynamic sizes, and with sizes, trips or
+# branches that depend on data.
+STATIC = ("resnet18@batch=1", "resnet18@batch=16", "resnet18@batch=64", "mobilenet_v3_small@batch=4", "bert_mask_static",
+          "mixed_fp16_encoder", "qdq_encoder", "qoperator_mlp", "dynamic_int8_mlp", "recurrent_lstm", "unet",
+          "sklearn_linear@rows=64")
+BY_SIZE = ("resnet18@batch=8,dynamic", "bert_mask@batch=2,sequence=64,dynamic", "decoder_token@batch=1,past=128,dynamic",
+           "recommender_dlrm@batch=64,dynamic")
+BY_DATA = ("detect_one_stage_nms", "rows_by_nonzero", "loop_constant_trips", "loop_trips_by_input@trips=20", "scan",
+           "if_by_data")
+FROM_TORCHVISION = ("resnet18", "mobilenet_v3_small")  # exported by model_zoo; the others come from recipes/kinds
+RECORDED = (*STATIC, *BY_SIZE, *BY_DATA)
+
+PREDICT = "inference/predict_model_latency.py --config no_prometheus.yaml --json --model records"
+CURVE, PAIR = (f"inference/{script} --json --target nvidia-h200 --model records/cuda"
+               for script in ("load_curve.py --points 5", "pair_latency.py"))
+
+
+def questions() -> list[str]:
+    """The commands whose answers must stay the same, to run in a workspace from `unpacked`."""
+    cuda, cpu = f"{PREDICT}/cuda/{{}}.json --target nvidia-h200", f"{PREDICT}/cpu/{{}}.json --target cpu-avx512"
+    asked = [run_mode.format(name) for name in RECORDED
+             for run_mode in (cuda, f"{cpu} --force" if "fp16" in name else cpu)]
+    asked += [f"{cuda.format(name)} {options}" for name, options in (
+        ("resnet18@batch=16", "--strict"), ("bert_mask_static", "--strict"), ("mobilenet_v3_small@batch=4", "--strict"),
+        ("resnet18@batch=1", "--io host"), ("resnet18@batch=64", "--io host --strict"),
+        ("resnet18@batch=1", "--cuda-graph"), ("mobilenet_v3_small@batch=4", "--cuda-graph --strict"),
+        ("resnet18@batch=16", "--metrics busy.json"), ("bert_mask@batch=2,sequence=64,dynamic", "--metrics busy.json"),
+        ("qoperator_mlp", "--metrics busy.json"), ("resnet18@batch=16", "--probe probe.json"),
+        ("detect_one_stage_nms", "--probe probe.json"), ("resnet18@batch=1", "--probe probe.json --slo-ms 2"),
+        ("resnet18@batch=16", "--slo-ms 1.5 --slo-percentile 99"), ("resnet18@batch=1", "--trace trace.json"),
+        ("scan", "--trace trace.json"), ("qoperator_mlp", "--trace trace.json"))]
+    asked += [f"{CURVE}/{name}.json" for name in ("resnet18@batch=16", "qoperator_mlp")]
+    asked.append(f"{PAIR}/resnet18@batch=1.json --beside-model records/cuda/bert_mask_static.json")
+    asked += [f"{cpu.format(name)} {options}" for name, options in (
+        ("resnet18@batch=1", "--strict"), ("bert_mask_static", "--strict"), ("resnet18@batch=1", "--io host"),
+        ("resnet18@batch=1", "--metrics busy_cpu.json"), ("bert_mask@batch=2,sequence=64,dynamic", "--metrics busy_cpu.json"),
+        ("resnet18@batch=1", "--slo-ms 5"), ("mobilenet_v3_small@batch=4", "--trace trace.json"))]
+    measured = f"{PREDICT.removesuffix(' records')} {{}} --target cpu-avx512"
+    asked += [f"{measured.format(path)}{options}" for path in (
+        "ort_analysis/ort_kernel_record/cpu-avx512-ort1.31-all/squeezenet1_1_fp32_b4_64x64.json",
+        "ort_analysis/ort_kernel_record/cpu-avx512-ort1.31-all/mnasnet0_5_fp32_b1_64x64.json") for options in
+        ("", " --strict", " --io host", " --metrics busy_cpu.json")]
+    return asked
+
+
+def unpacked(folder: Path) -> Path:
+    """Unpacks the workspace of the questions into `folder`, and returns it."""
+    for archive in (RECORDS, CPU_WORKSPACE):
+        unpack(archive, folder)
+    (folder / "no_prometheus.yaml").write_text("prometheus: {url: null}\n", encoding="utf-8")
+    (folder / METRICS["cuda"]).write_text('{"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 0.6, "DCGM_FI_DEV_GPU_UTIL": 60}',
+                                          encoding="utf-8")
+    predictors = next(folder.glob(f"training/predictors/*/{target_files.PREDICTORS.name}"))
+    busy_cpu = {name: high for name, (_, high) in files.read_json(predictors)["load_range"].items()}
+    (folder / METRICS["cpu"]).write_text(json.dumps(busy_cpu), encoding="utf-8")
+    files.write_json(folder / "probe.json", made_up_reading())
+    return folder
+
+
+def made_up_reading() -> ProbeReading:
+    """A plausible sharing probe reading, beside a background that is busy for 8 of every 20 ms."""
+    draw = np.random.default_rng(0)
+
+    def runs(alone_ms: float) -> ProbedRuns:
+        starts, latencies, now = [], [], 0.0
+        while now < 200.0:
+            latency = alone_ms * draw.uniform(1.0, 1.05) + (draw.uniform(0.4, 1.6) if now % 20.0 < 8.0 else 0.0)
+            starts.append(now)
+            latencies.append(latency)
+            now += latency + 0.02
+        return ProbedRuns(starts_ms=tuple(starts), latencies_ms=tuple(latencies))
+
+    return ProbeReading(machine_uuid="made-up", device="cuda", sharing="time_slices",
+                        started="2026-01-01T00:00:00+00:00", seconds=0.2, tiny=runs(0.0126), long=runs(0.323))
+
+
+def ask(question: str) -> Any:
+    """Runs a command here; returns its JSON output with its trace, if any. Raises RuntimeError if the command fails."""
+    script, *options = shlex.split(question)
+    main = importlib.import_module("hase." + script.removesuffix(".py").replace("/", ".")).main
+    out = io.StringIO()
+    with mock.patch.object(sys, "argv", [script, "--workspace", ".", "--quiet", *options]), contextlib.redirect_stdout(out):
+        status = main()
+    if status not in (0, 4):  # 4: a latency objective is missed
+        raise RuntimeError(f"{question}: exit status {status}")
+    answer = json.loads(out.getvalue())
+    if TRACE in options:
+        answer.append(files.read_json(Path(TRACE))["traceEvents"])
+    return without_words(answer)
+
+
+def train_again() -> None:
+    """Trains predictors and fits a composition on the CPU's dataset, replacing the existing ones."""
+    for script, *options in (["training/train_kernel_model.py", "--config", str(CPU_CONFIG)], ["training/fit_composition.py"]):
+        main = importlib.import_module("hase." + script.removesuffix(".py").replace("/", ".")).main
+        with (mock.patch.object(sys, "argv", [script, "--workspace", ".", "--quiet", *options]),
+              contextlib.redirect_stdout(io.StringIO())):
+            main()
+
+
+def without_words(answer: Any) -> Any:
+    """The answer without sentences, and with kernels sorted by name, since by time the last digit could decide."""
+    if isinstance(answer, dict):
+        return {key: sorted((without_words(kernel) for kernel in value), key=lambda kernel: (kernel["id"], kernel["provider"]))
+                if key == "kernels" else without_words(value) for key, value in answer.items() if key not in WORDS}
+    return [without_words(value) for value in answer] if isinstance(answer, list) else answer
+
+
+def answers_in(folder: Path) -> dict[str, Any]:
+    """Answers to all questions in an unpacked workspace, some of them again after a new training."""
+    answered = {}
+    asked = questions()
+    logging.disable(logging.WARNING)
+    anywhere = mock.patch("hase.inference.prediction.targets.local_targets", return_value=())
+    with contextlib.chdir(folder), anywhere:
+        for question in asked:
+            answered[question] = ask(question)
+        train_again()
+        for question in (question for question in asked if "mnasnet" in question or "squeezenet" in question):
+            answered[f"{question} ({LEARNED} anew)"] = ask(question)
+    return answered
+
+
+def differences(expected: Any, now: Any, tolerance: float, where: str = "") -> Iterator[str]:
+    """Differences from the expected answer: numbers beyond the ratio `tolerance`, strings, missing (not new) entries."""
+    if isinstance(expected, Mapping) and isinstance(now, Mapping):
+        for key, value in expected.items():
+            if key in now:
+                yield from differences(value, now[key], tolerance, f"{where}.{key}")
+            else:
+                yield f"{where}.{key} is missing"
+    elif isinstance(expected, list) and isinstance(now, list) and len(expected) == len(now):
+        for index, (before, after) in enumerate(zip(expected, now, strict=True)):
+            yield from differences(before, after, tolerance, f"{where}[{index}]")
+    elif _is_number(expected) and _is_number(now):
+        if abs(expected - now) > tolerance * abs(expected):
+            yield f"{where}: {expected!r} is now {now!r}"
+    elif expected != now:
+        yield f"{where}: {str(expected)[:200]} is now {str(now)[:200]}"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
 
 def read_answers() -> dict[str, Any]:
-    """The answers as they were recorded; none where they never were."""
-    if not asked.ANSWERS.exists():
+    """The recorded answers; empty if there are none."""
+    if not ANSWERS.exists():
         return {}
-    answers: dict[str, Any] = json.loads(lzma.decompress(asked.ANSWERS.read_bytes()))
+    answers: dict[str, Any] = json.loads(lzma.decompress(ANSWERS.read_bytes()))
     return answers
 
 
 def write_answers(answers: dict[str, Any]) -> None:
-    files.write_bytes(asked.ANSWERS, lzma.compress(json.dumps(answers, separators=(",", ":")).encode(), preset=9))
+    files.write_bytes(ANSWERS, lzma.compress(json.dumps(answers, separators=(",", ":")).encode(), preset=9))
 
 
 def ask_all() -> dict[str, Any]:
     """The current answer to every question."""
     with tempfile.TemporaryDirectory() as folder:
-        return asked.answers(asked.unpacked(Path(folder)))
+        return answers_in(unpacked(Path(folder)))
 
 
 def records_of(models: Path) -> Iterable[tuple[str, bytes]]:
     """The records of the models in the questions, for both devices."""
     for device in ("cuda", "cpu"):
-        for name in asked.RECORDED:
+        for name in RECORDED:
             stem, _, sizes = name.partition("@")
             dims = {key: int(size) for key, size in (part.split("=") for part in sizes.split(",") if "=" in part)}
-            record = analyze(models / f"{stem}.onnx", device, dims, static=name in asked.STATIC)
+            record = analyze(models / f"{stem}.onnx", device, dims, static=name in STATIC)
             log.info("%s, %s: %d nodes, %d kernels", name, device, len(record.nodes), len(record.kernels))
             yield f"records/{device}/{name}.json", json.dumps(files.with_digest(record.model_dump(mode="json"))).encode()
 
 
 def changes(before: dict[str, Any], now: dict[str, Any], tolerance: float) -> list[str]:
-    """The differences between recorded and current answers; a new question is no difference."""
+    """Differences between recorded and current answers; new questions are accepted."""
     return [f"{question}: {line}" for question, answer in before.items() for line in (
-        asked.differences(answer, now[question], tolerance) if question in now else ["is no longer asked"])]
+        differences(answer, now[question], tolerance) if question in now else ["is no longer asked"])]
 
 
 def main() -> int:
@@ -75,22 +239,22 @@ def main() -> int:
     parser.add_argument("--list-models", action="store_true", help="print those of recipes/kinds that --models wants")
     parser.add_argument("--cpu", type=Path, metavar="DIR", help="first pack this workspace of a CPU's dataset")
     parser.add_argument("--check", action="store_true", help="record nothing; exit status 1 where an answer changed")
-    parser.add_argument("--exact", action="store_true", help=f"count a change below a ratio of {asked.TOLERANCE:g} too: on the "
+    parser.add_argument("--exact", action="store_true", help=f"count a change below a ratio of {TOLERANCE:g} too: on the "
                         "kind of CPU that the answers were recorded on, there is none")
     args = parser.parse_args()
     cli.start(args)
     if args.list_models:
-        names = dict.fromkeys(name.partition("@")[0] for name in asked.RECORDED)
-        print(" ".join(name for name in names if name not in asked.FROM_TORCHVISION))
+        names = dict.fromkeys(name.partition("@")[0] for name in RECORDED)
+        print(" ".join(name for name in names if name not in FROM_TORCHVISION))
         return 0
     if args.models:
-        pack(asked.RECORDS, sorted(records_of(args.models)))
+        pack(RECORDS, sorted(records_of(args.models)))
     if args.cpu:
         kept = [path for part in ("benchmark/dataset", "ort_analysis/ort_kernel_record", "training/predictors")
                 for path in sorted((args.cpu / part).glob("*/*")) if path.is_file() and not path.name.startswith(".")]
-        pack(asked.CPU_WORKSPACE, sorted((str(path.relative_to(args.cpu)), path.read_bytes()) for path in kept))
+        pack(CPU_WORKSPACE, sorted((str(path.relative_to(args.cpu)), path.read_bytes()) for path in kept))
     now = ask_all()
-    changed = changes(read_answers(), now, 0.0 if args.exact else asked.TOLERANCE)
+    changed = changes(read_answers(), now, 0.0 if args.exact else TOLERANCE)
     cli.print_rows([{"change": line} for line in changed[:SHOWN]], args.json)
     log.warning("%d questions asked; %d numbers or words are not those recorded", len(now), len(changed))
     if args.check:

@@ -24,9 +24,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hase.inference.core.predictor import BATCH, Predictor, batches
+from hase.inference.library.predictor import BATCH, Predictor, batches
 from hase.inference.search import ofa
-from hase.inference.search.best import hypervolume
+from hase.inference.search.searching import hypervolume
 from hase.utils import cli
 from hase.utils.files import write_csv
 from hase.utils.lazy import optuna
@@ -42,19 +42,19 @@ Predict = Callable[[Sequence[str]], list[Numbers]]
 
 
 def chosen(trial: optuna.Trial) -> str:
-    """The network that a trial of Optuna's chooses."""
+    """The network that an Optuna trial chooses."""
     stages = []
     for stage in range(len(ofa.STAGES)):
         depth = trial.suggest_categorical(f"depth {stage}", ofa.DEPTHS)
-        stages.append(tuple(ofa.Block(trial.suggest_categorical(f"window {stage} {block}", ofa.WINDOWS),
+        stages.append(tuple(ofa.OfaBlock(trial.suggest_categorical(f"window {stage} {block}", ofa.WINDOWS),
                                       trial.suggest_categorical(f"expansion {stage} {block}", ofa.EXPANSIONS))
                             for block in range(depth)))
-    return ofa.Choice(trial.suggest_categorical("side", ofa.SIDES), trial.suggest_categorical("width", ofa.WIDTHS),
+    return ofa.OfaNetwork(trial.suggest_categorical("side", ofa.SIDES), trial.suggest_categorical("width", ofa.WIDTHS),
                       tuple(stages)).name
 
 
 def evolved(predict: Predict, count: int, seed: int) -> dict[str, Numbers]:
-    """The networks that NSGA-II tries, generation after generation, with their numbers."""
+    """The networks that NSGA-II tries, in order of generations, with their numbers."""
     sampler = optuna.samplers.NSGAIISampler(population_size=POPULATION, seed=seed)
     study = optuna.create_study(directions=["minimize", "maximize"], sampler=sampler)
     found: dict[str, Numbers] = {}
@@ -69,13 +69,13 @@ def evolved(predict: Predict, count: int, seed: int) -> dict[str, Numbers]:
 
 
 def drawn(predict: Predict, count: int, seed: int) -> dict[str, Numbers]:
-    """Networks drawn at random, with their numbers."""
+    """Random networks, with their numbers."""
     return {network: numbers for networks in batches(ofa.choices(count, seed), BATCH)
             for network, numbers in zip(networks, predict(networks), strict=True)}
 
 
 def predictions() -> Predict:
-    """What predicts the numbers of networks."""
+    """The function that predicts the numbers of networks."""
     predictor = Predictor(target=TARGET)
     predicts, flavour = predictor.brief(host_pace=USUAL_PACE), predictor.fitted.target.flavour
 
@@ -88,7 +88,7 @@ def predictions() -> Predict:
 
 
 def front_of(found: dict[str, Numbers]) -> dict[str, Numbers]:
-    """The networks of which none is as fast and has as many operations, the fastest first."""
+    """The Pareto front: networks such that no other is as fast with as many operations, fastest first."""
     front: dict[str, Numbers] = {}
     most = 0.0
     for name, (latency_ms, gflop) in sorted(found.items(), key=lambda one: (one[1][0], -one[1][1])):

@@ -1,7 +1,7 @@
 """Writes recipes/this_device/kernels.jsonl.xz: the kernels that tell most of a GPU in a short time, the most useful first.
 
 Reads the dataset of the H200 in the workspace. Each kernel of the list lowers most what the earlier ones leave uncertain of the
-kernels of its models, each model counting alike, and of language models (training/data_sheet/choosing.py). Kernels that take
+kernels of its models, each model counting alike, and of language models (training/fits/data_sheets.py). Kernels that take
 long or need much memory, which a small card would be slow with, are left out.
 """
 
@@ -20,16 +20,14 @@ import numpy as np
 
 from hase.kernel_model.sampling.draws import footprint_mib, on_cuda
 from hase.learned.data_sheet.work import Floats, Work, work_of
-from hase.learned.kernels.settings import LAUNCHES
-from hase.recipes.this_device.chosen_kernels import CHOSEN, write_chosen
+from hase.learned.kernels.measured import measured_times, times_under
+from hase.recipes.this_device.steps import CHOSEN, write_chosen
 from hase.records.dataset_files import read_header, read_kernels
 from hase.records.kernel_record import Kernel, ModelRecord
 from hase.records.kernel_record_files import records_in
-from hase.records.measurement import GPU_LABEL
+from hase.records.measurement import GPU_LABEL, LAUNCHES
 from hase.records.operators import operator_row
-from hase.training.data_sheet.choosing import most_useful
-from hase.training.data_sheet.tables import card
-from hase.training.kernels.training_set import measured_times, times_under
+from hase.training.fits.data_sheets import card, most_useful
 from hase.utils import cli
 from hase.utils.paths import Workspace
 
@@ -42,10 +40,8 @@ python recipes/this_device/choose_kernels.py --workspace out/h200 --target nvidi
 """
 
 
-
-
 def shares_of_models(records: Sequence[ModelRecord], times_ms: Mapping[str, float]) -> dict[str, float]:
-    """The share of each kernel in the time of the models that hold it, summed over the models."""
+    """The share of each kernel in the time of the models that hold it, summed over models."""
     shares: dict[str, float] = {}
     for record in records:
         counts = Counter(node.kernel_id for node in record.nodes if node.kernel_id in times_ms)
@@ -56,13 +52,13 @@ def shares_of_models(records: Sequence[ModelRecord], times_ms: Mapping[str, floa
 
 
 def suits_any_card(kernel: Kernel, time_ms: float) -> bool:
-    """Whether a small card can measure it in a short time, and ONNX Runtime for CUDA runs it."""
+    """Whether a small card can measure it quickly, and ONNX Runtime for CUDA runs it."""
     return (0 < time_ms < MOST_MS and footprint_mib(kernel) < MOST_MIB and on_cuda(kernel) and kernel.moves_data
             and not operator_row(kernel.op_type).copies)
 
 
 def order(workspace: Workspace, target: str, count: int) -> list[Kernel]:
-    """The most useful kernels of a dataset, the most useful first."""
+    """The most useful kernels of a dataset, most useful first."""
     header, generator = read_header(workspace.dataset(target)), np.random.default_rng(0)
     labels = measured_times(workspace, target)
     times_ms = times_under(GPU_LABEL, labels)
@@ -74,7 +70,7 @@ def order(workspace: Workspace, target: str, count: int) -> list[Kernel]:
     weights = np.array([shares[name] for name in of_models])
 
     def drawn(number: int, repeated: bool) -> list[str]:
-        """Kernels of models, as often as they count if `repeated`, and of language models."""
+        """Kernels of models, repeated by their count if `repeated`, and of language models."""
         chosen = generator.choice(of_models, min(round((1 - LANGUAGE) * number), len(of_models)), repeated,
                                   weights / weights.sum())
         return [*chosen.tolist(), *generator.choice(language, min(round(LANGUAGE * number), len(language)), False).tolist()]
@@ -85,7 +81,7 @@ def order(workspace: Workspace, target: str, count: int) -> list[Kernel]:
 
     candidates = drawn(FROM, False)
     chosen = most_useful(*work(candidates), *work(drawn(WANTED, True)), card(header.target.device_name), count)
-    return [kernels[candidates[place]] for place in chosen]
+    return [kernels[candidates[index]] for index in chosen]
 
 
 def main() -> int:

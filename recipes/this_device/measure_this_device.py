@@ -28,11 +28,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from hase.kernel_model.sampling.seeds import read_seeds
-from hase.learned.kernels.sidecar import sidecar_path
+from hase.kernel_model.sampling.draws import read_seeds
+from hase.learned import target_files
 from hase.ort_analysis.isolated.analysis import weight_files
-from hase.recipes.this_device.from_data_sheet import build_chosen, correct
-from hase.recipes.this_device.steps import TRAINING_SHARE, Budget, expected_errors, run_json
+from hase.recipes.this_device.steps import TRAINING_SHARE, Budget, build_chosen, correct, expected_errors, run_json
 from hase.records.dataset_files import header_path
 from hase.records.dataset_tables import read_model_table
 from hase.records.kernel_record_files import index_path, read_index
@@ -58,23 +57,19 @@ python recipes/this_device/measure_this_device.py --minutes 1 --start-from data-
 
 
 def put_models(workspace: Workspace, models: Sequence[Path]) -> list[Path]:
-    """The models to measure: those of the workspace, with `models` and the files of their weights linked or copied into it.
-
-    Raises:
-        UserError: there are none, a file is missing, or two files of one name differ.
-    """
+    """The models to measure: the workspace's, and `models`, linked or copied. UserError if files of one name differ."""
     for model in models:
         model = workspace.find_model(model)
         for path in (model, *weight_files(model)):
-            place = workspace.models / path.relative_to(model.parent)
-            if place.exists() and not (place.samefile(path) or files.sha256(place) == files.sha256(path)):
-                raise UserError(f"{place} exists and differs from {path}; rename one of them, or use another --workspace")
-            if not place.exists():
-                place.parent.mkdir(parents=True, exist_ok=True)
+            linked = workspace.models / path.relative_to(model.parent)
+            if linked.exists() and not (linked.samefile(path) or files.sha256(linked) == files.sha256(path)):
+                raise UserError(f"{linked} exists and differs from {path}; rename one of them, or use another --workspace")
+            if not linked.exists():
+                linked.parent.mkdir(parents=True, exist_ok=True)
                 try:
-                    os.link(path.resolve(), place)
+                    os.link(path.resolve(), linked)
                 except OSError:  # another file system
-                    files.write_bytes(place, path.read_bytes())
+                    files.write_bytes(linked, path.read_bytes())
     paths = model_files([workspace.models])
     if not paths:
         raise UserError(f"{workspace.models}: no models; name your own with --model")
@@ -82,11 +77,7 @@ def put_models(workspace: Workspace, models: Sequence[Path]) -> list[Path]:
 
 
 def analyse(workspace: Workspace, device: str, args: argparse.Namespace, budget: Budget) -> int:
-    """Analyses the models and builds their kernels, unless that was done; how many kernels they have.
-
-    Raises:
-        UserError: no model could be analysed.
-    """
+    """Analyses the models and builds their kernels, unless already done; returns the number of kernels."""
     models = put_models(workspace, args.model)
     about = [[path.name, *(files.signature(path) or ())[1:3]] for path in models]
     done = hashlib.sha256(repr((about, args.dim, args.static, device)).encode()).hexdigest()
@@ -102,14 +93,14 @@ def analyse(workspace: Workspace, device: str, args: argparse.Namespace, budget:
 
 
 def sampled_before(workspace: Workspace, device: str) -> tuple[int, int]:
-    """How many kernels earlier calls have sampled: near those of models, and of no model."""
+    """How many kernels earlier calls sampled: near those of models, and of no model."""
     families = read_seeds(workspace.kernel_onnx / local_target(device).flavour.name).values()
     free = sum(not names for names in families)
     return len(families) - free, free
 
 
 def measure(workspace: Workspace, device: str, own_kernels: int, budget: Budget) -> dict[str, Any] | None:
-    """Samples kernels and measures while there is time; the collector's totals, or None if no time was left."""
+    """Samples kernels and measures until time is over; returns the collector's totals, or None if no time was left."""
     if not budget.measuring_s():
         return None
     jobs = os.cpu_count() or 1
@@ -123,7 +114,7 @@ def measure(workspace: Workspace, device: str, own_kernels: int, budget: Budget)
 
 
 def collect(workspace: Workspace, device: str, budget: Budget) -> dict[str, Any] | None:
-    """Measures what is built while there is time; the collector's totals, or None if no time was left."""
+    """Measures what is built until time is over; returns as `measure` does."""
     if not (minutes := budget.measuring_s() / 60):
         return None
     log.info("%.1f minutes used; measuring for %.1f, then about %.1f for training", budget.used_s() / 60, minutes,
@@ -137,8 +128,8 @@ def collect(workspace: Workspace, device: str, budget: Budget) -> dict[str, Any]
 
 
 def shipped_for(device: str, target: str) -> str | None:
-    """The first target of the same kind of device whose predictors come with Hase."""
-    names = [path.parent.name for path in sorted(SHIPPED.glob(f"*/{sidecar_path(SHIPPED).name}"))]
+    """The first target of the same kind of device whose predictors are shipped with Hase."""
+    names = [path.parent.name for path in sorted(SHIPPED.glob(f"*/{target_files.PREDICTORS.name}"))]
     return next((name for name in names if f"-{device}-" in name and name != target), None)
 
 
@@ -154,7 +145,7 @@ def learn(workspace: Workspace, device: str, args: argparse.Namespace, budget: B
 
 
 def prediction_command(workspace: Workspace, device: Sequence[str], model: str) -> str:
-    """The command that predicts a model on this device, which the options `device` name."""
+    """The command that predicts a model on this device; the options `device` name it."""
     words = ["python", "inference/predict_model_latency.py", *device, "--model", model]
     if workspace.root != ROOT:
         words += ["--workspace", os.path.relpath(workspace.root, ROOT) if workspace.root.is_relative_to(ROOT) else str(

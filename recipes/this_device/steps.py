@@ -1,25 +1,34 @@
-"""How recipes/this_device spends its minutes: its budget, the commands that it runs, and the errors to expect."""
+"""Parts of measure_this_device.py: its time budget, the scripts it runs, the most informative kernels of a GPU, and errors to
+expect.
+"""
 
 from __future__ import annotations
 
 import json
+import lzma
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 from hase.inference import predict
+from hase.kernel_model.building.kernel_models import write_kernel
+from hase.kernel_model.sampling.draws import SEED_FILE, read_seeds
 from hase.learned.composition.fitted import Composition, read_composition
 from hase.learned.kernels.sidecar import Sidecar, read_sidecar
+from hase.records.kernel_record import Kernel
 from hase.records.kernel_record_files import read_model_record, record_path
+from hase.training.fits.data_sheets import card_of
 from hase.utils import files
+from hase.utils.config import Frozen
 from hase.utils.errors import UserError
-from hase.utils.frozen import Frozen
+from hase.utils.fingerprint import Target
+from hase.utils.locks import sole_writer
 from hase.utils.paths import ROOT, Workspace
 from hase.utils.processes import die_with_parent
 
@@ -33,16 +42,15 @@ DRAWN_PER_S = 60.0
 MEASURED_PER_S = {"cpu": 25.0, "cuda": 60.0}
 MORE_THAN_MEASURED = 1.5  # samples to choose from, for each that there is time to measure
 SPENT_VERSION = 1
+CHOSEN = Path(__file__).with_name("kernels.jsonl.xz")
+CHOSEN_PER_MINUTE = 300  # of those kernels that are built for each minute; a GPU whose host has 16 cores measures 500 of them
+SCRIPT_ENDS_WITHIN_S = 2.0  # after a signal
+HELD_OUT = {"family": "models, each family held out", "model": "models, each held out",
+            "nothing": "models (one alone can't be held out)"}
 
 
 class Spent(Frozen):
-    """What earlier calls in this workspace did.
-
-    Attributes:
-        seconds: how long they took, together.
-        analysed: the models and sizes that they analysed, as a text that changes with them.
-        measured: whether one measured until its time was over or nothing was left.
-    """
+    """What earlier calls in this workspace did; `analysed` is a text that changes with the models and sizes analysed."""
 
     version: int = SPENT_VERSION
     seconds: float = 0.0
@@ -51,20 +59,12 @@ class Spent(Frozen):
 
 
 def read_spent(path: Path) -> Spent:
-    """What earlier calls did; nothing where the file is not there.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+    """What earlier calls did; empty without a file."""
     return files.read_record(path, Spent, SPENT_VERSION, f"rm {path}") if path.is_file() else Spent()
 
 
 class Budget:
-    """The minutes of all calls in a workspace together.
-
-    Attributes:
-        spent: by earlier calls.
-    """
+    """The minutes of all calls in a workspace together; `spent` is by earlier calls."""
 
     def __init__(self, path: Path, minutes: float) -> None:
         self.path, self.total_s = path, 60.0 * minutes
@@ -72,39 +72,29 @@ class Budget:
         self._began_s = time.monotonic()
 
     def used_s(self) -> float:
-        """Seconds of this call and the earlier ones."""
+        """Seconds of this call and earlier ones."""
         return self.spent.seconds + time.monotonic() - self._began_s
 
     def save(self, **changes: Any) -> None:
-        """Writes down what was used until now."""
+        """Writes the time used so far."""
         now_s = time.monotonic()
         self.spent = self.spent.model_copy(update={"seconds": self.spent.seconds + now_s - self._began_s, **changes})
         self._began_s = now_s
         files.write_json(self.path, self.spent)
 
     def samples(self, device: str, own_kernels: int, jobs: int) -> int:
-        """How many kernels to sample, besides those of the models: as many as can be drawn in their share of the time, and at
-        most a few more than can be measured."""
+        """How many kernels to sample in their share of the time, but not many more than can be measured."""
         measurable = self.measuring_s() * MEASURED_PER_S[device] - own_kernels
         return max(0, int(min(MORE_THAN_MEASURED * measurable, SAMPLING_SHARE * self.total_s * DRAWN_PER_S * jobs)))
 
     def measuring_s(self) -> float:
-        """Seconds left for measuring: what training does not need. Something is measured in any case, once."""
+        """Seconds for measuring, after what training needs; the first measurement gets some time in any case."""
         left_s = self.total_s * (1.0 - TRAINING_SHARE) - self.used_s()
         return max(left_s, 0.0 if self.spent.measured else max(LEAST_MEASURING_SHARE * self.total_s, LEAST_MEASURING_S))
 
 
-ENDS_WITHIN_S = 2.0  # after a signal
-
-
 def run_json(workspace: Workspace, script: str, *options: str) -> Any:
-    """What `python SCRIPT --workspace … --json OPTIONS…` prints. Its progress and messages go to stderr.
-
-    A script that could do only a part of its work, and says so in its exit code, has done its work here.
-
-    Raises:
-        UserError: it printed no result; it has said why.
-    """
+    """The JSON that a script prints; partly done work counts as success. Raises UserError if it prints none."""
     command = [sys.executable, script, "--workspace", str(workspace.root.absolute()), "--json", *options]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True,
                           preexec_fn=partial(die_with_parent, signal.SIGTERM) if sys.platform == "linux" else None) as process:
@@ -113,7 +103,7 @@ def run_json(workspace: Workspace, script: str, *options: str) -> Any:
         except BaseException:
             process.terminate()
             try:
-                process.wait(ENDS_WITHIN_S)
+                process.wait(SCRIPT_ENDS_WITHIN_S)
             except subprocess.TimeoutExpired:
                 process.kill()
             raise
@@ -123,12 +113,8 @@ def run_json(workspace: Workspace, script: str, *options: str) -> Any:
         raise UserError(f"{script} ended with exit code {process.returncode} and no result; the lines above say why") from None
 
 
-HELD_OUT = {"family": "models, each family held out", "model": "models, each held out",
-            "nothing": "models (one alone can't be held out)"}
-
-
 def expected_errors(workspace: Workspace, target: str) -> list[dict[str, Any]]:
-    """One row for each kind of prediction, errors in per cent; None where nothing could be held out."""
+    """One row per kind of prediction, errors in percent; None if nothing could be held out."""
     folder = workspace.predictors(target)
     sidecar, composition = read_sidecar(folder), read_composition(folder)
     return [_kernels(sidecar, composition), _models(composition), _measured(workspace, sidecar, composition)]
@@ -153,10 +139,42 @@ def _models(composition: Composition) -> dict[str, Any]:
 
 
 def _measured(workspace: Workspace, sidecar: Sidecar, composition: Composition) -> dict[str, Any]:
-    """The models that were measured, as they are predicted now: with their kernels looked up, and constants fitted to them."""
+    """Measured models as they are predicted now: kernels looked up, and constants fitted to them."""
     errors = []
     for model in composition.models:
         record = read_model_record(record_path(workspace, sidecar.target.flavour, model.model))
         predicted = predict(record, target=sidecar.target.name, workspace=workspace)
         errors.append(abs(predicted.latency_ms / model.measured_ms - 1))
     return _row("your models, with measured kernels (these fitted the constants)", errors)
+
+
+def write_chosen(kernels: Iterable[Kernel], path: Path = CHOSEN) -> None:
+    """Writes the kernels in their order."""
+    files.write_bytes(path, lzma.compress("".join(f"{kernel.model_dump_json()}\n" for kernel in kernels).encode()))
+
+
+def read_chosen(count: int, path: Path = CHOSEN) -> list[Kernel]:
+    """The first `count` kernels."""
+    with lzma.open(path, "rt", encoding="utf-8") as lines:
+        return [Kernel.model_validate_json(line) for line, _ in zip(lines, range(count), strict=False)]
+
+
+def build_chosen(workspace: Workspace, target: Target, gpu: str | None, minutes: float) -> int:
+    """Builds the most informative kernels of a GPU, as many as can be measured in `minutes`; returns how many."""
+    card_of(gpu, target.device_name)
+    folder = workspace.kernel_onnx / target.flavour.name
+    chosen = read_chosen(round(CHOSEN_PER_MINUTE * minutes))
+    with sole_writer(workspace.kernel_onnx):
+        seeds = read_seeds(folder)
+        for kernel in chosen:
+            if kernel.id not in seeds:
+                write_kernel(kernel, folder)
+        files.write_json(folder / SEED_FILE, seeds | {kernel.id: () for kernel in chosen})
+    return len(chosen)
+
+
+def correct(workspace: Workspace, target: Target, gpu: str | None) -> tuple[list[dict[str, Any]], str]:
+    """Corrects a GPU's data sheet by measurements; returns the errors to expect, and the card's name for `--gpu`."""
+    rows: list[dict[str, Any]] = run_json(workspace, "training/correct_data_sheet.py", "--target", target.name,
+                                          *(["--gpu", gpu] if gpu else []))
+    return rows, gpu or card_of(None, target.device_name).slug

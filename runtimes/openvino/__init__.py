@@ -1,1 +1,1 @@
-"""OpenVINO on a CPU."""
+"""Runs models with OpenVINO on a CPU."""

@@ -1,4 +1,4 @@
-"""OpenVINO, as the rest of Hase knows it."""
+"""The description of OpenVINO for the rest of Hase."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hase.kernel_model.building.kernel_models import built_kernel
+from hase.ort_analysis.graph.source import built_kernel
 from hase.records.kernel_record import ModelOrigin, ModelRecord
-from hase.runtimes.openvino.kernels import build_kernel
-from hase.runtimes.openvino.package import FUSED, NAME, REMAKE, check_openvino, version
-from hase.runtimes.openvino.recording import parse, write_parsed
+from hase.runtimes.openvino.compiling import FUSED, NAME, REMAKE, check_openvino, version
+from hase.runtimes.openvino.recording import build_kernel, parse, write_parsed
 from hase.runtimes.openvino.runs import check_kernel
 from hase.runtimes.runtime import DeviceLabels, Runtime
 from hase.utils.fingerprint import Flavour
@@ -23,13 +22,13 @@ LABELS = DeviceLabels(("kernel_time", "run"), ("kernel_time", "run"))
 
 
 def analyze_in(model: Path | onnx.ModelProto, flavour: Flavour, dims: Mapping[str, int], static: bool) -> ModelRecord:
-    """OpenVINO fixes all sizes, whatever `static` says."""
+    """Analyses a model in memory. OpenVINO fixes all sizes, whatever `static` says."""
     return parse(model, dims).record
 
 
 def write_records(workspace: Workspace, model: Path, device: str, dims: Mapping[str, int], static: bool,
                   origin: ModelOrigin) -> list[ModelRecord]:
-    """`static` changes nothing."""
+    """Writes a model's record. `static` has no effect."""
     RUNTIME.on(device)
     return write_parsed(workspace, parse(model, dims), origin)
 

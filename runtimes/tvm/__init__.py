@@ -1,1 +1,1 @@
-"""Apache TVM: its fused functions as kernels, searched schedules, and its worker process."""
+"""Apache TVM: fused functions as kernels, schedule search, and the worker process."""

@@ -1,4 +1,4 @@
-"""Machine code for a GPU of the kernels and models that TVM took apart, many at a time.
+"""Compiles the kernels and models that TVM took apart to machine code for a GPU, many at a time.
 
 The collector would compile them one by one, and wait for each longer than it measures. Reads what relax_parser.py --device cuda
 and operator_sampler.py --device cuda wrote, and the models. Writes kernel_model/kernel_onnx/<flavour>/cubins/, which the
@@ -18,20 +18,24 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from hase.records.kernel_record_files import records_in
-from hase.runtimes.tvm.compiling import built_function, compiled_model, cuda_sources, with_searched_schedules
-from hase.runtimes.tvm.functions import SUFFIX, read_function
-from hase.runtimes.tvm.package import (
+from hase.runtimes.tvm.compiling import (
     FOLDER,
     FUSED,
+    SUFFIX,
     TUNED,
     arch_here,
+    built_function,
     check_compiler,
     check_tvm,
     compile_for,
+    compiled_model,
+    cuda_sources,
     gpu_target,
     kept_cubin,
+    read_function,
     runs_on_gpus,
     tvm_flavour,
+    with_searched_schedules,
 )
 from hase.runtimes.tvm.recording import parse_at
 from hase.runtimes.tvm.runtime import RUNTIME
@@ -48,26 +52,18 @@ python runtimes/tvm/cuda_compiler.py --arch sm_90 --jobs 4     # for an H100 or 
 """
 
 
-class Task(NamedTuple):
-    """A kernel's function or a model to compile.
+class Compilation(NamedTuple):
+    """A kernel's function, or a model, to compile."""
 
-    Attributes:
-        path: of the kernel's function (`.tvm`) or of the model.
-        dims: the sizes of a model's dynamic dimensions.
-        arch: of the GPU.
-        folder: of the kernels of its flavour.
-        tuned: whether the kernels there have searched schedules.
-    """
-
-    path: Path
-    dims: Mapping[str, int]
-    arch: str
-    folder: Path
-    tuned: bool
+    path: Path  # of the kernel's function (`.tvm`) or of the model
+    dims: Mapping[str, int]  # the sizes of a model's dynamic dimensions
+    arch: str  # of the GPU
+    folder: Path  # of the kernels of its flavour
+    tuned: bool  # whether the kernels there have searched schedules
 
 
-def compile_for_gpu(task: Task) -> str:
-    """Compiles a kernel or a model; returns why it can't be compiled, or an empty string."""
+def compile_for_gpu(task: Compilation) -> str:
+    """Compiles a kernel or model; returns the reason if it can't be compiled, else ""."""
     try:
         check_tvm()
         compile_for(task.arch, task.folder / FOLDER)
@@ -85,25 +81,21 @@ def compile_for_gpu(task: Task) -> str:
     return ""
 
 
-def crashed(task: Task) -> str:
-    """What is said of a task that took its process down."""
+def crashed(task: Compilation) -> str:
+    """The message for a task that crashed its process."""
     return "TVM crashed while compiling it"
 
 
-def tasks(workspace: Workspace, arch: str) -> list[Task]:
-    """Everything to compile for GPUs of an architecture: models first, since one of them takes longer than a kernel.
-
-    Raises:
-        UserError: there is nothing.
-    """
+def tasks(workspace: Workspace, arch: str) -> list[Compilation]:
+    """Everything to compile for a GPU architecture; models first, since they take longer."""
     files = {path.stem: path for path in model_files([workspace.models], RUNTIME.model_suffixes)}
-    models, kernels = list[Task](), list[Task]()
+    models, kernels = list[Compilation](), list[Compilation]()
     for level in (FUSED, TUNED):
         flavour = tvm_flavour("cuda", level)
         folder = workspace.kernel_onnx / flavour.name
-        models += [Task(files[record.file_stem], record.dims, arch, folder, level == TUNED)
+        models += [Compilation(files[record.file_stem], record.dims, arch, folder, level == TUNED)
                    for record in records_in(workspace, flavour) if record.file_stem in files]
-        kernels += [Task(path, {}, arch, folder, level == TUNED) for path in sorted(folder.glob(f"*{SUFFIX}"))]
+        kernels += [Compilation(path, {}, arch, folder, level == TUNED) for path in sorted(folder.glob(f"*{SUFFIX}"))]
     if not kernels:
         raise UserError(f"{workspace.kernel_onnx}: no kernels of TVM for a GPU; make some with: "
                         "python runtimes/tvm/relax_parser.py --device cuda")

@@ -1,4 +1,4 @@
-"""Kernels of TVM from operators of drawn sizes, so that predictors learn how time follows size.
+"""Draws operators of any sizes and makes kernels of TVM from them, so that predictors learn how time follows size.
 
 Reads the bounds of sizes (runtimes/tvm/operator_sizes.yaml). Draws small ONNX models of one operator and what is usually fused
 to it, and takes them apart as any model (runtimes/tvm/relax_parser.py). Writes the functions of their kernels to
@@ -13,29 +13,159 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from pydantic import Field, field_validator
 
-from hase.kernel_model.sampling.seeds import SEED_FILE, Seeds, read_seeds
+from hase.kernel_model.sampling.draws import SEED_FILE, Seeds, read_seeds
 from hase.records.kernel_record import Kernel
 from hase.records.kernel_record_files import update_index
-from hase.runtimes.tvm.drawn import DRAWS, OperatorSizes
-from hase.runtimes.tvm.functions import write_functions
-from hase.runtimes.tvm.package import FUSED, tvm_flavour
+from hase.runtimes.tvm.compiling import FUSED, tvm_flavour, write_functions
 from hase.runtimes.tvm.recording import parse
 from hase.utils import cli, files
-from hase.utils.config import read_config
+from hase.utils.config import Config, read_config
+from hase.utils.lazy import onnx
 from hase.utils.locks import sole_writer
-from hase.utils.logger import get_logger
+from hase.utils.logger import get_logger, progress
 from hase.utils.paths import ROOT, Workspace
+
+if TYPE_CHECKING:
+    from onnx import ModelProto, NodeProto
 
 log = get_logger("sampler")
 EXAMPLES = """
 python runtimes/tvm/operator_sampler.py --count 500
 python runtimes/tvm/operator_sampler.py --count 200 --operators convolution,product --seed 7
 """
+
+OPSET, IR_VERSION = 17, 10
+Span = tuple[int, int]
+Draw = Callable[["OperatorSizes", np.random.Generator], "ModelProto"]
+ACTIVATIONS = ("", "Relu", "Sigmoid", "Tanh")
+ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Relu", "Sigmoid", "Tanh", "Exp", "Sqrt", "Neg")
+
+
+class OperatorSizes(Config):
+    """Bounds of drawn sizes; see the comments in runtimes/tvm/operator_sizes.yaml."""
+
+    batch: Span = (1, 16)
+    channels: Span = (1, 512)
+    side: Span = (4, 112)
+    rows: Span = (1, 1024)
+    inner: Span = (8, 16384)
+    columns: Span = (8, 8192)
+    windows: tuple[int, ...] = Field((1, 3, 5, 7), min_length=1)
+    most_gflop: float = Field(0.2, gt=0)
+    most_mib: float = Field(192.0, gt=0)
+
+    @field_validator("batch", "channels", "side", "rows", "inner", "columns")
+    @classmethod
+    def _ascends(cls, span: Span) -> Span:
+        if not 1 <= span[0] <= span[1]:
+            raise ValueError("the smallest size comes first, and is at least 1")
+        return span
+
+
+def _size(span: Span, numbers: np.random.Generator) -> int:
+    return round(math.exp(numbers.uniform(math.log(span[0]), math.log(span[1]))))
+
+
+def _width(span: Span, numbers: np.random.Generator) -> int:
+    """A size; half of them are 2ⁿ or 3·2ⁿ, as in real layers. Columns of such a matrix fall into few sets of a cache and evict
+    themselves."""
+    size = _size(span, numbers)
+    if numbers.random() < 0.5:
+        return size
+    power = 2 ** round(math.log2(size))
+    near = [width for width in (power, 3 * power // 2, 3 * power // 4) if span[0] <= width <= span[1]]
+    return min(near, key=lambda width: abs(math.log(width / size)), default=size)
+
+
+def _model(nodes: list[NodeProto], inputs: dict[str, list[int]], weights: dict[str, list[int]], output: str) -> ModelProto:
+    """A model with inputs and weights of the given shapes; ONNX infers the output shape."""
+    helper, float32 = onnx.helper, onnx.TensorProto.FLOAT
+    graph = helper.make_graph(
+        nodes, "drawn", [helper.make_tensor_value_info(name, float32, shape) for name, shape in inputs.items()],
+        [helper.make_tensor_value_info(output, float32, None)],
+        [onnx.numpy_helper.from_array(np.full(shape, 0.01, np.float32), name) for name, shape in weights.items()])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
+    return onnx.shape_inference.infer_shapes(model)
+
+
+def _activated(nodes: list[NodeProto], last: str, numbers: np.random.Generator) -> str:
+    """Adds an activation or none; returns the name of the last tensor."""
+    if name := str(numbers.choice(ACTIVATIONS)):
+        nodes.append(onnx.helper.make_node(name, [last], ["activated"]))
+        return "activated"
+    return last
+
+
+def _convolution(sizes: OperatorSizes, numbers: np.random.Generator, channels: int, out: int, groups: int) -> ModelProto:
+    """An image convolution with bias, perhaps with an activation."""
+    side, window, stride = _size(sizes.side, numbers), int(numbers.choice(sizes.windows)), int(numbers.integers(1, 3))
+    nodes = [onnx.helper.make_node("Conv", ["x", "w", "b"], ["y"], pads=[window // 2] * 4, kernel_shape=[window] * 2,
+                                   strides=[stride] * 2, group=groups)]
+    weights = {"w": [out, channels // groups, window, window], "b": [out]}
+    return _model(nodes, {"x": [_size(sizes.batch, numbers), channels, side, side]}, weights, _activated(nodes, "y", numbers))
+
+
+def draw_convolution(sizes: OperatorSizes, numbers: np.random.Generator) -> ModelProto:
+    """A convolution, perhaps depthwise."""
+    channels = _width(sizes.channels, numbers)
+    if numbers.random() < 0.25:
+        return _convolution(sizes, numbers, channels, channels, channels)
+    return _convolution(sizes, numbers, channels, _width(sizes.channels, numbers), 1)
+
+
+def draw_grouped(sizes: OperatorSizes, numbers: np.random.Generator) -> ModelProto:
+    """A convolution with at least 2 groups of 2 to 64 channels each, and equally many output channels."""
+    channels = max(4, _width(sizes.channels, numbers))
+    each = 2 ** int(numbers.integers(1, min(6, int(math.log2(channels)) - 1) + 1))
+    groups = channels // each
+    return _convolution(sizes, numbers, each * groups, each * groups, groups)
+
+
+def draw_product(sizes: OperatorSizes, numbers: np.random.Generator) -> ModelProto:
+    """A fully connected layer on a matrix, a sequence or a channels-last image, with bias and perhaps an activation."""
+    rows, inner, columns = _size(sizes.rows, numbers), _width(sizes.inner, numbers), _width(sizes.columns, numbers)
+    height = round(math.sqrt(rows))
+    shape = [[rows], [1, rows], [1, height, rows // height]][int(numbers.integers(3))]
+    nodes = [onnx.helper.make_node("MatMul", ["x", "w"], ["p"]), onnx.helper.make_node("Add", ["p", "b"], ["y"])]
+    return _model(nodes, {"x": [*shape, inner]}, {"w": [inner, columns], "b": [columns]}, _activated(nodes, "y", numbers))
+
+
+def draw_elementwise(sizes: OperatorSizes, numbers: np.random.Generator) -> ModelProto:
+    """One elementwise operator on images or on a matrix."""
+    shape = ([_size(sizes.batch, numbers), _size(sizes.channels, numbers), *[_size(sizes.side, numbers)] * 2]
+             if numbers.random() < 0.5 else [_size(sizes.rows, numbers), _size(sizes.columns, numbers)])
+    name = str(numbers.choice(ELEMENTWISE))
+    inputs = {"a": shape, "b": shape} if name in ("Add", "Sub", "Mul", "Div") else {"a": shape}
+    return _model([onnx.helper.make_node(name, list(inputs), ["y"])], inputs, {}, "y")
+
+
+def draw_pool(sizes: OperatorSizes, numbers: np.random.Generator) -> ModelProto:
+    """A pool of images, or the mean per channel."""
+    shape = [_size(sizes.batch, numbers), _size(sizes.channels, numbers), *[_size(sizes.side, numbers)] * 2]
+    name, window = str(numbers.choice(["MaxPool", "AveragePool", "GlobalAveragePool"])), int(numbers.integers(2, 4))
+    attributes: dict[str, Any] = {} if name.startswith("Global") else {"kernel_shape": [window] * 2, "strides": [2, 2]}
+    return _model([onnx.helper.make_node(name, ["x"], ["y"], **attributes)], {"x": shape}, {}, "y")
+
+
+def draw_rows(sizes: OperatorSizes, numbers: np.random.Generator) -> ModelProto:
+    """A softmax, mean or layer normalisation of matrix rows, or a transpose."""
+    rows, columns = _size(sizes.rows, numbers), _size(sizes.columns, numbers)
+    name = str(numbers.choice(["Softmax", "ReduceMean", "LayerNormalization", "Transpose"]))
+    weights = {"scale": [columns], "bias": [columns]} if name == "LayerNormalization" else {}
+    attributes: dict[str, Any] = {"Transpose": {"perm": [1, 0]}, "ReduceMean": {"axes": [1]}}.get(name, {"axis": -1})
+    return _model([onnx.helper.make_node(name, ["x", *weights], ["y"], **attributes)], {"x": [rows, columns]}, weights, "y")
+
+
+DRAWS: dict[str, Draw] = {"convolution": draw_convolution, "grouped": draw_grouped, "product": draw_product,
+                          "elementwise": draw_elementwise, "pool": draw_pool, "rows": draw_rows}
 
 
 def too_large(kernel: Kernel, sizes: OperatorSizes) -> bool:
@@ -46,16 +176,11 @@ def too_large(kernel: Kernel, sizes: OperatorSizes) -> bool:
 
 def sample(workspace: Workspace, sizes: OperatorSizes, count: int, operators: Sequence[str], seed: int,
            device: str = "cpu") -> Counter[str]:
-    """Draws `count` models, and writes the kernels that are small enough; returns how many are new of each type, and how many
-    were too large.
-
-    Raises:
-        UserError: TVM is not installed.
-    """
+    """Draws `count` models and writes the small enough kernels; returns the new ones per type, and how many were too large."""
     flavour = tvm_flavour(device, FUSED)
     folder, numbers, counts = workspace.kernel_onnx / flavour.name, np.random.default_rng(seed), Counter[str]()
     seeds: Seeds = read_seeds(folder)
-    for number in cli.progress(range(count), "drawing operators"):
+    for number in progress(range(count), "drawing operators"):
         drawn = DRAWS[operators[number % len(operators)]](sizes, numbers)
         graph = parse(drawn, name="drawn", device=device)[FUSED].graph
         for name, kernel in graph.kernels.items():

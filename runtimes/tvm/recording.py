@@ -1,4 +1,4 @@
-"""Takes models apart under TVM: the calls of a lowered module as kernels, and as a model's record."""
+"""Analyses models under TVM: the calls of a lowered module become kernels, and a record."""
 
 from __future__ import annotations
 
@@ -11,69 +11,70 @@ from hase.ort_analysis.graph.source import Source
 from hase.records.kernel_costs import bytes_read, bytes_written, flops
 from hase.records.kernel_record import Kernel, KernelInput, ModelOrigin, ModelRecord, Node, Origin, Tensor, record_name
 from hase.records.kernel_record_files import record_path
-from hase.records.kernel_types import kernel_id, normalize
+from hase.records.kernel_types import kernel_id, without_defaults
 from hase.records.operators import VIEWS
-from hase.runtimes.tvm.functions import hash_of, write_functions
-from hase.runtimes.tvm.lowering import Lowered, bindings, called, lower, read_relax, relax_name, source_of
-from hase.runtimes.tvm.operators import Operator, anchor, onnx_name
-from hase.runtimes.tvm.package import FUSED, TUNED, UNFUSED, tvm_flavour
+from hase.runtimes.tvm.compiling import FUSED, TUNED, UNFUSED, hash_of, tvm_flavour, write_functions
+from hase.runtimes.tvm.lowering import (
+    Lowered,
+    RelaxOperator,
+    bindings,
+    called_function,
+    deciding_operator,
+    lower,
+    onnx_name,
+    read_relax,
+    relax_name,
+    source_of,
+)
 from hase.utils import files
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import Flavour
 from hase.utils.lazy import tvm
-from hase.utils.paths import Workspace, as_file_name
+from hase.utils.paths import Workspace
 
 if TYPE_CHECKING:
     import onnx
 
 
 NOTHING_GIVEN = ModelOrigin()
+DOMAIN = "tvm"
+NAMED = 6  # operators that are spelled out in a type; the others are counted
 
 
-class Parsed(NamedTuple):
-    """A model at one level: its module, its calls and its record."""
+class TvmModel(NamedTuple):
+    """A model at one level: module, calls and record."""
 
     lowered: Lowered
-    graph: Graph
+    graph: CallGraph
     record: ModelRecord
 
 
 def parse(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = None, name: str | None = None,
-          device: str = "cpu") -> dict[str, Parsed]:
-    """A model's operators (UNFUSED) and kernels (FUSED) on `cpu` or `cuda`; `name` is that of a model in memory.
-
-    Raises:
-        UserError: TVM is not installed, or can't take this model apart; the model can't be read, or a dynamic dimension is
-            unknown or has no size.
-    """
+          device: str = "cpu") -> dict[str, TvmModel]:
+    """A model's operators (UNFUSED) and kernels (FUSED) on `cpu` or `cuda`; `name` is that of a model in memory."""
     source = source_of(model, dims, name)
     return parse_relax(source, read_relax(source), device)
 
 
-def parse_relax(source: Source, module: Any, device: str = "cpu") -> dict[str, Parsed]:
-    """As `parse`, for a module that was read already. `source` says what it is."""
+def parse_relax(source: Source, module: Any, device: str = "cpu") -> dict[str, TvmModel]:
+    """Like `parse`, for a Relax module; `source` describes it."""
     parsed = {}
     for level, lowered in lower(source.name, module, device).items():
         graph = graph_of(source.name, lowered, device)
-        parsed[level] = Parsed(lowered, graph, record_of(source, graph, tvm_flavour(device, level)))
+        parsed[level] = TvmModel(lowered, graph, record_of(source, graph, tvm_flavour(device, level)))
     return parsed
 
 
-def parse_at(level: str, model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = None, device: str = "cpu") -> Parsed:
-    """A model at one of LEVELS on `cpu` or `cuda`. Tuned kernels are the fused ones, with other schedules.
-
-    Raises:
-        UserError: TVM is not installed, or can't take this model apart; the model can't be read, or a dynamic dimension is
-            unknown or has no size.
-    """
+def parse_at(level: str, model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = None, device: str = "cpu") -> TvmModel:
+    """A model at one of LEVELS on `cpu` or `cuda`. Tuned kernels are the fused ones with other schedules."""
     parsed = parse(model, dims, device=device)[FUSED if level == TUNED else level]
     return parsed._replace(record=parsed.record.model_copy(update={"flavour": tvm_flavour(device, level)}))
 
 
-def write_parsed(workspace: Workspace, parsed: Mapping[str, Parsed],
+def write_parsed(workspace: Workspace, parsed: Mapping[str, TvmModel],
                  origin: ModelOrigin = NOTHING_GIVEN) -> list[ModelRecord]:
-    """Writes a model's records, UNFUSED and FUSED, and the functions of its kernels where there is none yet; returns the
-    records. `origin` wins over what the model's file says."""
+    """Writes a model's records, UNFUSED and FUSED, and missing functions of its kernels; returns the records. `origin` wins
+    over what the model's file says."""
     records = []
     for level in (UNFUSED, FUSED):
         _, graph, record = parsed[level]
@@ -84,39 +85,26 @@ def write_parsed(workspace: Workspace, parsed: Mapping[str, Parsed],
     return records
 
 
-DOMAIN = "tvm"
-NAMED = 6  # operators that are spelled out in a type; the others are counted
 Place = int | None  # of a tensor among those that a call gives; None for the only one
 
 
 @dataclass
-class Graph:
-    """The calls of a module's main function.
+class CallGraph:
+    """The calls of a module's main function."""
 
-    Attributes:
-        nodes: in the order in which they run.
-        kernels: by id.
-        functions: of kernels by id, the TVM function that computes each. A kernel that only renames a tensor, or that TVM
-            computes by a routine of its own, has none.
-        callees: by the name of a function in the module, its kernel's id.
-        tensors: by name.
-    """
-
-    nodes: list[Node] = field(default_factory=list)
-    kernels: dict[str, Kernel] = field(default_factory=dict)
+    nodes: list[Node] = field(default_factory=list)  # in the order in which they run
+    kernels: dict[str, Kernel] = field(default_factory=dict)  # by id
+    # of kernels by id, the TVM function that computes each. A kernel that only renames a tensor, or that TVM computes by a
+    # routine of its own, has none.
     functions: dict[str, Any] = field(default_factory=dict)
-    callees: dict[str, str] = field(default_factory=dict)
-    tensors: dict[str, Tensor] = field(default_factory=dict)
+    callees: dict[str, str] = field(default_factory=dict)  # by the name of a function in the module, its kernel's id
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # by name
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
 
 
 def tensor_of(ty: Any, where: str) -> Tensor:
-    """A Relax type as a tensor.
-
-    Raises:
-        UserError: its sizes are known only when the model runs.
-    """
+    """A Relax type as a tensor."""
     shape = getattr(ty, "shape", None)
     if isinstance(ty, tvm.relax.TensorType) and shape is not None:
         sizes = [size.value for size in shape if hasattr(size, "value")]  # an expression of sizes has no value
@@ -125,20 +113,16 @@ def tensor_of(ty: Any, where: str) -> Tensor:
     raise UserError(f"{where}: TVM gives {ty}, whose size is known only when the model runs; such models can't be taken apart")
 
 
-def described(operators: Sequence[Operator], function: str, inputs: Sequence[KernelInput], outputs: Sequence[Tensor]) -> Kernel:
+def describe(operators: Sequence[RelaxOperator], function: str, inputs: Sequence[KernelInput],
+              outputs: Sequence[Tensor]) -> Kernel:
     """The kernel of some operators that run as one function.
 
-    Its operator is the one that decides its time (`anchor`), its type that one's name and then the others', without those that
-    only rename a tensor.
-
-    Args:
-        operators: in the order in which they are computed.
-        function: the hash of the function; "" where there is none.
-        inputs, outputs: of the function.
+    Its operator is the one that decides its time (`deciding_operator`). Its type is that operator's name, then the others',
+    without those that only rename a tensor. `function` is the function's hash, or "".
     """
-    first = anchor(operators)
+    first = deciding_operator(operators)
     main = operators[first]
-    others = [operator.name for place, operator in enumerate(operators) if place != first and operator.name not in VIEWS]
+    others = [operator.name for index, operator in enumerate(operators) if index != first and operator.name not in VIEWS]
     name = "_".join([main.name, *others[:NAMED]]) + (f"_and{len(others) - NAMED}" if len(others) > NAMED else "")
     attributes = dict(main.attributes)
     if "perm" in attributes and len(inputs[0].shape) != len(attributes["perm"]):
@@ -146,7 +130,7 @@ def described(operators: Sequence[Operator], function: str, inputs: Sequence[Ker
         attributes["perm"] = list(range(len(inputs[0].shape)))
     if main.name == "Conv" and len(inputs) > 1:
         attributes["kernel_shape"] = list(inputs[1].shape[2:])
-    kept = normalize(attributes) | {"operators": [each.relax for each in operators]}
+    kept = without_defaults(attributes) | {"operators": [each.relax for each in operators]}
     kept |= {"function": function} if function else {}
     return Kernel(
         id=kernel_id(name, main.name, DOMAIN, 1, kept, inputs, outputs), type=name, op_type=main.name, domain=DOMAIN, opset=1,
@@ -159,11 +143,11 @@ class _Reader:
     """Reads the calls of a lowered module."""
 
     def __init__(self, name: str, lowered: Lowered, device: str) -> None:
-        self.name, self.lowered, self.device, self.graph = name, lowered, device, Graph()
+        self.name, self.lowered, self.device, self.graph = name, lowered, device, CallGraph()
         self.functions = {gv.name_hint: function for gv, function in lowered.module.functions.items()}
         self.names: dict[Any, tuple[str, ...]] = {}  # of the tensors that a variable stands for
 
-    def read(self) -> Graph:
+    def read(self) -> CallGraph:
         main = self.functions["main"]
         for number, parameter in enumerate(main.params):
             self._named(parameter, (str(parameter.name) or f"input{number}",), [parameter.ty])
@@ -179,7 +163,7 @@ class _Reader:
             self.graph.tensors[name] = tensor_of(ty, f"{self.name}, {name}")
 
     def _tensors(self, value: Any) -> tuple[str, ...]:
-        """The names of the tensors in a value; a constant has "", anything that is no tensor none."""
+        """The names of the tensors in a value: "" for a constant, nothing for other types."""
         if isinstance(value, tvm.relax.Tuple):
             return tuple(name for part in value.fields for name in self._tensors(part))
         if isinstance(value, tvm.relax.TupleGetItem):
@@ -189,7 +173,7 @@ class _Reader:
         return ("",) if isinstance(getattr(value, "ty", None), tvm.relax.TensorType) else ()
 
     def _inputs(self, value: Any) -> list[tuple[str, KernelInput]]:
-        """The tensors that a call reads, with their names."""
+        """The tensors that a call reads, with names."""
         if isinstance(value, tvm.relax.Tuple):
             return [kernel_input for part in value.fields for kernel_input in self._inputs(part)]
         names = self._tensors(value)
@@ -200,7 +184,7 @@ class _Reader:
                 for name in names]
 
     def _bind(self, variable: Any, value: Any) -> None:
-        """Adds a call as a node; a value that computes nothing is another name of tensors that are there."""
+        """Adds a call as a node; a value without computation becomes another name of known tensors."""
         if isinstance(value, (tvm.relax.Var, tvm.relax.Tuple, tvm.relax.TupleGetItem)):
             self.names[variable] = self._tensors(value)
             return
@@ -209,20 +193,20 @@ class _Reader:
                 raise UserError(f"{self.name}: holds a branch that depends on data, which Hase can't take apart under TVM")
             self.names[variable] = ()  # a shape or a number
             return
-        callee = called(value)
+        callee = called_function(value)
         arguments = value.args[1:] if callee or relax_name(value).startswith("relax.call_") else value.args
         inputs = [kernel_input for argument in arguments for kernel_input in self._inputs(argument)]
         node = f"{len(self.graph.nodes):04d}_{callee or relax_name(value).rpartition('.')[2]}"
         types = list(variable.ty.fields) if isinstance(variable.ty, tvm.relax.TupleType) else [variable.ty]
-        outputs = [node] if len(types) == 1 else [f"{node}.{place}" for place in range(len(types))]
+        outputs = [node] if len(types) == 1 else [f"{node}.{index}" for index in range(len(types))]
         self._named(variable, outputs, types)
         self._add(node, callee, value, inputs, outputs)
 
     def _add(self, node: str, callee: str, value: Any, inputs: Sequence[tuple[str, KernelInput]],
              outputs: Sequence[str]) -> None:
         graph, function = self.graph, self.functions.get(callee)
-        operators = self.lowered.operators.get(callee) or (Operator(onnx_name(relax_name(value)), {}, relax_name(value)),)
-        kernel = described(operators, hash_of(function) if function is not None else "",
+        operators = self.lowered.operators.get(callee) or (RelaxOperator(onnx_name(relax_name(value)), {}, relax_name(value)),)
+        kernel = describe(operators, hash_of(function) if function is not None else "",
                            [kernel_input for _, kernel_input in inputs], [graph.tensors[name] for name in outputs])
         graph.kernels[kernel.id] = kernel
         if function is not None:
@@ -230,31 +214,20 @@ class _Reader:
         graph.nodes.append(Node(
             name=node, kernel_id=kernel.id, provider=self.device,
             inputs=tuple(name for name, _ in inputs), outputs=tuple(outputs),
-            origins=tuple(Origin(name=f"{node}.{place}", op_type=operator.relax) for place, operator in enumerate(operators))))
+            origins=tuple(Origin(name=f"{node}.{index}", op_type=operator.relax) for index, operator in enumerate(operators))))
 
 
-def graph_of(name: str, lowered: Lowered, device: str = "cpu") -> Graph:
-    """The calls of a lowered module.
-
-    Args:
-        name: of the model, for messages.
-        lowered: the module.
-        device: on which it runs, `cpu` or `cuda`.
-
-    Raises:
-        UserError: a size or a branch is known only when the model runs.
-    """
+def graph_of(name: str, lowered: Lowered, device: str = "cpu") -> CallGraph:
+    """The calls of a lowered module."""
     return _Reader(name, lowered, device).read()
 
 
-def record_of(source: Source, graph: Graph, flavour: Flavour) -> ModelRecord:
+def record_of(source: Source, graph: CallGraph, flavour: Flavour) -> ModelRecord:
     """A model's record under TVM."""
-    stem = as_file_name(source.name)
-    weights = {(kernel.id, place): tensor.bytes for kernel in graph.kernels.values()
-               for place, tensor in enumerate(kernel.inputs) if tensor.constant}
+    weights = {(kernel.id, index): tensor.bytes for kernel in graph.kernels.values()
+               for index, tensor in enumerate(kernel.inputs) if tensor.constant}
     return ModelRecord(
-        model=record_name(source.name, source.dims), file_stem=stem, group=as_file_name(source.group or stem).replace("|", "_"),
-        collection=as_file_name(source.collection) if source.collection else "", sha256=source.sha256, dims=source.dims,
+        model=record_name(source.name, source.dims), **source.record_fields(),
         flavour=flavour, derived=False, inputs={name: graph.tensors[name] for name in graph.inputs},
         outputs={name: graph.tensors[name] for name in graph.outputs if name},
         weight_bytes=sum(size for node in graph.nodes for (kernel, _), size in weights.items() if kernel == node.kernel_id),

@@ -1,4 +1,4 @@
-"""What TVM makes of models: their operators, and the kernels that it fuses them into.
+"""Takes models apart under TVM: their operators, and the kernels that TVM fuses them into.
 
 Reads ONNX files, and programs of PyTorch (.pt2, written by torch.export.save). Writes, for both flavours of TVM (unfused: one
 kernel for each operator; fused: those that really run), the same kernel records as fusion_detector, and the functions of the
@@ -19,14 +19,15 @@ from typing import Any
 
 from hase.records.kernel_record import ModelRecord
 from hase.records.kernel_record_files import update_index
-from hase.runtimes.tvm.operators import kind_of_all, network_kind, onnx_name, operator_kind
-from hase.runtimes.tvm.package import FUSED, UNFUSED, check_tvm, tvm_flavour
+from hase.records.operators import furthest_from_linear, linearity_class, network_kind
+from hase.runtimes.tvm.compiling import FUSED, UNFUSED, check_tvm, tvm_flavour
+from hase.runtimes.tvm.lowering import onnx_name
 from hase.runtimes.tvm.recording import parse, write_parsed
 from hase.runtimes.tvm.runtime import RUNTIME
 from hase.utils import cli
 from hase.utils.errors import UserError
 from hase.utils.locks import sole_writer
-from hase.utils.logger import get_logger
+from hase.utils.logger import get_logger, progress
 from hase.utils.paths import model_files
 
 log = get_logger("tvm")
@@ -39,14 +40,14 @@ python runtimes/tvm/relax_parser.py --device cuda
 
 
 def operators_in(record: ModelRecord, kernel: str) -> list[str]:
-    """ONNX's names of the operators in a kernel, by its id."""
+    """ONNX's names of the operators in a kernel, by kernel id."""
     return [record.kernels[kernel].op_type] if "operators" not in record.kernels[kernel].attributes else [
         onnx_name(name) for name in record.kernels[kernel].attributes["operators"]]
 
 
 def summary(unfused: ModelRecord, fused: ModelRecord) -> dict[str, Any]:
-    """One row for a model: its operators by class, and its kernels."""
-    kinds = Counter(operator_kind(unfused.kernel_of(node).op_type) for node in unfused.nodes)
+    """A model's row: its operators by class, and its kernels."""
+    kinds = Counter(linearity_class(unfused.kernel_of(node).op_type) for node in unfused.nodes)
     return {"model": fused.model, "network": network_kind(unfused.kernel_of(node).op_type for node in unfused.nodes),
             "operators": len(unfused.nodes), **{kind: kinds[kind] for kind in ("linear", "multiplicative", "nonlinear")},
             "runs": len(fused.nodes), "kernels": len(fused.kernels),
@@ -54,9 +55,9 @@ def summary(unfused: ModelRecord, fused: ModelRecord) -> dict[str, Any]:
 
 
 def node_rows(record: ModelRecord) -> list[dict[str, Any]]:
-    """One row for each kernel of a model, in the order in which they run."""
+    """One row per kernel of a model, in running order."""
     return [{"node": node.name, "type": record.kernel_of(node).type,
-             "class": kind_of_all(operators_in(record, node.kernel_id)),
+             "class": furthest_from_linear(operators_in(record, node.kernel_id)),
              "inputs": " ".join("x".join(map(str, tensor.shape)) or "scalar" for tensor in record.kernel_of(node).inputs),
              "outputs": " ".join("x".join(map(str, tensor.shape)) or "scalar" for tensor in record.kernel_of(node).outputs)}
             for node in record.nodes]
@@ -78,7 +79,7 @@ def main() -> int:
     done: list[list[ModelRecord]] = []
     failed = []
     with sole_writer(workspace.kernel_records):
-        for path, dims in cli.progress([(path, dims) for path in paths for dims in cli.combinations(cli.parse_dims(args.dim))],
+        for path, dims in progress([(path, dims) for path in paths for dims in cli.combinations(cli.parse_dims(args.dim))],
                                        "taking models apart"):
             try:
                 done.append(write_parsed(workspace, parse(path, dims, device=args.device)))

@@ -1,4 +1,4 @@
-"""Apache TVM, as the rest of Hase knows it."""
+"""The description of Apache TVM for the rest of Hase."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from hase.records.kernel_record import ModelOrigin, ModelRecord
 from hase.runtimes.runtime import DeviceLabels, Runtime
-from hase.runtimes.tvm.functions import SUFFIX, read_kernel
+from hase.runtimes.tvm.compiling import FUSED, SUFFIX, TUNED, UNFUSED, check_tvm, read_kernel
 from hase.runtimes.tvm.lowering import TORCH_SUFFIX
-from hase.runtimes.tvm.package import FUSED, TUNED, UNFUSED, check_tvm
 from hase.runtimes.tvm.recording import parse, parse_at, write_parsed
 from hase.utils.fingerprint import Flavour, package_version
 from hase.utils.paths import Workspace
@@ -26,13 +25,13 @@ def version() -> str:
 
 
 def analyze_in(model: Path | onnx.ModelProto, flavour: Flavour, dims: Mapping[str, int], static: bool) -> ModelRecord:
-    """TVM fixes all sizes, whatever `static` says."""
+    """Analyses a model in memory. TVM fixes all sizes, whatever `static` says."""
     return parse_at(flavour.optimization, model, dims, flavour.device).record
 
 
 def write_records(workspace: Workspace, model: Path, device: str, dims: Mapping[str, int], static: bool,
                   origin: ModelOrigin) -> list[ModelRecord]:
-    """A record of each level that is not searched, and the functions of the kernels. `static` changes nothing."""
+    """Writes records of all unsearched levels, and the kernels' functions. `static` has no effect."""
     return write_parsed(workspace, parse(model, dims, device=device), origin)
 
 

@@ -1,9 +1,10 @@
 """Searches schedules for the kernels of models under TVM, which without them run on naive ones.
 
 Reads the records of TVM's fused kernels and their functions (runtimes/tvm/relax_parser.py). Writes records of the flavour
-`tuned`, with the fastest function of each kernel, to the same places, and TVM's trials to the folder `tuning` next to the
-functions. The same command goes on where it was stopped; a kernel that was searched is not searched again.
-Needs TVM: pip install -r requirements-tvm.txt
+`tuned`, with the fastest function of each kernel, to the same folders, and TVM's trials to the folder `tuning` next to the
+functions. Trials are built, and run one after another, in this process: TVM's own pools of processes load its intrinsics for
+GPUs each, which takes 10 s and more, and on two busy cores all of 16 trials ran into their time limit of 30 s. The same command
+goes on where it was stopped; a kernel that was searched is not searched again. Needs TVM: pip install -r requirements-tvm.txt
 """
 
 from __future__ import annotations
@@ -14,22 +15,43 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+import inspect
+import logging
 import math
 import time
 from collections.abc import Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
 
 import psutil
 
 from hase.records.kernel_record import Kernel, ModelRecord
 from hase.records.kernel_record_files import read_model_records, record_path, update_index
-from hase.runtimes.tvm.functions import function_path, read_function, write_function
-from hase.runtimes.tvm.package import FUSED, TUNED, arch_here, compile_for, tvm_flavour
-from hase.runtimes.tvm.tuning import DATABASE, tune
+from hase.records.measurement import Effort
+from hase.runtimes.tvm.compiling import (
+    FUSED,
+    MAIN,
+    TUNED,
+    arch_here,
+    built_function,
+    compile_for,
+    function_path,
+    on_gpu,
+    read_function,
+    scheduled,
+    target_to_run_on,
+    tvm_flavour,
+    write_function,
+)
+from hase.runtimes.tvm.worker import samples_ms, tensor_for
 from hase.utils import cli, files
 from hase.utils.errors import UserError
+from hase.utils.lazy import tvm
 from hase.utils.locks import measuring, sole_writer
-from hase.utils.logger import get_logger
+from hase.utils.logger import get_logger, progress
 from hase.utils.paths import Workspace
 
 log = get_logger("tuning")
@@ -40,13 +62,113 @@ python runtimes/tvm/tune_kernels.py --model resnet18 --trials 32      # one netw
 python runtimes/tvm/tune_kernels.py --device cuda --trials 32 --minutes 30
 """
 
+COMPARISON = Effort(budget_s=0.1, least_runs=5, most_runs=50)
+TRIAL = Effort(warmup=0, budget_s=0.05, least_runs=2, most_runs=20)
+DATABASE = "tuning"  # the folder of the database, next to the kernels
+
+
+class Tuned(NamedTuple):
+    """The fastest function found (or the unscheduled one), the times (ms) before and after, and the number of valid trials."""
+
+    function: Any
+    before_ms: float
+    after_ms: float
+    worked: int
+
+
+def _searched(candidate: Any, target: Any) -> Any:
+    """A module's function with its searched schedule."""
+    return scheduled(candidate[MAIN]) if on_gpu(target) else candidate[MAIN]
+
+
+def _in_process(arguments: Sequence[Any], target: Any, device: str) -> tuple[Any, Any, list[str]]:
+    """A builder and a runner for one kernel in this process, and the list of completed trials, which the runner fills. TVM's
+    database also contains failed trials. `arguments` are the kernel's tensors on `device`."""
+    schedules, functions, worked = tvm.s_tir.meta_schedule, dict[str, Any](), list[str]()
+    builds_at_once = psutil.cpu_count() or 1 if on_gpu(target) else 1  # NVIDIA's compiler takes a second, and blocks no thread
+    derived = tvm.ir.utils.derived_object
+
+    @derived
+    class Builder(schedules.builder.PyBuilder):  # type: ignore[name-defined]
+        def build(self, build_inputs: Sequence[Any]) -> list[Any]:
+            with ThreadPoolExecutor(builds_at_once) as threads:
+                return list(threads.map(self.built, map(str, range(len(build_inputs))), build_inputs))
+
+        def built(self, name: str, candidate: Any) -> Any:
+            try:
+                functions[name] = built_function(_searched(candidate.mod, target), target)
+            except UserError as error:
+                return schedules.builder.BuilderResult(None, str(error))
+            return schedules.builder.BuilderResult(name, None)
+
+    @derived
+    class Result(schedules.runner.PyRunnerFuture):  # type: ignore[name-defined]
+        def __init__(self, times_s: list[float] | None, error: str | None) -> None:
+            super().__init__()
+            self.outcome = times_s, error
+
+        def done(self) -> bool:
+            return True
+
+        def result(self) -> Any:
+            return schedules.runner.RunnerResult(*self.outcome)
+
+    @derived
+    class Runner(schedules.runner.PyRunner):  # type: ignore[name-defined]
+        def run(self, runner_inputs: Sequence[Any]) -> list[Any]:
+            return [self.timed(str(runner_input.artifact_path)) for runner_input in runner_inputs]
+
+        def timed(self, name: str) -> Any:
+            try:
+                times_ms = samples_ms(functions.pop(name), arguments, TRIAL, device)
+            except UserError as error:
+                return Result(None, str(error))
+            worked.append(name)
+            return Result([1e-3 * time_ms for time_ms in times_ms], None)
+
+    return Builder(), Runner(), worked
+
+
+def _load_intrinsics() -> None:
+    """Loads TVM's intrinsics for GPUs, which every search loads, in 3 s instead of a minute. They ask for the whole stack
+    hundreds of times, and for each frame without a file `inspect` searches all loaded modules. No frame needs that."""
+    getmodule = inspect.getmodule
+    inspect.getmodule = lambda *_: None
+    try:
+        import_module("tvm.s_tir.tensor_intrin")
+    finally:
+        inspect.getmodule = getmodule
+
+
+def tune(function: Any, kernel: Kernel, device: str, threads: int, trials: int, database: Path, seed: int = 0) -> Tuned:
+    """Searches a kernel's schedule with at most `trials` trials, including earlier ones in TVM's folder `database`."""
+    target = target_to_run_on(device, threads)
+    _load_intrinsics()
+    schedules, module = tvm.s_tir.meta_schedule, tvm.IRModule({MAIN: function.with_attr("global_symbol", MAIN)})
+    database.mkdir(parents=True, exist_ok=True)
+    log = logging.getLogger("tvm.s_tir.meta_schedule")
+    log.setLevel(logging.ERROR)
+    log.handlers.clear()  # TVM writes only to its own handler, and fails if another has no name
+    arguments = [tensor_for(tensor, device) for tensor in (*kernel.inputs, *kernel.outputs)]
+    builder, runner, worked = _in_process(arguments, target, device)
+    kept = schedules.tune_tir(module, target, work_dir=str(database), max_trials_global=trials,
+                              num_trials_per_iter=min(trials, 16), builder=builder, runner=runner, cost_model="random",
+                              strategy="replay-trace", seed=seed,
+                              measure_callbacks=[schedules.measure_callback.AddToDatabase()])
+    schedule = schedules.tir_integration.compile_tir(kept, module, target)
+
+    def time_ms(candidate: Any) -> float:
+        return median(samples_ms(built_function(candidate, target), arguments, COMPARISON, device))
+
+    before_ms = time_ms(function)
+    after_ms = before_ms if schedule is None else time_ms(_searched(schedule.mod, target))
+    if schedule is None or after_ms >= before_ms:
+        return Tuned(function, before_ms, before_ms, len(worked))
+    return Tuned(_searched(schedule.mod, target), before_ms, after_ms, len(worked))
+
 
 def records_named(records: Sequence[ModelRecord], names: Sequence[str]) -> list[ModelRecord]:
-    """The records whose names begin with one of `names`; all of them if there are no names.
-
-    Raises:
-        UserError: no record's name begins so.
-    """
+    """The records whose names begin with one of `names`; all of them if there are no names."""
     for name in names:
         if not any(record.model.startswith(name) for record in records):
             raise UserError(f"--model {name}: no record of this model under TVM (analysed: "
@@ -55,7 +177,7 @@ def records_named(records: Sequence[ModelRecord], names: Sequence[str]) -> list[
 
 
 def by_work(records: Sequence[ModelRecord]) -> list[Kernel]:
-    """The kernels of all models that compute anything; those on which most work is spent come first."""
+    """The kernels of all models that compute something, those with most work first."""
     work: dict[str, float] = {}
     kernels = {name: kernel for record in records for name, kernel in record.kernels.items() if "function" in kernel.attributes}
     for record in records:
@@ -67,17 +189,10 @@ def by_work(records: Sequence[ModelRecord]) -> list[Kernel]:
 
 def tune_kernels(workspace: Workspace, trials: int, threads: int, seconds: float = math.inf,
                  device: str = "cpu", models: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Searches the schedule of each kernel that has none yet; returns a row for each that it searched.
+    """Searches schedules of kernels without one; returns a row per searched kernel.
 
     When the time is over, the remaining kernels have no function of the flavour `tuned`: a later call searches them, and until
     then whole networks run them without a schedule.
-
-    Args:
-        models: beginnings of the names of models; by default all models.
-
-    Raises:
-        UserError: TVM is not installed, there are no records, or none that begins with one of `models`; a function can't be
-            read, or there is no GPU.
     """
     flavour, tuned = tvm_flavour(device, FUSED), tvm_flavour(device, TUNED)
     if device == "cuda":
@@ -89,7 +204,7 @@ def tune_kernels(workspace: Workspace, trials: int, threads: int, seconds: float
     update_index(workspace, tuned)
     database = workspace.kernel_onnx / tuned.name / DATABASE
     todo = [kernel for kernel in by_work(chosen) if not function_path(workspace, tuned, kernel.id).is_file()]
-    for kernel in cli.progress(todo, f"searching schedules, {trials} trials each"):
+    for kernel in progress(todo, f"searching schedules, {trials} trials each"):
         if time.monotonic() > until_s:
             break
         function = read_function(function_path(workspace, flavour, kernel.id))

@@ -1,7 +1,6 @@
-"""The process that runs kernels and models under TVM for the collector.
+"""The process that runs kernels and models under TVM for the collector; it uses runtimes/protocol.py.
 
-Speaks runtimes/protocol.py. The setting of its first request (threads, cores) holds as long as it lives, since TVM
-starts its threads once.
+The setting of its first request (threads, cores) is final, since TVM starts its threads once.
 """
 
 from __future__ import annotations
@@ -16,17 +15,29 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hase.benchmark.measuring.run_times import Effort
 from hase.kernel_model.building.dummy_data import random_floats
 from hase.records.kernel_record import ModelRecord, Tensor, numpy_dtype
 from hase.records.kernel_record_files import read_model_record
-from hase.records.measurement import Measurement
-from hase.runtimes.protocol import Reply, Request, Setting, serve
-from hase.runtimes.tvm.compiling import built_function, compiled_model, on_gpu, with_searched_schedules
-from hase.runtimes.tvm.functions import MAIN, read_function, read_kernel
+from hase.records.measurement import Effort, Measurement
+from hase.runtimes.protocol import Reply, Request, RuntimeSetting, serve
+from hase.runtimes.tvm.compiling import (
+    FOLDER,
+    FUSED,
+    MAIN,
+    TUNED,
+    arch_here,
+    built_function,
+    check_tvm,
+    compile_for,
+    compiled_model,
+    on_gpu,
+    read_function,
+    read_kernel,
+    target_to_run_on,
+    with_searched_schedules,
+)
 from hase.runtimes.tvm.lowering import bindings, relax_name
-from hase.runtimes.tvm.package import FOLDER, FUSED, TUNED, arch_here, check_tvm, compile_for, target_to_run_on
-from hase.runtimes.tvm.recording import Parsed, parse_at
+from hase.runtimes.tvm.recording import TvmModel, parse_at
 from hase.utils.errors import UserError
 from hase.utils.lazy import tvm
 
@@ -38,13 +49,13 @@ FLUSH = "cache_flush_cpu_non_first_arg"  # TVM's own
 CANARY_SIDE = {"cpu": 128, "cuda": 1024}  # of the matrices: about two milliseconds on a CPU
 NAME = "canary"
 # Where the tensors of a kernel lie decides which of their lines a cache can hold together: one product of 5 x 768 by 768 x 3072
-# took 32 ms with some tensors and 48 ms with others. A network has many such places, so a kernel is timed in several. A network
+# took 32 ms with some tensors and 48 ms with others. A network has many such tensors, so a kernel is timed with several. And it
 # reads each weight once a run, so weights are not in the caches when their kernel begins.
 PLACEMENTS = 5
 
 
 def tensor_for(described: Tensor, device: str = "cpu") -> Any:
-    """A tensor of TVM on `cpu` or `cuda`: random numbers, or zeros if they are integers, since they may be indices."""
+    """A TVM tensor on `cpu` or `cuda`: random numbers, or zeros for integers, which may be indices."""
     if "float" in described.dtype:
         numbers = np.array(random_floats(described.shape, described.dtype), order="C")
     else:
@@ -53,11 +64,7 @@ def tensor_for(described: Tensor, device: str = "cpu") -> Any:
 
 
 def opened_model(module: Any, target: Any) -> Any:
-    """A lowered module, compiled for a target of TVM and opened in TVM's virtual machine.
-
-    Raises:
-        UserError: TVM can't compile it, or the device can't hold it.
-    """
+    """A lowered module, compiled for a TVM target and loaded into TVM's virtual machine."""
     compiled = compiled_model(module, target)
     try:
         return tvm.relax.VirtualMachine(compiled, tvm.device("cuda" if on_gpu(target) else "cpu"))
@@ -67,17 +74,10 @@ def opened_model(module: Any, target: Any) -> Any:
 
 def samples_ms(timed: Any, arguments: Sequence[Any], effort: Effort, device: str = "cpu",
                cold: bool = False) -> tuple[float, ...]:
-    """Times of runs of `main` in ms, by the time evaluator. On a GPU, CUDA events time them.
+    """Times (ms) of runs of `main` by TVM's time evaluator; on a GPU by CUDA events.
 
-    Args:
-        timed: what has a time evaluator: a compiled function, or a virtual machine.
-        arguments: of `main`, outputs of a function included.
-        effort: how often. If a run is shorter than SAMPLE_S, a sample is the mean of as many runs as fit into that.
-        device: where the arguments lie, `cpu` or `cuda`.
-        cold: whether all arguments but the first are taken out of the caches before each sample of a single run; on a CPU only.
-
-    Raises:
-        UserError: TVM can't run it.
+    If a run is shorter than SAMPLE_S, a sample is the mean of as many runs as fit into that. `arguments` include a function's
+    outputs. With `cold`, on a CPU, all arguments but the first are evicted from the caches before each single run.
     """
     def times_s(number: int, repeat: int) -> list[float]:
         flush = {"f_preproc": FLUSH} if cold and number == 1 else {}
@@ -94,8 +94,8 @@ def samples_ms(timed: Any, arguments: Sequence[Any], effort: Effort, device: str
     return tuple(round(1e3 * seconds, 7) for seconds in times_s(number, effort.runs(number * one_run_s)))
 
 
-class Memory(NamedTuple):
-    """MiB of a model's weights, of its inputs and outputs, and of the activations in between."""
+class PlannedMemory(NamedTuple):
+    """Memory (MiB) of a model's weights, its inputs and outputs, and its activations."""
 
     weights: float
     ends: float
@@ -106,47 +106,30 @@ class Memory(NamedTuple):
         return self.weights + self.ends + self.activations
 
 
-def planned_memory(module: Any, record: ModelRecord) -> Memory:
-    """What a model's run takes at its peak, by TVM's own plan. Buffers inside of kernels are not counted.
-
-    Args:
-        module: of the calls of kernels, as `lower` gives it.
-        record: of the same.
-    """
+def planned_memory(module: Any, record: ModelRecord) -> PlannedMemory:
+    """The peak memory of a model's run in TVM's own plan, without buffers inside kernels."""
     passes = tvm.relax.transform
     planned = tvm.transform.Sequential([passes.ToNonDataflow(), passes.RemovePurityChecking(), passes.CallTIRRewrite(),
                                         passes.StaticPlanBlockMemory()])(module)
     activations = sum(int(binding.value.args[0].values[0].value) for binding in bindings(planned["main"])
                       if relax_name(binding.value) == "relax.memory.alloc_storage")
     ends = sum(tensor.bytes for tensor in (*record.inputs.values(), *record.outputs.values()))
-    return Memory(record.weight_bytes / 2**20, ends / 2**20, activations / 2**20)
+    return PlannedMemory(record.weight_bytes / 2**20, ends / 2**20, activations / 2**20)
 
 
 @functools.cache
-def settled(setting: Setting) -> None:
-    """Gives this process its threads and cores, before TVM starts its own. On a GPU, they are the host's.
-
-    Raises:
-        UserError: the process had another setting before, or there are fewer cores.
-    """
+def settled(setting: RuntimeSetting) -> None:
+    """Sets this process's threads and cores (on a GPU, the host's), before TVM starts its threads."""
     check_tvm()
     if settled.cache_info().currsize:
         raise UserError("a worker of TVM keeps its first setting; start another one")
-    allowed = sorted(os.sched_getaffinity(0))
-    if setting.cores > len(allowed):
-        raise UserError(f"cores: {setting.cores}, but this process may use {len(allowed)}")
-    if setting.cores:
-        os.sched_setaffinity(0, allowed[:setting.cores])
+    setting.take_cores()
     os.environ["TVM_NUM_THREADS"], os.environ["TVM_BIND_THREADS"] = str(setting.threads), "0"
 
 
-def setting_of(request: Request) -> Setting:
-    """The setting of a request, which holds from now on.
-
-    Raises:
-        UserError: the process had another setting before, there are fewer cores, or TVM can't compile for this machine's GPU.
-    """
-    setting = request.setting or Setting(level=FUSED)
+def setting_of(request: Request) -> RuntimeSetting:
+    """The setting of a request, which becomes that of this process."""
+    setting = request.setting or RuntimeSetting(level=FUSED)
     settled(setting)
     if request.device == "cuda":
         compile_here(Path(setting.kernels) / FOLDER if setting.kernels else None)
@@ -155,17 +138,13 @@ def setting_of(request: Request) -> Setting:
 
 @functools.cache
 def compile_here(folder: Path | None) -> None:
-    """From now on, TVM compiles for this machine's GPU; with `folder`, it keeps there what it compiled.
-
-    Raises:
-        UserError: TVM finds no GPU, or NVIDIA's compiler can't be called from Python.
-    """
+    """Makes TVM compile for this machine's GPU, and keep machine code in `folder`."""
     compile_for(arch_here(), folder)
 
 
 @functools.cache
 def canary(device: str, threads: int) -> tuple[Any, tuple[Any, ...]]:
-    """A product of two matrices as a compiled function, with its arguments."""
+    """A compiled product of two matrices, with its arguments."""
     te, side = tvm.te, CANARY_SIDE[device]
     a, b = (te.placeholder((side, side), name=name) for name in "ab")
     k = te.reduce_axis((0, side), name="k")
@@ -176,14 +155,14 @@ def canary(device: str, threads: int) -> tuple[Any, tuple[Any, ...]]:
 
 
 def time_canary(request: Request) -> Reply:
-    """The canary, as often as the effort says."""
+    """Times the canary."""
     built, arguments = canary(request.device, setting_of(request).threads)
     return Reply(measurements=(Measurement(subject=NAME, id=NAME, label="run", context="alone", place="alone",
                                            samples_ms=samples_ms(built, arguments, request.effort, request.device)),))
 
 
 def time_alone(request: Request) -> Reply:
-    """Label `run`: a kernel's function with tensors of its own, in several places of the memory."""
+    """Label `run`: a kernel's function with its own tensors, in several parts of the memory."""
     setting, path = setting_of(request), Path(request.paths[0])
     kernel = read_kernel(path)
     built = built_function(read_function(path), target_to_run_on(request.device, setting.threads))
@@ -199,12 +178,7 @@ def time_alone(request: Request) -> Reply:
 
 
 def time_model(request: Request) -> Reply:
-    """A whole model's latency in TVM's virtual machine, with the memory that it takes.
-
-    Raises:
-        UserError: TVM's graph is not the one of the model's record; the model needs more memory than the limit; or TVM can't
-            take it apart.
-    """
+    """A whole model's latency in TVM's virtual machine, and its memory."""
     setting, record = setting_of(request), read_model_record(Path(request.record))
     parsed = parse_at(setting.level, Path(request.paths[0]), request.dims, request.device)
     if [node.kernel_id for node in parsed.graph.nodes] != [node.kernel_id for node in record.nodes]:
@@ -214,22 +188,14 @@ def time_model(request: Request) -> Reply:
 
 
 def time_session(request: Request) -> Reply:
-    """As `time_model`, without a record.
-
-    Raises:
-        UserError: the model needs more memory than the limit, or TVM can't take it apart.
-    """
+    """A whole model's latency, without comparing its graph with a record."""
     setting = setting_of(request)
     parsed = parse_at(setting.level, Path(request.paths[0]), request.dims, request.device)
     return timed(parsed, setting, request.effort)
 
 
-def timed(parsed: Parsed, setting: Setting, effort: Effort) -> Reply:
-    """The latency of a model that was taken apart, on the device of its record.
-
-    Raises:
-        UserError: it needs more memory than the limit; or TVM can't take it apart.
-    """
+def timed(parsed: TvmModel, setting: RuntimeSetting, effort: Effort) -> Reply:
+    """The latency of an analysed model on its record's device."""
     lowered, graph, record = parsed
     device = record.flavour.device
     memory, limit_mib = planned_memory(lowered.module, record), setting.memory_limit_mib
@@ -250,12 +216,12 @@ def timed(parsed: Parsed, setting: Setting, effort: Effort) -> Reply:
 
 
 def resident_mib() -> float:
-    """The most memory that this process ever had, in MiB."""
+    """The peak memory of this process in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def prepare(request: Request) -> Reply:
-    """Loads TVM and runs something."""
+    """Loads TVM and does a run."""
     time_canary(request)
     return Reply()
 

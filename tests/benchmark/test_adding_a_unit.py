@@ -1,4 +1,4 @@
-"""The script of docs/adding_a_unit.md runs as it is printed: on a CPU, with torch's real convolutions."""
+"""The script of docs/extending.md runs as it is printed: on a CPU, with torch's real convolutions."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from typing import Any
 
 import pytest
 
-from hase.benchmark.metrics.source import MetricSource, Window
-from hase.records.blocks import counting, read_blocks
-from hase.records.measurement import Measurement
+from hase.benchmark.metrics.source import MetricSource, OpenWindow
+from hase.records.measurement import Measurement, counting_measurements, read_blocks
 from hase.utils.paths import ROOT
 
 pytestmark = pytest.mark.slow
@@ -30,7 +29,7 @@ PRETENDED_W = 40.0
 @pytest.fixture(scope="module")
 def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page's code as a file in a folder of its own."""
-    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "adding_a_unit.md").read_text(encoding="utf-8"),
+    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "extending.md").read_text(encoding="utf-8"),
                          re.MULTILINE | re.DOTALL)
     path = tmp_path_factory.mktemp("unit") / "benchmark" / "convolution_times.py"
     path.parent.mkdir()
@@ -56,7 +55,7 @@ def measured(folder: Path) -> dict[str, Measurement]:
     blocks = read_blocks(folder / "measurements.jsonl")
     begun = [m.id for block in blocks if block.attempts == 1 for m in block.measurements]
     assert len(set(begun)) == len(begun)
-    return counting(blocks)
+    return counting_measurements(blocks)
 
 
 class PretendedPower(MetricSource):
@@ -70,7 +69,7 @@ class PretendedPower(MetricSource):
     def _read(self) -> Any:
         return None
 
-    def _readings(self, before: Window, after: Window) -> Mapping[str, Sequence[float]]:
+    def _readings(self, before: OpenWindow, after: OpenWindow) -> Mapping[str, Sequence[float]]:
         return {field: [PRETENDED_W] for field in self.fields}
 
 

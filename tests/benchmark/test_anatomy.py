@@ -12,27 +12,25 @@ import pytest
 from command import printed, run_script
 from conftest import small_model
 
-from hase.benchmark.measuring.gpu_trace import (
+from hase.benchmark.measuring.gpu_trace import attribute
+from hase.benchmark.run_anatomy import TracedModel, as_json, ask, measure, row, runs_of
+from hase.records.measurement import Effort, Measurement
+from hase.records.traces import (
+    MEASURED,
     PARTS,
     GpuRun,
     GpuWork,
     Launch,
     anatomy_of,
-    attribute,
     measured_trace,
+    read_processes,
     typical_run,
 )
-from hase.benchmark.measuring.run_times import Effort
-from hase.benchmark.run_anatomy import TracedModel, as_json, ask, measure, row, runs_of
-from hase.records.measurement import Measurement
 from hase.runtimes.protocol import Reply, Request, Worker
 from hase.utils import files
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import has_cuda
-from hase.utils.trace_events import MEASURED, read_processes
-from hase.utils.worker_process import WorkerFailed
-
-pytestmark = pytest.mark.measuring
+from hase.utils.processes import WorkerFailed
 
 EFFORT = Effort(least_runs=3, most_runs=3)
 

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from hase.benchmark.measuring.run_times import Effort
 from hase.benchmark.ort import carriers
-from hase.benchmark.ort.carriers import INPUTS_WRITTEN, MOST_QUEUED, Traced, groups_to_queue, time_carrier
-from hase.kernel_model.building.kernel_models import kernel_build
+from hase.benchmark.ort.carriers import INPUTS_WRITTEN, MOST_QUEUED, TracedCarrier, groups_to_queue, time_carrier
+from hase.kernel_model.building.kernel_models import write_kernel
 from hase.records.kernel_record import Kernel, KernelInput, Tensor
 from hase.records.kernel_types import describe_kernel
-from hase.records.measurement import Measurement
+from hase.records.measurement import Effort, Measurement
 from hase.runtimes.protocol import Request
 from hase.utils.fingerprint import has_cuda
 
@@ -46,13 +45,13 @@ def test_work_on_several_streams_is_traced_again(tmp_path: Path, monkeypatch: py
     kernels = [grouped(size) for size in (8, 16, 32)]
     asked: list[tuple[list[str], tuple[str, ...], int]] = []
 
-    def made_up(of: Sequence[Kernel], request: Request, queued: int = 0) -> Traced:
+    def made_up(of: Sequence[Kernel], request: Request, queued: int = 0) -> TracedCarrier:
         asked.append(([kernel.id for kernel in of], request.labels, queued))
         measured = [of_kernel(kernel.id, 5, 0.2 if queued else 0.9, bool(queued)) for kernel in of]
-        return Traced(measured, measured[1:])
+        return TracedCarrier(measured, measured[1:])
 
     monkeypatch.setattr(carriers, "run_carrier", made_up)
-    paths = tuple(str(kernel_build(kernel, tmp_path)) for kernel in kernels)
+    paths = tuple(str(write_kernel(kernel, tmp_path)) for kernel in kernels)
     reply = time_carrier(Request(do="carrier", device="cuda", paths=paths, labels=("gpu", "node_span"), effort=Effort()))
     ids = [kernel.id for kernel in kernels]
     assert asked == [(ids, ("gpu", "node_span"), 0), (ids[1:], ("gpu",), 2 * (5 + INPUTS_WRITTEN))]
@@ -63,7 +62,7 @@ def test_work_on_several_streams_is_traced_again(tmp_path: Path, monkeypatch: py
 @pytest.mark.skipif(not has_cuda(), reason="traces a GPU")
 def test_groups_run_on_streams_of_their_own(tmp_path: Path) -> None:
     """As an H200 ran the positions of wav2vec 2.0."""
-    path = str(kernel_build(grouped(376, 16, 768, 128), tmp_path))
+    path = str(write_kernel(grouped(376, 16, 768, 128), tmp_path))
     request = Request(do="carrier", device="cuda", paths=(path,), labels=("gpu",), effort=Effort())
     [measured] = time_carrier(request).measurements
     assert measured.queued

@@ -20,18 +20,16 @@ import pytest
 import yaml
 from conftest import build_workspace, endless, small_model
 
-from hase.benchmark.collecting.collect import collect, plan
+from hase.benchmark.collecting.collect import collect
 from hase.benchmark.collecting.config import CollectorConfig
+from hase.benchmark.collecting.plans import CollectionWork, KernelItem, ModelItem, by_similar_work, carriers, find_work, plan
 from hase.benchmark.collecting.units import KernelUnits, open_bench, start_workers
-from hase.benchmark.collecting.work import KernelItem, ModelItem, Work, carriers, find_work, of_like_work
-from hase.benchmark.measuring.actors import idle, measure_block
-from hase.benchmark.measuring.run_times import Effort
+from hase.benchmark.measuring.blocks import idle, measure_block
 from hase.benchmark.metrics.sources import open_source
-from hase.benchmark.ort import worker as worker_process
-from hase.kernel_model.building.kernel_models import KERNEL_KEY, build_model, kernel_build
-from hase.kernel_model.sampling.seeds import SEED_FILE
-from hase.records.backgrounds import COMPUTE, KINDS, QUEUES, Background
-from hase.records.blocks import Block
+from hase.benchmark.ort import worker
+from hase.kernel_model.building.kernel_models import build_model, write_kernel
+from hase.kernel_model.sampling.draws import SEED_FILE
+from hase.ort_analysis.graph.source import KERNEL_KEY
 from hase.records.dataset_files import (
     DatasetKernel,
     header_path,
@@ -50,7 +48,17 @@ from hase.records.host_pace import idle_models, is_undisturbed, usual_probe_us
 from hase.records.kernel_record import Kernel, KernelInput, Tensor
 from hase.records.kernel_record_files import index_path, read_index, read_model_records, record_path
 from hase.records.kernel_types import describe_kernel
-from hase.records.measurement import Inputs, Measurement, Status
+from hase.records.measurement import (
+    BACKGROUND_KINDS,
+    BACKGROUND_QUEUES,
+    COMPUTE,
+    Background,
+    Block,
+    Effort,
+    InputValues,
+    Measurement,
+    Status,
+)
 from hase.runtimes import local_target
 from hase.runtimes.protocol import Request, Worker
 from hase.training.kernels.training_set import read_training_set
@@ -59,7 +67,7 @@ from hase.utils.config import read_config
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import Flavour, instruction_set, machine
 from hase.utils.paths import ROOT, Workspace
-from hase.utils.worker_process import WorkerFailed
+from hase.utils.processes import WorkerFailed
 
 pytestmark = pytest.mark.measuring
 
@@ -93,13 +101,13 @@ def add_sampled(workspace: Workspace, flavour: Flavour) -> None:
 
     (the file holds a harmless graph, its description the deadly one), and one was seeded by the family held out."""
     folder = workspace.kernel_onnx / flavour.name
-    kernel_build(CRASHES, folder)
+    write_kernel(CRASHES, folder)
     harmless = build_model(division((8, 8), 2))
     for prop in harmless.metadata_props:
         prop.value = CRASHES_IN_A_CARRIER.model_dump_json() if prop.key == KERNEL_KEY else prop.value
     files.write_bytes(folder / f"{CRASHES_IN_A_CARRIER.id}.onnx", harmless.SerializeToString())
     held = division((9, 9, 9), 3)
-    kernel_build(held, folder)
+    write_kernel(held, folder)
     files.write_json(folder / SEED_FILE, {CRASHES.id: ["anet", "bnet", "heldnet"], CRASHES_IN_A_CARRIER.id: ["anet"],
                                           held.id: ["heldnet"]})
 
@@ -386,7 +394,7 @@ def test_each_session_of_a_model_is_a_row_and_the_median_of_those_that_tell_coun
 
 def test_sessions_with_better_inputs_replace_others() -> None:
     """An Asinh takes 1.6 times as long since inputs are standardised, and a session of before says nothing of that."""
-    def with_inputs(block: Block, inputs: Inputs) -> Block:
+    def with_inputs(block: Block, inputs: InputValues) -> Block:
         return block.model_copy(update={"measurements": tuple(
             m.model_copy(update={"inputs": inputs}) for m in block.measurements)})
 
@@ -405,11 +413,11 @@ def test_a_model_beside_a_disturbed_host_is_measured_again(collected: Collected)
     items = tuple(ModelItem(Path("m.onnx"), Path("m.json"), record, labels=True) for record in records)
     names = [record.model for record in records]
     blocks = [timed_models(1, {name: 0.5 if place == 0 else 0.05 for place, name in enumerate(names)})]
-    again = [item.record.model for planned in plan(Work((), items, ()), blocks, 32, "gpu") for item in planned.units
+    again = [item.record.model for planned in plan(CollectionWork((), items, ()), blocks, 32, "gpu") for item in planned.units
              if isinstance(item, ModelItem)]
     assert again == names[:1]
     blocks.append(timed_models(2, {names[0]: 0.0}))
-    assert plan(Work((), items, ()), blocks, 32, "gpu") == []
+    assert plan(CollectionWork((), items, ()), blocks, 32, "gpu") == []
 
 
 @pytest.mark.slow
@@ -417,7 +425,7 @@ def test_a_model_is_measured_in_as_many_sessions_as_are_wanted(collected: Collec
     """Every model's second session comes after every model's first; one beside a disturbed host does not count, one that
     lacks a variant neither, and one that failed ends it."""
     records = read_model_records(collected.workspace, collected.flavour)
-    work = Work((), tuple(ModelItem(Path("m.onnx"), Path("m.json"), record, labels=True) for record in records), ())
+    work = CollectionWork((), tuple(ModelItem(Path("m.onnx"), Path("m.json"), record, labels=True) for record in records), ())
     names = {record.model for record in records}
 
     def planned(*journal: Block, variants: tuple[str, ...] = ()) -> list[str]:
@@ -582,7 +590,7 @@ def test_a_block_has_canaries_windows_and_all_labels(collected: Collected, tmp_p
     target = local_target("cpu")
     item = find_work(collected.workspace, target, ()).kernels[-1]
     with start_workers(config, "cpu", config.labels_on("cpu")) as workers:
-        bench = open_bench(config, "cpu", "here", open_source("cpu", METRICS), workers)
+        bench = open_bench(config, "cpu", "here", open_source("cpu", METRICS), workers.worker)
         block = measure_block(bench, "one", lambda: KernelUnits(config, target, workers).time([item]), idle(bench))
     assert block.unsteady
     assert {m.label for m in block.measurements} == {"run", "kernel_time", "node_span"}
@@ -619,7 +627,7 @@ def test_kernels_that_share_a_carrier_take_about_as_long() -> None:
         x = KernelInput(dtype="float32", shape=(elements,))
         return KernelItem(Path(), describe_kernel("Relu", "", 20, {}, [x], [x]))
 
-    groups = of_like_work([item(elements) for elements in (1 << 20, 4, 1 << 16, 3 << 16, 500, 7 << 20)])
+    groups = by_similar_work([item(elements) for elements in (1 << 20, 4, 1 << 16, 3 << 16, 500, 7 << 20)])
     sizes = [[i.kernel.inputs[0].elements for i in group] for group in groups]
     assert sizes == [[4, 500], [1 << 16, 3 << 16], [1 << 20], [7 << 20]]
 
@@ -629,7 +637,7 @@ def test_kernels_that_share_a_carrier_take_about_as_long() -> None:
 @pytest.mark.slow
 def test_a_worker_that_hangs_or_crashes_is_replaced(tmp_path: Path) -> None:
     canary = Request(do="canary", device="cpu", effort=Effort())
-    hangs, crashes = tmp_path / "hangs.onnx", kernel_build(CRASHES, tmp_path)
+    hangs, crashes = tmp_path / "hangs.onnx", write_kernel(CRASHES, tmp_path)
     endless(hangs)
     before = set(psutil.Process().children())
 
@@ -681,7 +689,8 @@ def test_tracers_prepare_where_their_label_is_asked_for(monkeypatch: pytest.Monk
         (request.do, request.device, request.labels)))
     config = CollectorConfig(tracers=2)
     with start_workers(config, "cuda", ("run", "gpu")) as workers:
-        workers.wait()
+        for process in workers.processes:
+            process.wait()
     assert sent == [("prepare", "cuda", ())] + [("prepare", "cuda", ("gpu",))] * 2
     sent.clear()
     with start_workers(config, "cpu", ("run",)):
@@ -691,11 +700,11 @@ def test_tracers_prepare_where_their_label_is_asked_for(monkeypatch: pytest.Monk
 def test_a_tracer_prepares_by_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU; what would look into a GPU is replaced by something that runs what it is given."""
     traced: list[int] = []
-    monkeypatch.setattr(worker_process, "trace", lambda runs: traced.append(len([run() for run in runs])))
+    monkeypatch.setattr(worker, "trace", lambda runs: traced.append(len([run() for run in runs])))
     request = Request(do="prepare", device="cpu", effort=Effort())
-    assert worker_process.answer(request).error == ""
+    assert worker.answer(request).error == ""
     assert not traced
-    assert worker_process.answer(request.model_copy(update={"labels": ("gpu",)})).error == ""
+    assert worker.answer(request.model_copy(update={"labels": ("gpu",)})).error == ""
     assert traced == [1]
 
 
@@ -704,11 +713,8 @@ def test_a_worker_that_hangs_dies_with_the_collector(tmp_path: Path) -> None:
     """Even where the collector is killed without warning and the worker never comes to read the end of its input."""
     endless(tmp_path / "hangs.onnx")
     script = f"""
-from hase.records.backgrounds import COMPUTE, KINDS, QUEUES, Background
-from hase.benchmark.measuring.actors import idle, measure_block
-from hase.benchmark.measuring.run_times import Effort
-from hase.runtimes.protocol import Request
-from hase.runtimes.protocol import Worker
+from hase.records.measurement import Effort
+from hase.runtimes.protocol import Request, Worker
 with Worker(60) as worker:
     worker.ask(Request(do="canary", device="cpu", effort=Effort()))
     print("ready", flush=True)
@@ -903,14 +909,14 @@ def test_config_errors(tmp_path: Path, text: str, message: str) -> None:
 
 def test_the_shipped_configs_under_load_are_a_gpus_and_cover_what_is_reported_of_them() -> None:
     """Families and backgrounds are left out when learning, one after another, so none is held out of the collecting."""
-    beside, more, with_kernels, live = (read_config(ROOT / "recipes" / "h200" / f"{name}.yaml", CollectorConfig)
-                                        for name in ("beside", "beside_more", "collector_under_load", "live"))
+    beside, more, with_kernels = (read_config(ROOT / "recipes" / "h200" / f"{name}.yaml", CollectorConfig)
+                                  for name in ("beside", "beside_more", "collector_under_load"))
     assert beside.stress.backgrounds == with_kernels.stress.backgrounds
-    assert {background.kind for background in (*beside.stress.backgrounds, *more.stress.backgrounds)} == set(KINDS)
+    assert {background.kind for background in (*beside.stress.backgrounds, *more.stress.backgrounds)} == set(BACKGROUND_KINDS)
     assert not {background.name for background in beside.stress.backgrounds} & set(more.backgrounds_on("cuda"))
-    assert {background.queue for background in beside.stress.backgrounds} == set(QUEUES)
+    assert {background.queue for background in beside.stress.backgrounds} == set(BACKGROUND_QUEUES)
     assert {level for level, _ in beside.loads()} == {level for level, _ in with_kernels.loads()} == {0.0, 0.25, 0.5, 1.0}
-    assert {level for level, _ in more.loads()} == {level for level, _ in live.loads()} == {0.0, 0.25, 0.5, 0.75, 1.0}
+    assert {level for level, _ in more.loads()} == {0.0, 0.25, 0.5, 0.75, 1.0}
     assert beside.kernel_levels == more.kernel_levels == ()
     assert with_kernels.kernel_levels is None
     assert beside.held_out_backgrounds == more.held_out_backgrounds == with_kernels.held_out_backgrounds == ()

@@ -16,7 +16,7 @@ from hase.utils.paths import Workspace
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-SCRIPT = "benchmark/dataset_coverage.py"
+SCRIPT = "benchmark/dataset.py"
 SMALL, LARGE, FAILED = relu(1, 8, 8), relu(4, 64, 112), gemm()  # of 4 kB, 25.7 MB, and one whose measurements fail
 
 

@@ -14,7 +14,6 @@ import pytest
 from made_up_dataset import MACHINE, METRIC, TARGET, conv, draw_kernels, gemm, relu
 
 from hase.records import dataset_tables, dataset_writer
-from hase.records.blocks import Block, journal_line
 from hase.records.dataset_files import (
     DatasetHeader,
     DatasetKernel,
@@ -32,7 +31,7 @@ from hase.records.dataset_files import (
 from hase.records.dataset_tables import read_kernel_table, read_model_table
 from hase.records.dataset_writer import DatasetWriter
 from hase.records.kernel_record import Kernel
-from hase.records.measurement import Measurement
+from hase.records.measurement import Block, Measurement, journal_line
 from hase.utils import files
 from hase.utils.errors import UserError
 from hase.utils.locks import WRITER, try_lock

@@ -12,10 +12,10 @@ import onnx
 import pytest
 from conftest import build_workspace, small_model
 
-from hase.benchmark.collecting import files_by_content
-from hase.benchmark.collecting.files_by_content import Sender, at_paths, files_of, receive
-from hase.benchmark.collecting.work import Item, ModelItem, Work, find_work
-from hase.records.backgrounds import Background
+from hase.benchmark.collecting import ray_actors
+from hase.benchmark.collecting.plans import CollectionWork, Item, ModelItem, find_work
+from hase.benchmark.collecting.ray_actors import Sender, at_paths, files_of, receive
+from hase.records.measurement import Background
 from hase.runtimes import local_target
 from hase.utils import files
 from hase.utils.errors import UserError
@@ -45,12 +45,12 @@ def store() -> Store:
 
 
 @pytest.fixture
-def work(workspace: Workspace) -> Work:
+def work(workspace: Workspace) -> CollectionWork:
     build_workspace(workspace, {"anet_b1": small_model()})
     return find_work(workspace, local_target("cpu"), ())
 
 
-def with_weights_beside(work: Work) -> ModelItem:
+def with_weights_beside(work: CollectionWork) -> ModelItem:
     """The model of `work`, its weights in a folder below its own."""
     [model] = work.models
     path = model.path.with_name("apart.onnx")
@@ -63,7 +63,7 @@ def at(places: Any) -> Callable[[Path], Path]:
     return lambda path: places[str(path)]
 
 
-def test_what_was_sent_lies_there_under_its_name(work: Work, store: Store, tmp_path: Path) -> None:
+def test_what_was_sent_lies_there_under_its_name(work: CollectionWork, store: Store, tmp_path: Path) -> None:
     model = with_weights_beside(work)
     items: list[Item] = [*work.kernels[:3], model]
     sent = Sender(store.put).files_for("there", items)
@@ -84,7 +84,7 @@ def test_what_was_sent_lies_there_under_its_name(work: Work, store: Store, tmp_p
     assert moved_background.model == moved.path
 
 
-def test_a_machine_gets_a_file_once(work: Work, store: Store, tmp_path: Path) -> None:
+def test_a_machine_gets_a_file_once(work: CollectionWork, store: Store, tmp_path: Path) -> None:
     sender, kernels = Sender(store.put), work.kernels[:3]
     first = sender.files_for("there", kernels)
     assert sender.files_for("there", kernels) == first, "put once while it is on its way"
@@ -99,8 +99,9 @@ def test_a_machine_gets_a_file_once(work: Work, store: Store, tmp_path: Path) ->
     assert all(file.pieces for file in sender.files_for("elsewhere", kernels))
 
 
-def test_a_large_file_travels_in_pieces(tmp_path: Path, store: Store, work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files_by_content, "PIECE_BYTES", 1000)
+def test_a_large_file_travels_in_pieces(tmp_path: Path, store: Store, work: CollectionWork,
+                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_actors, "PIECE_BYTES", 1000)
     [model] = work.models
     sent = Sender(store.put).files_for("there", [model])
     assert max(map(len, store.kept)) == 1000
@@ -109,7 +110,7 @@ def test_a_large_file_travels_in_pieces(tmp_path: Path, store: Store, work: Work
     assert files.sha256(places[str(model.path)]) == sent[0].sha256
 
 
-def test_content_that_changed_on_the_way_is_refused(work: Work, store: Store, tmp_path: Path) -> None:
+def test_content_that_changed_on_the_way_is_refused(work: CollectionWork, store: Store, tmp_path: Path) -> None:
     sent = Sender(store.put).files_for("there", work.kernels[:1])
     store.kept[0] += b"more"
     with pytest.raises(UserError, match="it was changed while it was sent; run again"):
@@ -117,13 +118,13 @@ def test_content_that_changed_on_the_way_is_refused(work: Work, store: Store, tm
     assert os.listdir(tmp_path / "there") == []
 
 
-def test_what_a_machine_should_have_and_has_not_is_an_error(work: Work, store: Store, tmp_path: Path) -> None:
+def test_what_a_machine_should_have_and_has_not_is_an_error(work: CollectionWork, store: Store, tmp_path: Path) -> None:
     sent = Sender(store.put).files_for("there", work.kernels[:1])
     with pytest.raises(UserError, match="it was removed from"):
         receive(tmp_path / "there", [file._replace(pieces=()) for file in sent], store.get)
 
 
-def test_a_missing_file_is_left_to_who_opens_it(work: Work, store: Store) -> None:
+def test_a_missing_file_is_left_to_who_opens_it(work: CollectionWork, store: Store) -> None:
     gone = replace(work.kernels[0], path=Path("/nowhere/kernel.onnx"))
     assert Sender(store.put).files_for("there", [gone, None]) == ()
     assert at_paths(None, Path) is None

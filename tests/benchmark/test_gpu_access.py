@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hase.benchmark.collecting.units import Tracers
-from hase.benchmark.measuring import gpu_turns
+from hase.benchmark.measuring import gpu_trace
 from hase.runtimes.protocol import Worker
 
 pytestmark = pytest.mark.measuring
@@ -20,11 +20,11 @@ ROUNDS, WORKERS = 4, 3
 
 def _take_turns(folder: str, out: Any) -> None:
     for _ in range(ROUNDS):
-        with gpu_turns.preparing(folder):
+        with gpu_trace.preparing_on_gpu(folder):
             began = time.monotonic()
             time.sleep(0.03)
             out.put(("preparing", began, time.monotonic()))
-        with gpu_turns.alone(folder):
+        with gpu_trace.alone_on_gpu(folder):
             began = time.monotonic()
             time.sleep(0.01)
             out.put(("alone", began, time.monotonic()))
@@ -48,7 +48,7 @@ def test_one_process_measures_alone_and_none_starves(tmp_path: Path) -> None:
 
 
 def test_a_single_worker_needs_no_locks() -> None:
-    with gpu_turns.preparing(""), gpu_turns.alone(""):
+    with gpu_trace.preparing_on_gpu(""), gpu_trace.alone_on_gpu(""):
         pass
     with Tracers(1, 10.0) as tracers:
         assert tracers.turns == ""

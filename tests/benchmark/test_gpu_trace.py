@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from hase.benchmark.measuring.gpu_trace import GpuRun, GpuWork, attribute, split_carrier
+from hase.benchmark.measuring.gpu_trace import attribute, split_carrier
+from hase.records.traces import GpuRun, GpuWork
 from hase.utils.timing import covered_us
 
 ABS = "void onnxruntime::cuda::_UnaryElementWise<float, float, onnxruntime::cuda::OP_Abs<float>, 256, 4>(float const*)"

@@ -15,12 +15,11 @@ from command import run_script
 from conftest import small_model
 from onnx import TensorProto, helper
 
+from hase.benchmark.collecting.plans import ModelItem
 from hase.benchmark.collecting.units import with_inputs
-from hase.benchmark.collecting.work import ModelItem
 from hase.benchmark.ort.runner import Runner, open_runner, read_inputs
 from hase.kernel_model.building.dummy_data import dummy_inputs, random_floats
-from hase.kernel_model.sampling.free_shapes.forms import inferred
-from hase.kernel_model.sampling.free_shapes.sizes import tensor
+from hase.kernel_model.sampling.free_shapes.sizes import inferred, tensor
 from hase.ort_analysis.graph.analysis import analyze
 from hase.records.kernel_record import Kernel
 from hase.records.measurement import Measurement

@@ -11,20 +11,17 @@ from command import printed, run_script
 from conftest import build_workspace, small_model
 from made_up_dataset import MACHINE, TARGET, conv
 
-from hase.benchmark.collecting.collect import collect, plan_load, takes_label
+from hase.benchmark.collecting.collect import collect
 from hase.benchmark.collecting.config import CollectorConfig
-from hase.benchmark.collecting.work import KernelItem, Work
-from hase.benchmark.machine_ties import idle_times, machine_rows
-from hase.benchmark.measuring.pending import choose_ties, compare, tie_rows
-from hase.records.blocks import Block
+from hase.benchmark.collecting.plans import CollectionWork, KernelItem, plan_load, takes_label
+from hase.benchmark.dataset import compare, idle_times, machine_rows, tie_rows
+from hase.benchmark.measuring.driver import choose_ties
 from hase.records.dataset_files import DatasetHeader, journal_path, read_journal, read_kernels, write_journal
 from hase.records.kernel_record import Kernel
-from hase.records.measurement import Measurement
+from hase.records.measurement import Block, Measurement
 from hase.runtimes import local_target
 from hase.utils.fingerprint import machine
 from hase.utils.paths import Workspace
-
-pytestmark = pytest.mark.measuring
 
 KERNELS = [conv(side=8 + place) for place in range(40)]
 ITEMS = [KernelItem(Path(f"{kernel.id}.onnx"), kernel) for kernel in KERNELS]
@@ -85,7 +82,7 @@ def test_machines_that_measure_at_the_same_time_are_tied_by_the_same_kernels() -
 
 
 def test_what_ties_machines_is_planned_for_each_and_the_rest_for_any() -> None:
-    work = Work(tuple(ITEMS), (), ())
+    work = CollectionWork(tuple(ITEMS), (), ())
     config = CollectorConfig.model_validate({"device": "cpu", "each_machine": False, "ties": 10, "block_kernels": 4})
     planned = plan_load(config, work, "cpu", ["a", "b"], 0.0, [])
     own = {uuid: {item.id for part in parts for item in part.units} for uuid, parts in planned.own.items()}
@@ -195,7 +192,7 @@ def test_exactly_the_ties_are_measured_here_too(workspace: Workspace) -> None:
     assert collect(workspace, config)["measured_kernels"] == 0
     assert journal.read_bytes() == before
 
-    command = ("benchmark/machine_ties.py", "--workspace", workspace.root)
+    command = ("benchmark/dataset.py", "--machines", "--workspace", workspace.root)
     rows = json.loads(printed(*command, "--json"))[local_target("cpu").name]["ties"]
     assert [(row["label"], row["where"], row["count"]) for row in rows] == [
         ("kernel_time", "carrier", 5), ("node_span", "carrier", 5), ("run", "alone", 5)]
@@ -206,6 +203,6 @@ def test_exactly_the_ties_are_measured_here_too(workspace: Workspace) -> None:
 
 
 def test_without_a_dataset_the_command_before_is_named(tmp_path: Path) -> None:
-    done = run_script("benchmark/machine_ties.py", "--workspace", tmp_path)
+    done = run_script("benchmark/dataset.py", "--machines", "--workspace", tmp_path)
     assert done.returncode == 1
     assert "no datasets; measure one with: python benchmark/collector.py" in done.stderr

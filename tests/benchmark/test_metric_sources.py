@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 
 from hase.benchmark.collecting.config import CollectorConfig
-from hase.benchmark.metrics import dcgm as dcgm_metrics
-from hase.benchmark.metrics import nvml as nvml_metrics
+from hase.benchmark.metrics import gpu_sources
 from hase.benchmark.metrics import sources as metrics
-from hase.benchmark.metrics.names import FIELDS, IDS, NAMES, NEW_NAMES, Name, in_unit, names_of, new_name
-from hase.benchmark.metrics.source import PROFILED, Mean
+from hase.benchmark.metrics.names import FIELDS, IDS, NAMES, NEW_NAMES, MetricName, in_unit, names_of, new_name
+from hase.benchmark.metrics.source import PROFILED, MetricMean
 from hase.benchmark.metrics.sources import ReplaySource, open_source
 from hase.utils.errors import UserError
 
@@ -30,10 +29,10 @@ UTIL, CLOCK = "DCGM_FI_DEV_GPU_UTIL", "DCGM_FI_DEV_SM_CLOCK"
 
 
 def test_a_name_says_its_unit() -> None:
-    assert NAMES[UTIL] == Name(UTIL, "per cent")
-    assert NAMES["DCGM_FI_DEV_GPU_UTIL_RATIO"] == Name(UTIL, "ratio", 100.0)
-    assert NAMES["DCGM_FI_DEV_SM_CLOCK_HERTZ"] == Name(CLOCK, "Hz", 1e-6)
-    assert NAMES["DCGM_FI_PROF_SM_UTIL_RATIO"] == Name(SM, "ratio")
+    assert NAMES[UTIL] == MetricName(UTIL, "per cent")
+    assert NAMES["DCGM_FI_DEV_GPU_UTIL_RATIO"] == MetricName(UTIL, "ratio", 100.0)
+    assert NAMES["DCGM_FI_DEV_SM_CLOCK_HERTZ"] == MetricName(CLOCK, "Hz", 1e-6)
+    assert NAMES["DCGM_FI_PROF_SM_UTIL_RATIO"] == MetricName(SM, "ratio")
     assert in_unit("DCGM_FI_DEV_SM_CLOCK_HERTZ", 1.98e9) == pytest.approx(1980.0)
     assert in_unit("DCGM_FI_DEV_SM_CLOCK_HERTZ", 0x7FFFFFF0) == 0x7FFFFFF0  # a blank, not 2147 MHz
     assert names_of(SM) == [SM, "DCGM_FI_PROF_SM_UTIL_RATIO"]
@@ -233,12 +232,12 @@ def dcgm(monkeypatch: pytest.MonkeyPatch) -> FakeDcgm:
     made = FakeDcgm()
     for name, module in made.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(dcgm_metrics, "gpu_facts", lambda: {"uuid": "GPU-0"})
+    monkeypatch.setattr(gpu_sources, "gpu_facts", lambda: {"uuid": "GPU-0"})
     return made
 
 
 def test_dcgm_gives_the_mean_of_a_windows_readings(dcgm: FakeDcgm) -> None:
-    source = dcgm_metrics.DcgmSource([SM, UTIL])
+    source = gpu_sources.DcgmSource([SM, UTIL])
     assert dcgm.address is None  # within this process
     window = source.start()
     dcgm.read(SM, 0.2, 0.3, 0.4, since_s=window.reading)
@@ -246,27 +245,27 @@ def test_dcgm_gives_the_mean_of_a_windows_readings(dcgm: FakeDcgm) -> None:
     dcgm.read(SM, 0.9, since_s=window.reading + 3.0)  # and one from after it
     dcgm.read(UTIL, 50, 60, since_s=window.reading)
     time.sleep(0.3)
-    assert source.stop(window) == {SM: (pytest.approx(0.3), 3), UTIL: Mean(55.0, 2)}
+    assert source.stop(window) == {SM: (pytest.approx(0.3), 3), UTIL: MetricMean(55.0, 2)}
 
 
 def test_dcgm_at_an_address_and_without_profiled_fields(dcgm: FakeDcgm) -> None:
     dcgm.refused, dcgm.blank = {IDS[SM]}, {IDS[CLOCK]}
-    source = dcgm_metrics.DcgmSource(address="node7:5555")
+    source = gpu_sources.DcgmSource(address="node7:5555")
     assert (dcgm.address, source.name) == ("node7:5555", "DCGM at node7:5555")
     assert UTIL in source.fields  # the only field that shows the load
     assert not {SM, CLOCK} & set(source.fields)
     with pytest.raises(UserError, match=f"metric {SM}: DCGM can't read it here"):
-        dcgm_metrics.DcgmSource([SM])
+        gpu_sources.DcgmSource([SM])
 
 
 def test_utilisation_is_left_out_where_there_is_better(dcgm: FakeDcgm) -> None:
-    fields = dcgm_metrics.DcgmSource().fields
+    fields = gpu_sources.DcgmSource().fields
     assert {SM, ENGINE, CLOCK} < set(fields)
     assert UTIL not in fields
 
 
 def test_a_blank_of_dcgm_is_an_error(dcgm: FakeDcgm) -> None:
-    source = dcgm_metrics.DcgmSource([SM])
+    source = gpu_sources.DcgmSource([SM])
     window = source.start()
     dcgm.read(SM, 0.2, None, 0.4, since_s=window.reading)
     time.sleep(0.3)
@@ -276,7 +275,7 @@ def test_a_blank_of_dcgm_is_an_error(dcgm: FakeDcgm) -> None:
 
 @pytest.mark.slow
 def test_dcgm_stuck_at_zero_is_detected_by_utilisation_that_was_not_asked_for(dcgm: FakeDcgm) -> None:
-    source = dcgm_metrics.DcgmSource([SM])
+    source = gpu_sources.DcgmSource([SM])
     window = source.start()
     dcgm.read(SM, *[0.0] * 20, since_s=window.reading)
     dcgm.read(UTIL, *[99.0] * 20, since_s=window.reading)
@@ -286,21 +285,21 @@ def test_dcgm_stuck_at_zero_is_detected_by_utilisation_that_was_not_asked_for(dc
 
 
 def test_dcgm_that_is_not_here_or_goes_away(dcgm: FakeDcgm, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = dcgm_metrics.DcgmSource([SM])
+    source = gpu_sources.DcgmSource([SM])
     window = source.start()
     time.sleep(0.3)
     dcgm.down = True
     with pytest.raises(UserError, match="DCGM does not answer any more: Connection not valid"):
         source.stop(window)
-    with pytest.raises(dcgm_metrics.DcgmMissing, match="DCGM at node8 does not answer: Connection not valid; is nv-hostengine"):
-        dcgm_metrics.DcgmSource(address="node8")
-    monkeypatch.setattr(dcgm_metrics, "gpu_facts", lambda: {"uuid": "GPU-mine"})
+    with pytest.raises(gpu_sources.DcgmMissing, match="DCGM at node8 does not answer: Connection not valid; is nv-hostengine"):
+        gpu_sources.DcgmSource(address="node8")
+    monkeypatch.setattr(gpu_sources, "gpu_facts", lambda: {"uuid": "GPU-mine"})
     dcgm.down = False
-    with pytest.raises(dcgm_metrics.DcgmMissing, match="DCGM does not know this machine's GPU GPU-mine"):
-        dcgm_metrics.DcgmSource()
+    with pytest.raises(gpu_sources.DcgmMissing, match="DCGM does not know this machine's GPU GPU-mine"):
+        gpu_sources.DcgmSource()
     monkeypatch.setitem(sys.modules, "pydcgm", None)  # as where it is not installed
-    with pytest.raises(dcgm_metrics.DcgmMissing, match="source dcgm: no pydcgm in /usr/share/datacenter-gpu-manager-4"):
-        dcgm_metrics.DcgmSource()
+    with pytest.raises(gpu_sources.DcgmMissing, match="source dcgm: no pydcgm in /usr/share/datacenter-gpu-manager-4"):
+        gpu_sources.DcgmSource()
 
 
 # the choice
@@ -318,7 +317,7 @@ def test_auto_reports_its_choice_and_why(has_gpm: bool, installed: bool, chosen:
 
     def nvml(fields: Sequence[str] | None, counters: bool) -> Any:
         if counters and not has_gpm:
-            raise nvml_metrics.CountersMissing("no GPM")
+            raise gpu_sources.CountersMissing("no GPM")
         return SimpleNamespace(name="NVML with GPM" if counters else "NVML", fields=())
 
     monkeypatch.setattr(metrics, "NvmlSource", nvml)

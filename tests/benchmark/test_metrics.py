@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
-from hase.benchmark.metrics import nvml as nvml_metrics
+from hase.benchmark.metrics import gpu_sources
 from hase.benchmark.metrics.names import FIELDS, is_blank
-from hase.benchmark.metrics.source import MANY, History, Mean, check_together, checked, values
+from hase.benchmark.metrics.source import MANY, History, MetricMean, check_together, checked, values
 from hase.benchmark.metrics.sources import CpuSource, open_source
 from hase.utils.errors import UserError
 
@@ -144,16 +144,16 @@ class FakeNvml(SimpleNamespace):
 def fake(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> FakeNvml:
     made = FakeNvml(gpm=getattr(request, "param", True))
     monkeypatch.setitem(sys.modules, "pynvml", made)
-    monkeypatch.setattr(nvml_metrics, "pynvml", made)
-    monkeypatch.setattr(nvml_metrics, "gpu_facts", lambda: {"uuid": "GPU-0"})
+    monkeypatch.setattr(gpu_sources, "pynvml", made)
+    monkeypatch.setattr(gpu_sources, "gpu_facts", lambda: {"uuid": "GPU-0"})
     return made
 
 
 def test_gpm_gives_ratios_and_bytes(fake: FakeNvml) -> None:
-    preferred = nvml_metrics.NvmlSource().fields
+    preferred = gpu_sources.NvmlSource().fields
     assert {ENGINE, SM, POWER, "DCGM_FI_DEV_SM_CLOCK"} < set(preferred)
     assert not {"DCGM_FI_PROF_PIPE_FP16_ACTIVE", "DCGM_FI_DEV_GPU_UTIL"} & set(preferred)
-    source = nvml_metrics.NvmlSource([*preferred, "DCGM_FI_DEV_GPU_UTIL"])
+    source = gpu_sources.NvmlSource([*preferred, "DCGM_FI_DEV_GPU_UTIL"])
     fake.percent = {1: 62.5, 2: 50.0, 3: 25.0, 20: 3.0}
     began_s = time.monotonic()
     window = source.start()
@@ -170,7 +170,7 @@ def test_gpm_gives_ratios_and_bytes(fake: FakeNvml) -> None:
 @pytest.mark.parametrize("late", [True, False])
 def test_a_driver_that_fails_is_reported(fake: FakeNvml, monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
     """A GPU that is lost while a window is open, whether its sample or the means of two are asked for."""
-    source = nvml_metrics.NvmlSource([SM])
+    source = gpu_sources.NvmlSource([SM])
     opened = source.start()
     opened.reading.gpm.value()
 
@@ -184,7 +184,7 @@ def test_a_driver_that_fails_is_reported(fake: FakeNvml, monkeypatch: pytest.Mon
 
 def test_a_gpm_window_is_the_right_time_although_samples_lag(fake: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[float] = []
-    source = nvml_metrics.NvmlSource([SM])
+    source = gpu_sources.NvmlSource([SM])
     monkeypatch.setattr(fake, "nvmlGpmSampleAlloc",
                         lambda: taken.append(time.monotonic()) or 1)  # type: ignore[func-returns-value]
     opened = time.monotonic()
@@ -193,11 +193,11 @@ def test_a_gpm_window_is_the_right_time_although_samples_lag(fake: FakeNvml, mon
     time.sleep(0.3)
     closed = time.monotonic()
     source.stop(window)
-    assert min(taken[0] - opened, taken[1] - closed) >= nvml_metrics.GPM_LAG_SECONDS
+    assert min(taken[0] - opened, taken[1] - closed) >= gpu_sources.GPM_LAG_SECONDS
 
 
 def test_an_outlier_of_the_counters_is_an_error(fake: FakeNvml) -> None:
-    source = nvml_metrics.NvmlSource([SM])
+    source = gpu_sources.NvmlSource([SM])
     fake.percent = {2: 4294967295.0}
     with pytest.raises(UserError, match="the device reports"):
         source.window(0.11)
@@ -206,14 +206,14 @@ def test_an_outlier_of_the_counters_is_an_error(fake: FakeNvml) -> None:
 @pytest.mark.parametrize("fake", [False], indirect=True)
 def test_plain_nvml_has_no_profiling_metrics(fake: FakeNvml) -> None:
     with pytest.raises(UserError, match=f"metric {SM}: NVML can't read it here; it has DCGM_FI_DEV_GPU_UTIL"):
-        nvml_metrics.NvmlSource([SM], counters=False)
-    assert nvml_metrics.NvmlSource(counters=False).window(0.25)[UTIL] == Mean(40.0, 3)  # polled every 0.1 s
+        gpu_sources.NvmlSource([SM], counters=False)
+    assert gpu_sources.NvmlSource(counters=False).window(0.25)[UTIL] == MetricMean(40.0, 3)  # polled every 0.1 s
     with pytest.raises(UserError, match="source nvml-gpm: this GPU or its driver has no GPM"):
-        nvml_metrics.NvmlSource()
+        gpu_sources.NvmlSource()
 
 
 def test_plain_nvml_where_there_are_counters_too(fake: FakeNvml) -> None:
-    source = nvml_metrics.NvmlSource(counters=False)
+    source = gpu_sources.NvmlSource(counters=False)
     assert (source.name, UTIL in source.fields, SM in source.fields) == ("NVML", True, False)
 
 

@@ -23,13 +23,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_stand import INTERVAL_S, Exporter, free_port, recorded, start_exporter, wait_for
 
 from hase.benchmark import metrics_exporter
-from hase.benchmark.metrics.probe_metrics import ALL, LATENCY, MODE, PHASE, QUANTILE, RUNS, TAKEN, Probed, Sample, probed_of
+from hase.benchmark.metrics.names import ALL, LATENCY, MODE, PHASE, QUANTILE, RUNS, TAKEN, Probed, ProbeSample, probed_of
 from hase.benchmark.metrics.sources import CpuSource, ReplaySource
 from hase.benchmark.metrics_exporter import LAST_SAMPLE, PROCESSES, ProbeSampler, ProcessSampler, Sampler, device_labels
-from hase.benchmark.ort.sharing_probe import SharingProbe
+from hase.benchmark.ort.probes import SharingProbe
 from hase.utils.errors import UserError
 from hase.utils.paths import ROOT
-from hase.utils.scrape_server import STALE
+from hase.utils.web_server import STALE
 
 pytestmark = pytest.mark.slow
 
@@ -201,7 +201,7 @@ def test_sampling_goes_on_after_any_fault(fault: Exception, shown: str, log_line
     """A probe's, too; only a fault of the program itself is shown with its traceback."""
     probes = ProbeSampler("cpu", every_s=5.0)
     with monkeypatch.context() as patched:
-        patched.setattr("hase.benchmark.ort.sharing_probe.SharingProbe.read", Mock(side_effect=fault))
+        patched.setattr("hase.benchmark.ort.probes.SharingProbe.read", Mock(side_effect=fault))
         probes.read()
         assert (probes.latest, probes.error) == (None, shown)
     probes.read()
@@ -221,9 +221,9 @@ def test_labels_of_a_cpu() -> None:
 # the sharing probe ---------------------------------------------------------------------------------------------------------
 
 
-def probe_samples(by_name: Mapping[str, Any]) -> list[Sample]:
+def probe_samples(by_name: Mapping[str, Any]) -> list[ProbeSample]:
     """The probe's samples among these families."""
-    return [Sample(sample.name, sample.labels, sample.value) for name in (LATENCY, PHASE, TAKEN) if name in by_name
+    return [ProbeSample(sample.name, sample.labels, sample.value) for name in (LATENCY, PHASE, TAKEN) if name in by_name
             for sample in by_name[name].samples]
 
 
@@ -316,7 +316,7 @@ def test_a_failing_probe_leaves_the_metrics_alone(probed_exporter: tuple[ProbeSa
         return fail
 
     with monkeypatch.context() as patched:
-        patched.setattr("hase.benchmark.ort.sharing_probe.SharingProbe.__init__", fails("no memory left"))
+        patched.setattr("hase.benchmark.ort.probes.SharingProbe.__init__", fails("no memory left"))
         for _ in range(3):
             probes.read()
     assert (probes.latest, probes.error) == (None, "no memory left")
@@ -325,7 +325,7 @@ def test_a_failing_probe_leaves_the_metrics_alone(probed_exporter: tuple[ProbeSa
     assert probes.error == ""
     latest = probes.latest
     with monkeypatch.context() as patched:
-        patched.setattr("hase.benchmark.ort.sharing_probe.SharingProbe.read", fails("the device fails"))
+        patched.setattr("hase.benchmark.ort.probes.SharingProbe.read", fails("the device fails"))
         for _ in range(3):
             probes.read()
     assert (probes.latest, probes.error) == (latest, "the device fails")
@@ -340,8 +340,8 @@ def test_the_count_of_processes(tmp_path: Path, log_lines: list[str], monkeypatc
     exporter = Exporter(recorded(tmp_path / "gpu.jsonl", [READING] * 600), device_labels("cpu", None), counts=counts)
     url = f"http://{exporter.address}/metrics"
 
-    def served() -> list[Sample]:
-        return [Sample(*sample[:3]) for family in [families(answer(url, 200).text).get(PROCESSES)] if family
+    def served() -> list[ProbeSample]:
+        return [ProbeSample(*sample[:3]) for family in [families(answer(url, 200).text).get(PROCESSES)] if family
                 for sample in family.samples]
 
     count = Mock(return_value=3)
@@ -349,7 +349,7 @@ def test_the_count_of_processes(tmp_path: Path, log_lines: list[str], monkeypatc
     assert served() == []
     counts.read()
     count.assert_called_with(own=False)
-    assert served() == [Sample(PROCESSES, device_labels("cpu", None), 3.0)]
+    assert served() == [ProbeSample(PROCESSES, device_labels("cpu", None), 3.0)]
     probes.latest = Probed(Mock(), time.time())
     count.side_effect = UserError("the driver does not list this process")
     for _ in range(3):

@@ -13,19 +13,16 @@ import pandas as pd
 import pytest
 from conftest import build_workspace, small_model
 
-from hase.benchmark.collecting.collect import plan
 from hase.benchmark.collecting.config import CollectorConfig
-from hase.benchmark.collecting.work import LEAST_IN_BATCH, MOST_IN_BATCH, energy_batches, find_work
-from hase.benchmark.measuring.run_times import Effort
-from hase.benchmark.metrics import power, power_sensors
-from hase.benchmark.metrics.power_sensors import NoPowerSensor, PowerSample, PowerSensor
-from hase.benchmark.ort import energy
+from hase.benchmark.collecting.plans import LEAST_IN_BATCH, MOST_IN_BATCH, energy_batches, find_work, plan
+from hase.benchmark.metrics import power
+from hase.benchmark.metrics.power import NoPowerSensor, PowerSample, PowerSensor
+from hase.benchmark.ort import worker
 from hase.benchmark.ort.worker import answer
-from hase.records.blocks import Block
 from hase.records.dataset_files import DatasetHeader, header_path, model_table_path, read_header, read_table
 from hase.records.dataset_tables import energy_warnings
 from hase.records.dataset_writer import DatasetWriter, joined_header
-from hase.records.measurement import ENERGY, Measurement
+from hase.records.measurement import ENERGY, Block, Effort, Measurement
 from hase.runtimes import local_target
 from hase.runtimes.protocol import Request
 from hase.utils.fingerprint import machine
@@ -58,11 +55,11 @@ def sensor(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Standing, "busy", True)
         return really(*args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(energy, "open_power_sensor", lambda device: Standing())
-    monkeypatch.setattr(energy, "energy_of_runs", while_busy)
+    monkeypatch.setattr(worker, "open_power_sensor", lambda device: Standing())
+    monkeypatch.setattr(worker, "energy_of_runs", while_busy)
     monkeypatch.setattr(Standing, "busy", False)
     for name, value in (("REST_S", 0.1), ("CALM_S", 0.0)):
-        monkeypatch.setattr(energy, name, value)
+        monkeypatch.setattr(worker, name, value)
     monkeypatch.setattr(power, "SETTLE_S", 0.1)
 
 
@@ -97,7 +94,7 @@ def test_without_a_sensor_the_latency_is_still_measured(model: Path, monkeypatch
     def none(device: str) -> PowerSensor:
         raise NoPowerSensor("power: none here")
 
-    monkeypatch.setattr(energy, "open_power_sensor", none)
+    monkeypatch.setattr(worker, "open_power_sensor", none)
     by_label = measured(model, 0.4)
     assert (by_label["latency"].status, by_label[ENERGY].status, by_label[ENERGY].error) == ("ok", "failed", "power: none here")
     assert set(measured(model, 0.0)) == {"latency"}
@@ -183,7 +180,7 @@ def test_a_model_without_its_energy_is_measured_again(tmp_path: Path) -> None:
 
 def test_the_collector_says_why_it_measures_no_energy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
                                                        caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(power_sensors.RaplPower.__init__, "__defaults__", (tmp_path,))
+    monkeypatch.setattr(power.RaplPower.__init__, "__defaults__", (tmp_path,))
     config = CollectorConfig(energy_s=3.0)
     with caplog.at_level(logging.WARNING):
         assert config.with_energy_on("cpu") == CollectorConfig()

@@ -26,7 +26,7 @@ from prometheus_stand import (
     wait_for,
 )
 
-from hase.benchmark.metrics.probe_metrics import (
+from hase.benchmark.metrics.names import (
     ALL,
     AT,
     BUSY,
@@ -38,22 +38,22 @@ from hase.benchmark.metrics.probe_metrics import (
     TAKEN,
     WAITED,
     Probed,
-    Sample,
+    ProbeSample,
     Unreadable,
     probed_of,
     samples_of,
 )
 from hase.benchmark.metrics_exporter import ProbeSampler
-from hase.inference.core.answers import Prediction
-from hase.inference.core.predictor import predict
-from hase.inference.core.targets import fitted_for
 from hase.inference.evaluation.evaluate import EvaluationLoads
+from hase.inference.library.predictor import predict
 from hase.inference.live.load import InferenceConfig, LoadReading, current_load, fields_asked
 from hase.inference.live.prometheus import PrometheusConfig, PrometheusError
-from hase.inference.sharing.co_runner import probe_of
-from hase.inference.sharing.co_runner import probed as probed_work
-from hase.records.blocks import Block
-from hase.records.probe_reading import ProbeReading, summarised
+from hase.inference.prediction.answers import Prediction
+from hase.inference.prediction.targets import fitted_for
+from hase.inference.prediction.under_load import co_runner_from_probe as probed_work
+from hase.inference.prediction.under_load import co_runner_from_summary
+from hase.records.measurement import Block
+from hase.records.probe_reading import ProbeReading, summarise_probe
 from hase.utils import files
 from hase.utils.errors import UserError
 from hase.utils.paths import ROOT, Workspace
@@ -83,7 +83,7 @@ def readings() -> dict[float, ProbeReading]:
 
 def test_a_summary_is_what_its_samples_say(readings: dict[float, ProbeReading]) -> None:
     for level, reading in readings.items():
-        written = Probed(summarised(reading), 1.75e9)
+        written = Probed(summarise_probe(reading), 1.75e9)
         samples = list(samples_of(written))
         assert bool(written.summary.waited_ms) == (0.0 < level < 1.0)  # beside work that never pauses all wait alike
         assert len(samples) == len(AT) + len(written.summary.waited_ms) + 2 + 1
@@ -91,19 +91,19 @@ def test_a_summary_is_what_its_samples_say(readings: dict[float, ProbeReading]) 
         assert (read_back.taken_s, read_back.summary.sharing) == (1.75e9, "time_slices")
         for name in ("latencies_ms", "waited_ms", "busy_ms", "quiet_ms"):
             assert getattr(read_back.summary, name) == pytest.approx(getattr(written.summary, name))
-    assert samples[10] == Sample(LATENCY, {RUNS: ALL, QUANTILE: "0.5"}, written.summary.latencies_ms[10] / 1e3)
+    assert samples[10] == ProbeSample(LATENCY, {RUNS: ALL, QUANTILE: "0.5"}, written.summary.latencies_ms[10] / 1e3)
 
 
 def test_a_cpu_has_a_mode_too(readings: dict[float, ProbeReading]) -> None:
-    written = Probed(summarised(readings[0.5]).model_copy(update={"sharing": None}), 5.0)
+    written = Probed(summarise_probe(readings[0.5]).model_copy(update={"sharing": None}), 5.0)
     *_, taken = samples_of(written)
-    assert taken == Sample(TAKEN, {MODE: "cpu"}, 5.0)
+    assert taken == ProbeSample(TAKEN, {MODE: "cpu"}, 5.0)
     assert probed_of(samples_of(written)).summary.sharing is None
 
 
 def test_series_that_a_server_still_has_of_earlier_readings(readings: dict[float, ProbeReading]) -> None:
-    earlier = Probed(summarised(readings[0.5]).model_copy(update={"sharing": "mps"}), 1000.0)
-    now = Probed(summarised(readings[0.0]), 1015.0)
+    earlier = Probed(summarise_probe(readings[0.5]).model_copy(update={"sharing": "mps"}), 1000.0)
+    now = Probed(summarise_probe(readings[0.0]), 1015.0)
     of_now = list(samples_of(now))
     series = {(sample.name, *sample.labels.values()) for sample in of_now}
     stale = [sample for sample in samples_of(earlier) if (sample.name, *sample.labels.values()) not in series]
@@ -111,7 +111,7 @@ def test_series_that_a_server_still_has_of_earlier_readings(readings: dict[float
     assert probed_of([*stale, *of_now]) == probed_of(of_now)
 
 
-def with_value(value: float, name: str, *labels: str) -> Callable[[list[Sample]], list[Sample]]:
+def with_value(value: float, name: str, *labels: str) -> Callable[[list[ProbeSample]], list[ProbeSample]]:
     """Changes the value of one of the samples."""
     return lambda samples: [
         sample._replace(value=value) if (sample.name, *sample.labels.values()) == (name, *labels) else sample
@@ -129,13 +129,13 @@ def with_value(value: float, name: str, *labels: str) -> Callable[[list[Sample]]
     (lambda samples: [sample for sample in samples if sample.labels.get(RUNS) != WAITED], "21 of its samples are missing"),
     (lambda samples: [sample for sample in samples if sample.name != PHASE], 'hase_probe_phase_seconds{phase="busy"}'),
     (lambda samples: samples[:-1], "hase_probe_timestamp_seconds is missing"),
-    (lambda samples: [*samples[:-1], Sample(TAKEN, {MODE: "exclusive"}, 1.0)], "sharing: Input should be"),
-    (lambda samples: [*samples[:-1], Sample(TAKEN, {}, 1.0)], "sharing: Input should be"),
+    (lambda samples: [*samples[:-1], ProbeSample(TAKEN, {MODE: "exclusive"}, 1.0)], "sharing: Input should be"),
+    (lambda samples: [*samples[:-1], ProbeSample(TAKEN, {}, 1.0)], "sharing: Input should be"),
 ])
-def test_samples_that_are_no_reading(readings: dict[float, ProbeReading], change: Callable[[list[Sample]], list[Sample]],
-                                     message: str) -> None:
+def test_samples_that_are_no_reading(
+        readings: dict[float, ProbeReading], change: Callable[[list[ProbeSample]], list[ProbeSample]], message: str) -> None:
     with pytest.raises(Unreadable) as raised:
-        probed_of(change(list(samples_of(Probed(summarised(readings[0.5]), 1.75e9)))))
+        probed_of(change(list(samples_of(Probed(summarise_probe(readings[0.5]), 1.75e9)))))
     assert message.replace("\\", "") in raised.value.fact
 
 
@@ -152,17 +152,17 @@ def port(readings: dict[float, ProbeReading], tmp_path_factory: pytest.TempPathF
         return Exporter(recorded(folder / f"{name}.jsonl", [METRICS] * READINGS), device_labels(f"GPU-{name}"),
                         probes=probes)
 
-    def page(name: str, change: Callable[[list[Sample]], list[Sample]]) -> Page:
-        samples = change(list(samples_of(Probed(summarised(readings[0.5]), time.time()))))
+    def page(name: str, change: Callable[[list[ProbeSample]], list[ProbeSample]]) -> Page:
+        samples = change(list(samples_of(Probed(summarise_probe(readings[0.5]), time.time()))))
         labels = device_labels(f"GPU-{name}")
         return Page(labels, dict(METRICS),
                     more=[(labels | dict(sample.labels), {sample.name: sample.value}) for sample in samples])
 
-    summaries = {f"level_{level:g}": summarised(reading) for level, reading in readings.items()}
-    now, of_mps = time.time(), summarised(readings[0.5]).model_copy(update={"sharing": "mps"})
+    summaries = {f"level_{level:g}": summarise_probe(reading) for level, reading in readings.items()}
+    now, of_mps = time.time(), summarise_probe(readings[0.5]).model_copy(update={"sharing": "mps"})
     exporters = {name: exporter(name, Probed(summary, now)) for name, summary in summaries.items()} | {
         "mps": exporter("mps", Probed(of_mps, now)), "unprobed": exporter("unprobed", None),
-        "old": exporter("old", Probed(summarised(readings[0.5]), now - 2 * MAX_AGE_S))}
+        "old": exporter("old", Probed(summarise_probe(readings[0.5]), now - 2 * MAX_AGE_S))}
     made_up = MadeUpExporter({
         "nan": page("nan", with_value(math.nan, LATENCY, ALL, "0.5")), "part": page("part", lambda samples: samples[5:])})
     targets = {name: (served.address, "metrics") for name, served in exporters.items()}
@@ -193,7 +193,7 @@ def load_of(settings: InferenceConfig, workspace: Workspace) -> LoadReading:
 
 
 def predicted(load: LoadReading, model: Path, workspace: Workspace) -> Prediction:
-    co_runner = probe_of(fitted_for(workspace, TARGET), load)
+    co_runner = co_runner_from_summary(fitted_for(workspace, TARGET), load.probe)
     return predict(model, target=TARGET, workspace=workspace, load=load.metrics, notices=load.notices, co_runner=co_runner)
 
 

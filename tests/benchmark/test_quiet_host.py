@@ -11,9 +11,9 @@ import pytest
 
 from hase.benchmark.measuring import quiet_host
 from hase.benchmark.measuring.quiet_host import HostProbe, StallWatch, quiet_samples_ms
-from hase.benchmark.measuring.run_times import Effort
 from hase.benchmark.ort.probes import host_probe
-from hase.records.measurement import DISTURBANCE_ADMITTED
+from hase.records.measurement import DISTURBANCE_ADMITTED, Effort
+from hase.utils import timing
 
 pytestmark = pytest.mark.measuring
 
@@ -30,6 +30,8 @@ class Host:
 
     def monotonic(self) -> float:
         return self.now_s
+
+    perf_counter = monotonic
 
     def _after(self, undisturbed_s: float) -> float:
         time_s = undisturbed_s * (SLOWER if self.now_s % self.period_s / self.period_s < self.disturbed_share else 1.0)
@@ -51,7 +53,8 @@ def start_host(monkeypatch: pytest.MonkeyPatch) -> StartHost:
     """`start_host(period_s=…, disturbed_share=…)` is a host whose clock the measuring loop reads."""
     def start(period_s: float, disturbed_share: float) -> Host:
         host = Host(period_s, disturbed_share)
-        monkeypatch.setattr(quiet_host, "time", host)
+        for module in (quiet_host, timing):
+            monkeypatch.setattr(module, "time", host)
         return host
 
     return start

@@ -18,23 +18,22 @@ import yaml
 from command import run_script
 from conftest import build_workspace, small_model
 from optional_packages import needs, without
+from ray_nodes import ACTOR, NodesHere, nodes_here
 
 from hase.benchmark.collecting.collect import collect
 from hase.benchmark.collecting.config import CollectorConfig
-from hase.benchmark.collecting.devices import Device, check_alike
+from hase.benchmark.collecting.devices import FoundDevice, check_alike
+from hase.benchmark.collecting.plans import KernelItem, find_work, may_share_host
 from hase.benchmark.collecting.ray_actors import ray_devices
-from hase.benchmark.collecting.units import may_share_host
-from hase.benchmark.collecting.work import KernelItem, find_work
-from hase.recipes.cluster.nodes_here import ACTOR, NodesHere, nodes_here
 from hase.records.dataset_files import journal_path, kernel_table_path, model_table_path, read_header, read_journal, read_table
 from hase.runtimes import local_target
 from hase.utils import files
 from hase.utils.errors import UserError
+from hase.utils.files import PREFIX
 from hase.utils.fingerprint import Target, machine
 from hase.utils.paths import ROOT, Workspace
-from hase.utils.temporary import PREFIX
 
-pytestmark = [pytest.mark.measuring, pytest.mark.slow("minutes"),
+pytestmark = [pytest.mark.measuring, pytest.mark.slow, pytest.mark.nightly,
               pytest.mark.skipif(not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="two cores")]
 
 CONFIG = {"device": "cpu", "levels": [0.0], "window_s": 0.2, "attempts": 1, "patience_s": 0, "canary_drift": 100.0,
@@ -174,14 +173,14 @@ def test_what_is_not_measured_on_ray_is_refused_before_it_starts(tmp_path: Path,
 
 
 def test_devices_of_two_targets_or_with_different_metrics_are_refused() -> None:
-    here = Device("here", local_target("cpu"), machine("cpu"), ("a", "b"), False)
+    here = FoundDevice("here", local_target("cpu"), machine("cpu"), ("a", "b"), False)
     check_alike([here, here])
     elsewhere = Target(device_name="other", flavour=here.target.flavour, threads=4)
-    other = Device("there", elsewhere, here.machine, here.metrics, False)
+    other = FoundDevice("there", elsewhere, here.machine, here.metrics, False)
     with pytest.raises(UserError, match=r"the devices are of 2 targets, .* \(here\); other-4t-.* \(there\)"):
         check_alike([here, other])
     with pytest.raises(UserError, match=r"different metrics: a, b \(here\); a \(there\)"):
-        check_alike([here, Device("there", here.target, here.machine, ("a",), False)])
+        check_alike([here, FoundDevice("there", here.target, here.machine, ("a",), False)])
 
 
 def test_only_the_gpus_own_times_of_kernels_may_share_a_host(filled: Workspace) -> None:

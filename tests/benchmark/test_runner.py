@@ -16,13 +16,13 @@ from conftest import build_workspace, small_model
 from onnx import numpy_helper
 
 from hase.benchmark import ort_kernel_runner
-from hase.benchmark.measuring.run_times import Effort
 from hase.benchmark.ort.profile import kernel_times_ms, node_spans_ms, read_profile
 from hase.benchmark.ort.runner import open_runner
 from hase.benchmark.ort.worker import WORK, answer
 from hase.benchmark.ort_kernel_runner import measure
-from hase.kernel_model.building.kernel_models import built_kernel
+from hase.ort_analysis.graph.source import built_kernel
 from hase.records.kernel_record_files import read_model_record, record_path
+from hase.records.measurement import Effort
 from hase.runtimes.protocol import Reply, Request
 from hase.utils import files, logger, timing
 from hase.utils.errors import UserError
@@ -294,7 +294,7 @@ def test_a_model_that_differs_from_its_record(built: tuple[Workspace, Flavour], 
     files.write_json(shorter, record.model_copy(update={"nodes": record.nodes[1:]}))
     reply = answer(Request(do="model", device="cpu", effort=FEW, paths=(str(model),), record=str(shorter),
                            labels=("kernel_time",)))
-    assert "ORT's graph is not the one in its record; make the record anew" in reply.error
+    assert "ORT's graph is not the one in its record; make the record again" in reply.error
 
 
 def test_a_damaged_kernel_is_an_error_that_names_it(tmp_path: Path) -> None:

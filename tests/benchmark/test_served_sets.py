@@ -19,10 +19,18 @@ import yaml
 from command import printed, run_script
 from conftest import small_model
 
-from hase.benchmark.serving.config import ServedSetsConfig, arrivals_s
-from hase.benchmark.serving.measure import asked_for
-from hase.benchmark.serving.results import Requests, read_requests, read_results, samples_path
-from hase.benchmark.serving.server import MODULE, ModelServer, Opening, PaceRead, Reply, Serving, open_model, serve
+from hase.benchmark.served_sets import asked_for
+from hase.benchmark.serving.server import MODULE, ModelServer, Opening, Serving, open_model, serve
+from hase.benchmark.serving.sets import (
+    ModelRequests,
+    PaceRead,
+    ServedRuns,
+    ServedSetsConfig,
+    arrivals_s,
+    read_requests,
+    read_results,
+    samples_path,
+)
 from hase.runtimes import local_target
 from hase.utils import files
 from hase.utils.config import read_config, validate
@@ -91,13 +99,13 @@ def test_a_free_server_takes_all_that_wait_in_order() -> None:
     assert reply.starts_s[0] == pytest.approx(0.0, abs=5e-3)
     assert reply.starts_s[1] >= reply.ends_s[0]
     assert reply.starts_s[2] >= reply.ends_s[1]
-    assert len(set(Requests.of(np.array(serving.arrivals_s), reply).ends_s)) == 3
+    assert len(set(ModelRequests.of(np.array(serving.arrivals_s), reply).ends_s)) == 3
 
 
 def test_what_waits_at_the_end_is_unserved() -> None:
     arrivals = np.linspace(0.0, 0.3, 301)[:-1]
     reply = serve(sleeps(50), 2, Serving(arrivals_s=tuple(arrivals), begin_s=time.monotonic(), seconds=0.3))
-    requests = Requests.of(arrivals, reply)
+    requests = ModelRequests.of(arrivals, reply)
     result = requests.result(60.0, 0.3)
     assert max(reply.starts_s) < 0.3
     assert (result.requests, result.served) == (300, sum(reply.counts))
@@ -109,8 +117,8 @@ def test_what_waits_at_the_end_is_unserved() -> None:
 def test_statistics() -> None:
     """Made-up runs: the first began in the warm-up, the last one ends after the counted second."""
     arrivals = np.array([-0.2, -0.01, 0.1, 0.2, 0.25, 0.9, 0.99])
-    reply = Reply(starts_s=(-0.2, 0.0, 0.3, 0.95), ends_s=(0.0, 0.3, 0.5, 1.05), counts=(1, 1, 3, 1))
-    requests = Requests.of(arrivals, reply)
+    reply = ServedRuns(starts_s=(-0.2, 0.0, 0.3, 0.95), ends_s=(0.0, 0.3, 0.5, 1.05), counts=(1, 1, 3, 1))
+    requests = ModelRequests.of(arrivals, reply)
     result = requests.result(slo_ms=310.0, seconds=1.0)
     assert (result.requests, result.served, result.unserved) == (5, 4, 1)
     assert result.latency is not None
@@ -126,7 +134,7 @@ def test_statistics() -> None:
 def test_runs_begun_at_once() -> None:
     """The second run waited 2 ms for nothing while three requests did, and took two of them; now it takes one, and begins when
     the first one ends. A process that slept begins as late as it did. The last request is beyond the recorded runs."""
-    requests = Requests(arrivals_s=(0.0, 0.003, 0.0055, 0.02, 0.03), starts_s=(0.001, 0.007, 0.007, 0.02, 0.031),
+    requests = ModelRequests(arrivals_s=(0.0, 0.003, 0.0055, 0.02, 0.03), starts_s=(0.001, 0.007, 0.007, 0.02, 0.031),
                         ends_s=(0.005, 0.01, 0.01, 0.022, 0.032), counts=(1, 2, 1, 1))
     at_once = requests.begun_at_once(batch=2)
     assert at_once.counts == (1, 1, 1, 1)
@@ -142,13 +150,13 @@ def test_what_the_servers_process_read() -> None:
     """Made-up readings of the host's probe, before and after."""
     before, after = (PaceRead(probe_us=probe_us, dispatched_s=0.2, stalls_ms=stalls_ms) for probe_us, stalls_ms in (
         (300.0, ()), (450.0, (5.0, 8.0))))
-    result = Requests.of(np.zeros(0), Reply(pace=after), Reply(alone_ms=2.5, pace=before)).result(1.0, 1.0)
+    result = ModelRequests.of(np.zeros(0), ServedRuns(pace=after), ServedRuns(alone_ms=2.5, pace=before)).result(1.0, 1.0)
     assert (result.alone_ms, result.probe_us, result.stalls_ms) == (2.5, (300.0, 450.0), (5.0, 8.0))
     assert result.dispatched_s == pytest.approx(0.4)
 
 
 def test_nothing_that_arrived() -> None:
-    result = Requests.of(np.zeros(0), Reply()).result(1.0, 1.0)
+    result = ModelRequests.of(np.zeros(0), ServedRuns()).result(1.0, 1.0)
     assert (result.requests, result.latency, result.runs, result.busy) == (0, None, None, 0.0)
 
 
@@ -266,7 +274,7 @@ def test_a_process_has_its_models_share_in_its_environment(workspace: Workspace)
     config = config_of([ONE])
     environment, = SetSharing.parse("mps:25").environments(1)
     with ModelServer(workspace.models / "one.onnx", config.sets[0][0], 60.0, environment) as server:
-        assert server.open("cpu", {}) == Reply()
+        assert server.open("cpu", {}) == ServedRuns()
         warm = server.warm_up()
         assert (warm.error, warm.pace, warm.counts) == ("", None, ())  # a CPU is its own host
         assert warm.alone_ms > 0.0

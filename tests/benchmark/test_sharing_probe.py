@@ -13,10 +13,10 @@ from pydantic import ValidationError
 
 from hase.benchmark import sharing_probe
 from hase.benchmark.load.stress import stress
-from hase.benchmark.ort.sharing_probe import LEAST_RUNS, LONG_PRODUCTS, LONG_SIDE, SharingProbe, _kept, probe
+from hase.benchmark.ort.probes import LEAST_RUNS, LONG_PRODUCTS, LONG_SIDE, SharingProbe, _kept, probe
 from hase.benchmark.sharing_probe import rows
 from hase.kernel_model.building.dummy_data import random_floats
-from hase.records.backgrounds import COMPUTE
+from hase.records.measurement import COMPUTE
 from hase.records.probe_reading import ProbedRuns, ProbeReading, read_reading
 from hase.utils import files
 from hase.utils.errors import UserError

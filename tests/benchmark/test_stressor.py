@@ -21,10 +21,10 @@ from pydantic import ValidationError
 from threadpoolctl import threadpool_limits
 
 from hase.benchmark.load import burners
-from hase.benchmark.load.burners import AHEAD_S, Work, as_work, bursts, cpu_step
+from hase.benchmark.load.burners import AHEAD_S, BurstWork, as_work, bursts, cpu_step
 from hase.benchmark.load.stress import Stress, _end, _wait_until_ready, options, stress
 from hase.benchmark.stressor import EXAMPLES
-from hase.records.backgrounds import COMPUTE, KINDS, QUEUES, Background, Queue
+from hase.records.measurement import BACKGROUND_KINDS, BACKGROUND_QUEUES, COMPUTE, Background, BackgroundQueue
 from hase.utils import files
 from hase.utils.errors import UserError
 from hase.utils.model_files import DEFAULT_DIMS_KEY
@@ -59,7 +59,7 @@ def model_background(folder: Path, **changes: Any) -> Background:
     return Background.model_validate({"name": "net", "kind": "model", "model": folder / "net.onnx"} | changes)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BACKGROUND_KINDS)
 def test_a_step_is_short(kind: str, tmp_path: Path) -> None:
     step = cpu_step(model_background(tmp_path) if kind == "model" else Background.model_validate({"name": "a", "kind": kind}))
     times_s = []
@@ -331,7 +331,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     return fake
 
 
-def burn(gpu: FakeGpu, queue: Queue, intensity: float, periods: int = 50) -> tuple[float, float]:
+def burn(gpu: FakeGpu, queue: BackgroundQueue, intensity: float, periods: int = 50) -> tuple[float, float]:
     """Runs periods of 20 ms; the share of the time that the fake GPU was busy, and the share that the burner reports."""
     work = as_work(Background(name="a", queue=queue), gpu.launch, gpu.mark, gpu.wait)
     turns = bursts(work, intensity, 0.02)
@@ -345,7 +345,7 @@ def burn(gpu: FakeGpu, queue: Queue, intensity: float, periods: int = 50) -> tup
 @pytest.mark.parametrize("intensity", [0.1, 0.4, 0.8])
 def test_bursts_take_their_share_of_each_period(gpu: FakeGpu, intensity: float) -> None:
     """On the same clock, for work that a CPU does."""
-    turns = bursts(Work(lambda: gpu.wait_until(gpu.now_s + 2e-5)), intensity, 0.02)
+    turns = bursts(BurstWork(lambda: gpu.wait_until(gpu.now_s + 2e-5)), intensity, 0.02)
     next(turns)
     began_s = gpu.now_s
     assert [next(turns) for _ in range(20)] == pytest.approx([intensity * 0.02] * 20, abs=5e-5)
@@ -373,9 +373,9 @@ def test_synchronised_bursts_are_waited_for(gpu: FakeGpu) -> None:
     assert len(gpu.gaps_s) > 1000  # the GPU waits for the host after each
 
 
-@pytest.mark.parametrize("queue", QUEUES)
+@pytest.mark.parametrize("queue", BACKGROUND_QUEUES)
 @pytest.mark.parametrize("intensity", [0.3, 0.6, 0.9])
-def test_part_time_keeps_to_its_share(gpu: FakeGpu, queue: Queue, intensity: float) -> None:
+def test_part_time_keeps_to_its_share(gpu: FakeGpu, queue: BackgroundQueue, intensity: float) -> None:
     """Nothing waits for the pause of the last period. Of 50 periods that is 2 % at most."""
     busy, reported = burn(gpu, queue, intensity)
     assert busy == pytest.approx(intensity, abs=0.04)

@@ -11,7 +11,6 @@ from trained_workspace import conv_net
 
 from hase.benchmark.collecting.collect import collect
 from hase.benchmark.collecting.config import CollectorConfig
-from hase.benchmark.measuring.run_times import Effort
 from hase.benchmark.ort.profile import (
     LEAST_SHARE,
     MOST_ADDED_MS,
@@ -23,7 +22,7 @@ from hase.benchmark.ort.profile import (
 )
 from hase.inference import measure_missing
 from hase.records.dataset_files import read_header, read_journal
-from hase.records.measurement import DEFAULT_LABELS, IN_MODEL_LABELS
+from hase.records.measurement import DEFAULT_LABELS, IN_MODEL_LABELS, Effort
 from hase.utils.errors import UserError
 from hase.utils.paths import Workspace
 from tests.inference.test_missing_kernels import TARGET

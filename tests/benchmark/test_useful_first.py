@@ -11,30 +11,25 @@ import numpy as np
 import pytest
 from conftest import build_workspace, small_model
 
-from hase.benchmark.collecting.collect import collect, plan_by_usefulness
+from hase.benchmark.collecting.collect import collect
 from hase.benchmark.collecting.config import CollectorConfig
-from hase.benchmark.collecting.work import Item, find_work
-from hase.benchmark.load.loads import measure_loads
+from hase.benchmark.collecting.plans import Item, find_work, plan_by_usefulness
 from hase.benchmark.load.stress import Stress
-from hase.benchmark.measuring.bench import Bench
-from hase.benchmark.measuring.pending import Planned
-from hase.kernel_model.building.kernel_models import kernel_build
-from hase.kernel_model.sampling.draws import draw_kernel
-from hase.kernel_model.sampling.kernel_errors import KernelError
-from hase.kernel_model.sampling.seeds import SEED_FILE
-from hase.records.blocks import Block, Journal
+from hase.benchmark.measuring.blocks import Bench, PlannedBlock
+from hase.benchmark.measuring.driver import measure_loads
+from hase.kernel_model.building.kernel_models import write_kernel
+from hase.kernel_model.sampling.draws import SEED_FILE, draw_kernel
+from hase.kernel_model.sampling.usefulness import KernelError
 from hase.records.dataset_files import read_journal
 from hase.records.kernel_record import Kernel
 from hase.records.kernel_record_files import index_path, read_index
-from hase.records.measurement import Measurement, now
+from hase.records.measurement import Block, Journal, Measurement, now
 from hase.runtimes import local_target
 from hase.training.kernels.training_set import read_training_set
 from hase.utils import files
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import machine
 from hase.utils.paths import Workspace
-
-pytestmark = pytest.mark.measuring
 
 TARGET = local_target("cpu")
 CONFIG = CollectorConfig.model_validate({
@@ -70,12 +65,12 @@ def sampled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workspace, list[K
     flavour = build_workspace(workspace, {"a_net": small_model(), "b_net": small_model(channels=16)})
     drawn = convolutions(read_index(index_path(workspace, flavour)).all_kernels(), 6)
     for kernel in drawn:
-        kernel_build(kernel, workspace.kernel_onnx / flavour.name)
+        write_kernel(kernel, workspace.kernel_onnx / flavour.name)
     files.write_json(workspace.kernel_onnx / flavour.name / SEED_FILE, {kernel.id: ["a"] for kernel in drawn})
     return workspace, drawn
 
 
-def ids(planned: Sequence[Planned[Item]]) -> list[str]:
+def ids(planned: Sequence[PlannedBlock[Item]]) -> list[str]:
     return [item.id for block in planned for item in block.units]
 
 
@@ -105,13 +100,13 @@ def test_errors_of_the_last_training_change_the_order(sampled: tuple[Workspace, 
 
 def test_no_block_begins_when_the_time_is_over() -> None:
     bench = Bench("cpu", "here", lambda loaded: [1.0])
-    todo = [Planned(f"block {place}", [Named(f"k{place}")]) for place in range(3)]
+    todo = [PlannedBlock(f"block {place}", [Named(f"k{place}")]) for place in range(3)]
 
     @contextmanager
     def start(level: float, background: object) -> Iterator[Stress]:
         yield Stress(0.0)
 
-    def blocks_of(load: tuple[float, str], blocks: Sequence[Block]) -> Sequence[Planned[Named]]:
+    def blocks_of(load: tuple[float, str], blocks: Sequence[Block]) -> Sequence[PlannedBlock[Named]]:
         return todo
 
     def time_units(units: Sequence[Named], level: float) -> list[Measurement]:

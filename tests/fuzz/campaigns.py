@@ -9,7 +9,7 @@ A case must give an answer, or one error for the user. Everything else is a faul
 - kills: 40 commands killed or stopped at a random moment, and run again;
 - cluster: 25 collections on two Ray nodes, of which something is killed at a random moment, and run again;
 - long: 10,000 predictions in one process;
-- rewriting: 50 processes that predict while the predictors are trained anew again and again.
+- rewriting: 50 processes that predict while the predictors are trained again and again.
 
 Prints a line for each part, and the faults on stderr. What they need is made in --out; damaged models that gave a fault stay
 there. docs/robustness.md has the counts.

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from ray_nodes import ACTOR, WORKER, NodesHere, nodes_here
 
 from fuzz.kills import (
     Commands,
@@ -31,9 +32,8 @@ from fuzz.kills import (
     started,
 )
 from fuzz.reporting import HANG_S, Outcome, titled
-from hase.recipes.cluster.nodes_here import ACTOR, WORKER, NodesHere, nodes_here
+from hase.utils.files import PREFIX, UNLOCKED_PREFIX
 from hase.utils.ray_cluster import check_packages
-from hase.utils.temporary import PREFIX, UNLOCKED_PREFIX
 
 CASES = 25
 VICTIMS = ("driver", "driver (Ctrl-C)", "actor", "worker", "node")
@@ -99,7 +99,7 @@ class Counts:
 
 def interruption(what: str, prepared: Path, wanted: Counter[tuple[str, ...]], lasts_s: float, rng: random.Random,
                  cluster: NodesHere, counts: Counts) -> Outcome:
-    """What comes of a collection that is disturbed once and then run again."""
+    """The outcomes of a collection that is disturbed once and then run again."""
     with tempfile.TemporaryDirectory(dir=prepared.parent) as folder:
         root, temporary = Path(folder) / prepared.name, Path(folder) / "temporary"
         temporary.mkdir()
@@ -132,7 +132,7 @@ def interruption(what: str, prepared: Path, wanted: Counter[tuple[str, ...]], la
 
 
 def outcomes(count: int, seed: int, folder: Path) -> Iterator[tuple[str, Outcome]]:
-    """What comes of `count` kills, of each victim about as many."""
+    """The outcomes of `count` kills, of each victim about as many."""
     check_packages()
     hear_interrupts()
     shutil.rmtree(folder / "collector", ignore_errors=True)
@@ -145,11 +145,11 @@ def outcomes(count: int, seed: int, folder: Path) -> Iterator[tuple[str, Outcome
         if wrong := resumed(on_cluster(whole, cluster.address), temporary):
             raise RuntimeError(wrong)
         lasts_s, wanted = time.monotonic() - began_s, measured(whole)
-        for place, what in enumerate(VICTIMS):
+        for index, what in enumerate(VICTIMS):
             counts = Counts()
             yield from titled(f"{what} killed", (
                 interruption(what, prepared, wanted, lasts_s, random.Random(f"{seed} {what} {number}"), cluster, counts)
-                for number in range(len(range(place, count, len(VICTIMS))))))
+                for number in range(len(range(index, count, len(VICTIMS))))))
         if resumed(on_cluster(whole, cluster.address), temporary) or (left := _left(temporary)):
             yield "files left", Outcome("another answer", "temporary files", f"files are left: {left}")
 

@@ -296,19 +296,19 @@ def odd_metadata(model: onnx.ModelProto, rng: random.Random) -> None:
 
 def odd_kind(model: onnx.ModelProto, rng: random.Random) -> None:
     """An input, an output or an attribute that is no tensor, or of a type that nobody knows."""
-    place = rng.choice([*model.graph.input, *model.graph.output])
+    value_info = rng.choice([*model.graph.input, *model.graph.output])
     odd = rng.choice(["none", "sequence", "map", "sparse", "rank", "attribute"])
     if odd == "none":
-        place.ClearField("type")
+        value_info.ClearField("type")
     elif odd == "sequence":
-        place.type.sequence_type.elem_type.tensor_type.elem_type = rng.choice([1, 99])
+        value_info.type.sequence_type.elem_type.tensor_type.elem_type = rng.choice([1, 99])
     elif odd == "map":
-        place.type.map_type.key_type = rng.choice([7, 99])
-        place.type.map_type.value_type.tensor_type.elem_type = 1
+        value_info.type.map_type.key_type = rng.choice([7, 99])
+        value_info.type.map_type.value_type.tensor_type.elem_type = 1
     elif odd == "sparse":
-        place.type.sparse_tensor_type.elem_type = rng.choice([1, 99])
+        value_info.type.sparse_tensor_type.elem_type = rng.choice([1, 99])
     elif odd == "rank":
-        place.type.tensor_type.ClearField("shape")
+        value_info.type.tensor_type.ClearField("shape")
     else:
         node = rng.choice(model.graph.node)
         tensor = rng.choice([onnx.TensorProto(data_type=99, dims=[2]), onnx.TensorProto(data_type=1, dims=[2**40]),
@@ -324,9 +324,9 @@ def odd_name(model: onnx.ModelProto, rng: random.Random) -> None:
     if what == "tensor":
         before, node.output[0] = node.output[0], name
         for reader in model.graph.node:
-            for place, read in enumerate(reader.input):
+            for index, read in enumerate(reader.input):
                 if read == before:
-                    reader.input[place] = name
+                    reader.input[index] = name
     elif what == "node":
         node.name = name
     elif what == "graph":

@@ -20,7 +20,7 @@ from fuzz.damaged_models import flipped, torn
 from fuzz.reading import Reader
 from fuzz.reporting import Outcome, titled
 from fuzz.small_workspace import trained_workspace
-from hase.learned.kernels.sidecar import sidecar_path
+from hase.learned import target_files
 from hase.records.dataset_files import digests_path
 from hase.records.kernel_record_files import update_index
 from hase.runtimes import flavour_of, local_target
@@ -164,8 +164,8 @@ def with_right_digest(document: Any) -> str:
 def in_sidecar(path: Path, changed: bytes) -> dict[Path, bytes]:
     """The sidecar beside a file, with the SHA-256 that the file has once it is changed."""
     old, new = (hashlib.sha256(data).hexdigest() for data in (path.read_bytes(), changed))
-    document = json.loads(sidecar_path(path.parent).read_text().replace(old, new))
-    return {sidecar_path(path.parent): json.dumps(files.with_digest(document)).encode()}
+    document = json.loads(target_files.PREDICTORS.path(path.parent).read_text().replace(old, new))
+    return {target_files.PREDICTORS.path(path.parent): json.dumps(files.with_digest(document)).encode()}
 
 
 def questions(path: Path, root: Path, target: str) -> list[str]:
@@ -193,7 +193,7 @@ def questions(path: Path, root: Path, target: str) -> list[str]:
 
 
 def damaged(root: Path, target: str, paths: Sequence[Path], count: int, seed: int) -> Iterator[Outcome]:
-    """What comes of `count` damages of each file of a workspace, which is put back each time.
+    """The outcomes of `count` damages of each file of a workspace, which is put back each time.
 
     Every third damage is one that no digest shows: an answer may then be another one, but no nonsense.
     """
@@ -234,7 +234,7 @@ def files_of(workspace: Path, target: str) -> list[Path]:
 
 
 def outcomes(count: int, seed: int, folder: Path) -> Iterator[tuple[str, Outcome]]:
-    """What comes of `count` damages of each file of a small workspace, which is made in `folder`."""
+    """The outcomes of `count` damages of each file of a small workspace, which is made in `folder`."""
     target = local_target("cpu").name
     root = trained_workspace(folder / "workspace").root
     yield from titled("damaged files", damaged(root, target, files_of(root, target), count, seed))

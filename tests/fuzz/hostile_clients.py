@@ -148,7 +148,7 @@ class Exporter:
         return Outcome("hang", case, why, seconds=HANG_S)
 
     def stopped(self) -> Outcome:
-        """What comes of Ctrl-C in the end."""
+        """The outcomes of Ctrl-C in the end."""
         began_s = time.monotonic()
         self.process.send_signal(signal.SIGINT)
         try:

@@ -115,7 +115,7 @@ def document(result_type: str, series: Any, **more: Any) -> dict[str, Any]:
     return {"status": "success", "data": {"resultType": result_type, "result": series}} | more
 
 
-def of_series(series: Any, **more: Any) -> Pieces:
+def series_body(series: Any, **more: Any) -> Pieces:
     return body(json.dumps(document("matrix", series, **more)).encode())
 
 
@@ -138,7 +138,7 @@ def answering(answer: Callable[[str], Any]) -> Pieces:
     return pieces
 
 
-def of_values(*values: str) -> Pieces:
+def values_body(*values: str) -> Pieces:
     return answering(lambda query: sound(query, values))
 
 
@@ -183,12 +183,13 @@ HOSTILE: dict[str, tuple[Pieces, str]] = {  # what each does, and what the error
     "deep lists": (body(b"[" * 1_000_000), "no JSON"),
     "a long number": (body(b"1" * 1_000_000), "no JSON"),
     "no text": (body(b"\xff\xfe\xfd" * 1000), "no JSON"),
-    "names that are no text": (of_series([{"metric": {"__name__": {}}, "values": [[1, "1"]]}]), "a series that no Prometheus"),
-    "times that are none": (of_series([{"metric": {"__name__": UTIL}, "values": [[float("nan"), "1"]]}]), "a series that no"),
-    "values that are NaN": (of_values("NaN", "NaN"), "reports nan"),
-    "values of 1e400": (of_values("1e400"), "reports inf"),
-    "a utilisation of 400 %": (of_values("50", "400"), "reports 400"),
-    "warnings that are none": (of_series([], warnings=5), "no Prometheus answer"),
+    "names that are no text": (series_body([{"metric": {"__name__": {}}, "values": [[1, "1"]]}]),
+                               "a series that no Prometheus"),
+    "times that are none": (series_body([{"metric": {"__name__": UTIL}, "values": [[float("nan"), "1"]]}]), "a series that no"),
+    "values that are NaN": (values_body("NaN", "NaN"), "reports nan"),
+    "values of 1e400": (values_body("1e400"), "reports inf"),
+    "a utilisation of 400 %": (values_body("50", "400"), "reports 400"),
+    "warnings that are none": (series_body([], warnings=5), "no Prometheus answer"),
     "control characters": (body(json.dumps({"status": "error", "errorType": "x", "error": "\x1b[2J\nok " * 9999}).encode()),
                            "it can't answer: ?[2J?ok"),
 }
@@ -222,7 +223,7 @@ def loads(url: str) -> list[float]:
 
 
 def asked(reader: Reader, case: str, pieces: Pieces, scheme: str = "http") -> Outcome:
-    """What comes of asking such a server for the load."""
+    """The outcomes of asking such a server for the load."""
     with serving(pieces) as url:
         outcome = reader.read(f"answers.extend(loads({url.replace('http', scheme, 1)!r}))", case)
     if any(value > MOST_UTIL for value in outcome.answers):
@@ -231,7 +232,7 @@ def asked(reader: Reader, case: str, pieces: Pieces, scheme: str = "http") -> Ou
 
 
 def servers(reader: Reader) -> Iterator[Outcome]:
-    """What comes of each server that is hostile; none has an answer to use."""
+    """The outcomes of each server that is hostile; none has an answer to use."""
     for scheme, table in (("http", HOSTILE), ("https", HOSTILE_TLS)):
         for case, (pieces, _) in table.items():
             outcome = asked(reader, f"{scheme}: {case}", pieces, scheme)
@@ -241,7 +242,7 @@ def servers(reader: Reader) -> Iterator[Outcome]:
 
 
 def outcomes(count: int, seed: int, folder: Path) -> Iterator[tuple[str, Outcome]]:
-    """What comes of hostile servers, of `count` damaged answers, and of hostile clients."""
+    """The outcomes of hostile servers, of `count` damaged answers, and of hostile clients."""
     os.environ["NO_PROXY"] = "127.0.0.1"
     with Reader(MODULE) as reader:
         yield from titled("hostile servers", servers(reader))

@@ -26,10 +26,9 @@ from hase.inference import predict
 from hase.records.dataset_files import journal_path, read_journal
 from hase.records.dataset_tables import read_kernel_table, read_model_table
 from hase.runtimes import local_target
-from hase.utils.files import complete_bytes, sha256
+from hase.utils.files import PREFIX, UNLOCKED_PREFIX, complete_bytes, sha256
 from hase.utils.locks import FOLDER_VARIABLE
 from hase.utils.paths import ROOT, Workspace
-from hase.utils.temporary import PREFIX, UNLOCKED_PREFIX
 
 CASES = 40
 SIGNALS = (signal.SIGKILL, signal.SIGINT)  # in turn; the first goes to the command alone, the second as from a terminal
@@ -50,7 +49,7 @@ Commands = list[list[str | Path]]
 
 @dataclass(frozen=True)
 class Work:
-    """What is interrupted.
+    """Work that a campaign interrupts.
 
     Attributes:
         name: of it.
@@ -213,7 +212,7 @@ def journal_lines(root: Path) -> bytes:
 
 def interruption(work: Work, prepared: Path, wanted: Any, lasts_s: float, rng: random.Random,
                  number: signal.Signals) -> Outcome:
-    """What comes of a work that is interrupted once or twice at a random moment, and then runs to its end."""
+    """The outcomes of a work that is interrupted once or twice at a random moment, and then runs to its end."""
     with tempfile.TemporaryDirectory(dir=prepared.parent) as folder:
         root, temporary = Path(folder) / prepared.name, Path(folder) / "temporary"
         temporary.mkdir()
@@ -245,7 +244,7 @@ def hear_interrupts() -> None:
 
 
 def interruptions(work: Work, numbers: Sequence[int], seed: int, folder: Path) -> Iterator[Outcome]:
-    """What comes of interruptions of a work, each with a number of its own; every other one is a SIGKILL."""
+    """The outcomes of interruptions of a work, each with a number of its own; every other one is a SIGKILL."""
     hear_interrupts()
     prepared, whole = folder / work.name / "workspace", folder / work.name / "whole"
     shutil.rmtree(folder / work.name, ignore_errors=True)
@@ -264,7 +263,7 @@ def interruptions(work: Work, numbers: Sequence[int], seed: int, folder: Path) -
 
 
 def outcomes(count: int, seed: int, folder: Path) -> Iterator[tuple[str, Outcome]]:
-    """What comes of `count` interruptions, of each work about as many."""
-    for place, work in enumerate(WORKS):
-        if numbers := range(len(range(place, count, len(WORKS)))):
+    """The outcomes of `count` interruptions, of each work about as many."""
+    for index, work in enumerate(WORKS):
+        if numbers := range(len(range(index, count, len(WORKS)))):
             yield from titled(f"{work.name}, interrupted and resumed", interruptions(work, numbers, seed, folder))

@@ -57,7 +57,7 @@ def held() -> tuple[float, float, float]:
 
 
 def cases(count: int, folder: Path) -> Iterator[Outcome]:
-    """What comes of each EACH predictions; the last has the memory, descriptors and time in the beginning and in the end."""
+    """The outcomes of each EACH predictions; the last has the memory, descriptors and time in the beginning and in the end."""
     with Reader(MODULE) as reader:
         line = f"answers.extend(many({models(str(folder))!r}))"
         wanted = reader.answers(line)  # also loads everything
@@ -77,5 +77,5 @@ def cases(count: int, folder: Path) -> Iterator[Outcome]:
 
 
 def outcomes(count: int, seed: int, folder: Path) -> Iterator[tuple[str, Outcome]]:
-    """What comes of `count` predictions in one process, counted by the hundred."""
+    """The outcomes of `count` predictions in one process, counted by the hundred."""
     yield from titled(f"predictions in one process, each case {EACH}", cases(count, folder))

@@ -1,4 +1,4 @@
-"""A process that reads wrong files one after another, and what comes of each.
+"""A process that reads wrong files one after another, and the outcome of each.
 
 It has the names of a module: `python -m fuzz.reading fuzz.wrong_models`.
 """
@@ -22,8 +22,7 @@ from typing import Any
 import psutil
 
 from fuzz.reporting import HANG_S, MOST_MIB, Outcome
-from hase.utils import cli
-from hase.utils.errors import UserError
+from hase.utils.errors import UserError, user_can_mend
 from hase.utils.paths import ROOT
 
 ADDRESS_SPACE = 24 << 30  # bytes: ORT and numpy map far more than they touch
@@ -51,7 +50,7 @@ def serve(names: dict[str, Any]) -> None:
         except UserError as error:
             reply = {"what": "error", "message": str(error)}
         except OSError as error:
-            reply = {"what": "error" if cli.user_can_mend(error) else "traceback", "message": traceback.format_exc()}
+            reply = {"what": "error" if user_can_mend(error) else "traceback", "message": traceback.format_exc()}
         except BaseException:  # noqa: BLE001 - this looks for whatever escapes
             reply = {"what": "traceback", "message": traceback.format_exc()}
         peaks_mib = [_peak_mib(process) for process in (psutil.Process(), *psutil.Process().children(recursive=True))]
@@ -94,8 +93,9 @@ class Reader:
         """The outcome of a line of Python; `wanted` are the right answers, if they are known."""
         if self.process is None:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "fuzz.reading", self.module], cwd=ROOT / "tests", env=os.environ | {"PYTHONPATH": str(ROOT)},
-                text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+                [sys.executable, "-m", "fuzz.reading", self.module], cwd=ROOT / "tests", text=True,
+                env=os.environ | {"PYTHONPATH": str(ROOT)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL)
             self._ask("pass", None)
         began = time.monotonic()
         text = self._ask(line, HANG_S)

@@ -1,4 +1,4 @@
-"""What comes of each case of a campaign, and the counts that every campaign reports."""
+"""The outcomes of each case of a campaign, and the counts that every campaign reports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHOWN_CHARACTERS = 1500  # of a fault's message, from its end
 
 @dataclass
 class Outcome:
-    """What came of one case.
+    """The outcome of one case.
 
     Attributes:
         what: `answer`, `error` (one for the user), or one of FAULTS.

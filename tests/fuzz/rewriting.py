@@ -1,4 +1,4 @@
-"""Campaign `rewriting`: processes that predict while predictors are trained anew, again and again, with two configs in turn.
+"""Campaign `rewriting`: processes that predict while predictors are trained again and again, with two configs in turn.
 
 Every latency must be one that some training gave.
 """
@@ -58,7 +58,7 @@ def train(root: Path, trees: int) -> Iterator[list[float]]:
 
 
 def outcome_of(process: subprocess.Popen[str], number: int, right: list[list[float]]) -> Outcome:
-    """What came of a process; `right` are all answers that a training gave."""
+    """The outcome of a process; `right` are all answers that a training gave."""
     case = f"process {number}"
     try:
         stdout, stderr = process.communicate(timeout=HANG_S)
@@ -78,7 +78,7 @@ def outcome_of(process: subprocess.Popen[str], number: int, right: list[list[flo
 
 
 def cases(count: int, root: Path) -> Iterator[Outcome]:
-    """What comes of `count` processes that predict in the small workspace at `root`."""
+    """The outcomes of `count` processes that predict in the small workspace at `root`."""
     right = [latencies_ms(root), *(answer for trees in reversed(TREES) for answer in train(root, trees))]
     processes = [subprocess.Popen([sys.executable, "-m", MODULE, str(root)], cwd=ROOT / "tests",
                                   env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
@@ -94,7 +94,7 @@ def cases(count: int, root: Path) -> Iterator[Outcome]:
 
 
 def outcomes(count: int, seed: int, folder: Path) -> Iterator[tuple[str, Outcome]]:
-    """What comes of `count` processes."""
+    """The outcomes of `count` processes."""
     root = trained_workspace(folder / "workspace").root
     yield from titled("processes that predict while predictors are trained", cases(count, root))
 

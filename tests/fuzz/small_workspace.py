@@ -12,12 +12,11 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from hase.ort_analysis.graph.analysis import analyze
-from hase.records.blocks import Block
 from hase.records.dataset_files import DatasetHeader, DatasetKernel, header_path, write_journal, write_kernels
 from hase.records.dataset_tables import write_tables
 from hase.records.kernel_record import Kernel, ModelRecord
 from hase.records.kernel_record_files import record_path
-from hase.records.measurement import DEFAULT_LABELS, Measurement
+from hase.records.measurement import DEFAULT_LABELS, Block, Measurement
 from hase.runtimes import local_target
 from hase.utils import files
 from hase.utils.fingerprint import machine

@@ -11,13 +11,13 @@ from hase.inference import predict
 from hase.inference.evaluation.comparison import Evaluation
 from hase.inference.evaluation.evaluate import evaluate
 from hase.inference.live.load import InferenceConfig
-from hase.kernel_model.sampling.kernel_errors import read_errors
-from hase.learned.kernels.settings import TrainingConfig
+from hase.kernel_model.sampling.usefulness import read_errors
+from hase.learned.kernels.interface import TrainingConfig, TrainingSet
 from hase.model_zoo.exporting.zoo_config import ZooConfig
 from hase.records.dataset_files import read_journal, read_kernels
 from hase.records.kernel_record_files import kernels_in_file, read_model_records
 from hase.runtimes import flavour_of
-from hase.training.kernels.training_set import TrainingSet, read_training_set
+from hase.training.kernels.training_set import read_training_set
 from hase.utils.config import read_config
 from hase.utils.paths import Workspace
 

@@ -55,7 +55,7 @@ def damaged_files(folder: Path, count: int, seed: int) -> Iterator[tuple[str, Pa
 
 
 def damaged(count: int, seed: int, folder: Path) -> Iterator[Outcome]:
-    """What comes of damaged models. The files that give faults are left in `folder`."""
+    """The outcomes of damaged models. The files that give faults are left in `folder`."""
     with Reader(MODULE) as reader:
         for number, (case, path) in enumerate(damaged_files(folder, count, seed)):
             outcome = reader.read(questions(path, number), case)
@@ -65,7 +65,7 @@ def damaged(count: int, seed: int, folder: Path) -> Iterator[Outcome]:
 
 
 def harmful(patient: bool, folder: Path) -> Iterator[Outcome]:
-    """What comes of models that are made to do harm; those of PATIENT only on request."""
+    """The outcomes of models that are made to do harm; those of PATIENT only on request."""
     with Reader(MODULE) as reader:
         for name, make in HARMFUL.items():
             if patient or name not in PATIENT:
@@ -76,6 +76,6 @@ def harmful(patient: bool, folder: Path) -> Iterator[Outcome]:
 
 
 def outcomes(count: int, seed: int, folder: Path) -> Iterator[tuple[str, Outcome]]:
-    """What comes of `count` damaged models and of the harmful ones, the slowest of these only where all CASES are asked for."""
+    """The outcomes of `count` damaged models and of the harmful ones, whose slowest run only where all CASES are asked for."""
     yield from titled("damaged models", damaged(count, seed, folder))
     yield from titled("models made to do harm", harmful(count >= CASES, folder))

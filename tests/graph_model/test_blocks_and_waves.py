@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hase.graph_model.simulation.mps import Grids, MpsProcess, MpsRules, mps_runs_ms, times_at_share, with_share
 from hase.graph_model.simulation.pipeline import PipelineCosts, Tracks, pipeline_ms
+from hase.graph_model.simulation.sharing import Grids, MpsProcess, MpsRules, mps_runs_ms, times_at_share, with_share
 
 COSTS = PipelineCosts(node_ms=0.001, view_ms=0.0, launch_ms=0.001, start_ms=0.0, gap_ms=0.0, lead_ms=0.0, end_ms=0.0)
 RULES = MpsRules(wave_ms=0.1, last_wave=1.0, slowdown=0.0, bandwidth_slowdown=0.0, switch_ms=0.0, share_slowdown=1.0)

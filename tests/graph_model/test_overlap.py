@@ -12,12 +12,12 @@ from conftest import small_model
 from onnx import TensorProto, helper
 from trained_workspace import conv_net
 
-from hase.benchmark.measuring.run_times import Effort
 from hase.benchmark.ort.profile import NodeEvent, ProfiledRun, profile_model, read_profile
 from hase.graph_model.simulation.dag import DagEdge, DagFile, DagNode, dag_file
 from hase.ort_analysis.graph.analysis import analyze, record_of
 from hase.overlap_simulator import critical_path, node_times_ms, overlap_of, whole_times_ms, with_names_of
 from hase.records.kernel_record_files import record_path
+from hase.records.measurement import Effort
 from hase.utils import files
 from hase.utils.paths import Workspace
 

@@ -22,7 +22,9 @@ from hase.graph_model.simulation.pipeline import (
     pipeline_ms,
     timeline,
 )
-from hase.learned.composition.formulas import (
+from hase.records.kernel_record import KernelInput, Tensor
+from hase.records.kernel_types import describe_kernel
+from hase.training.composition.formulas import (
     FOLLOWING,
     HOST_BOUND,
     can_fit,
@@ -31,8 +33,6 @@ from hase.learned.composition.formulas import (
     left_out_ms,
     paced_runs,
 )
-from hase.records.kernel_record import KernelInput, Tensor
-from hase.records.kernel_types import describe_kernel
 from hase.training.composition.measured_models import MeasuredTracks
 
 AROUND_A_VIEW = np.array([NodeKind.OWN, NodeKind.VIEW, NodeKind.OWN])

@@ -15,10 +15,10 @@ from conftest import Once, small_model
 from decoder_models import genai_folder
 
 from hase.inference.evaluation.comparison import Evaluation
-from hase.inference.reporting.evaluations import MOST_ROWS, MOST_WARNINGS, evaluation_page
-from hase.utils import cli
-from hase.utils.pages.page import Table
-from hase.utils.pages.rendering import MOST_BYTES, html_of
+from hase.inference.evaluation.report import MOST_ROWS, MOST_WARNINGS, evaluation_page
+from hase.utils.pages.page import PageTable
+from hase.utils.pages.rendering import MOST_BYTES, page_html
+from hase.utils.text import distinct
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -86,7 +86,7 @@ def test_a_sweep_of_a_language_model(folder: Path, browser: Browser, tmp_path: P
     page.locator("th button", has_text="prompt").first.click()
     assert numbers(page, 0, "prompt") == sorted((answer["prompt"] for answer in answers), reverse=True)
     texts, words = list({text for answer in answers for text in answer["warnings"]}), page.locator("body").text_content()
-    said = cli.distinct(texts)  # texts that differ in nothing but numbers, and in names with numbers, are one
+    said = distinct(texts)  # texts that differ in nothing but numbers, and in names with numbers, are one
     assert len(said) < len(texts)
     assert (page.locator(".warnings details").count() == 1) == (len(said) > 8)
     assert words is not None
@@ -208,12 +208,12 @@ def test_a_page_of_thousands_of_latencies_stays_small(trained_workspace: Workspa
         f"a warning about kernel Conv_112x112_in8x32x112x112-32x1x3x3-32_k3s1g32_fp32 and {words(place)} others",)})
         for place, row in ((place, few[place % len(few)]) for place in range(2000))]
     page = evaluation_page(recorded.model_copy(update={"comparisons": tuple(many)}))
-    html = html_of(page, "python evaluator.py", datetime.now(UTC))
+    html = page_html(page, "python evaluator.py", datetime.now(UTC))
     assert len(html.encode()) < MOST_BYTES
     (section,) = (section for section in page.sections if section.title == "Model by model")
     (table,) = section.pieces
     assert section.text.startswith(f"The {MOST_ROWS} of 2000 with the largest errors")
-    assert isinstance(table, Table)
+    assert isinstance(table, PageTable)
     assert len(table.rows) == MOST_ROWS
     assert max((abs(row.error), row.model) for row in many)[1] in {row["model"] for row in table.rows}
     assert f"{2000 - MOST_WARNINGS} rarer warnings are in evaluation.json only" in html

@@ -24,19 +24,20 @@ from prometheus_stand import STEP_S, Exporter, device_labels, free_port, prometh
 from hase.graph_model.simulation.pipeline import NodeKind, PipelineCosts, Tracks
 from hase.graph_model.simulation.sharing import CoRunner, turns_ms
 from hase.inference import Predictor, Watch, check_slo, highest_busy_share, predict
-from hase.inference.core.run_modes import RunMode
-from hase.inference.core.targets import fitted_for
 from hase.inference.live.load import fields_asked
 from hase.inference.live.watch import AT_PERCENTILE, CHANCE, FAILED, LATENCY, LIMIT, MEAN, PREDICTED, ROUGH
-from hase.inference.sharing.co_runner import NotShared, UnderLoad
+from hase.inference.prediction.conditions import RunMode
+from hase.inference.prediction.targets import fitted_for
+from hase.inference.prediction.under_load import NotShared, UnderLoad
 from hase.inference.sharing.shared_models import SharedModel
-from hase.learned.sharing.slices import Sharing, sharing_path
+from hase.learned import target_files
+from hase.learned.sharing import Sharing
 from hase.utils import files
 from hase.utils.cli import EXIT_SLO_MISSED
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import has_cuda
 from hase.utils.paths import ROOT, SHIPPED, Workspace
-from hase.utils.scrape_server import STALE
+from hase.utils.web_server import STALE
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +54,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, torch_models: dict[str, 
     """The predictors that ship for an H200 with made-up sharing, and `resnet18`."""
     made = Workspace(tmp_path_factory.mktemp("shared"))
     shutil.copytree(SHIPPED / TARGET, made.predictors(TARGET))
-    files.write_json(sharing_path(made.predictors(TARGET)), SHARING)
+    files.write_json(target_files.SHARING.path(made.predictors(TARGET)), SHARING)
     made.models.mkdir(parents=True)
     shutil.copy2(torch_models["resnet18"], made.models / "resnet18.onnx")
     return made
@@ -288,8 +289,8 @@ def test_a_mode_of_sharing_that_was_not_measured_is_refused(workspace: Workspace
                                                             mode: str) -> None:
     """Pretended: this machine is the target, and its GPU is shared in this mode."""
     target = fitted_for(workspace, TARGET).target
-    monkeypatch.setattr("hase.inference.core.targets.local_targets", lambda: (target,))
-    monkeypatch.setattr("hase.inference.sharing.co_runner.sharing_mode", lambda: mode)
+    monkeypatch.setattr("hase.inference.prediction.targets.local_targets", lambda: (target,))
+    monkeypatch.setattr("hase.inference.prediction.under_load.sharing_mode", lambda: mode)
     with pytest.raises(UserError, match=f"sharing mode {mode}: .* measured in time slices only"):
         predict("resnet18.onnx", target=TARGET, load={BUSY: 0.5}, workspace=workspace)
     with pytest.raises(UserError, match=f"sharing mode {mode}"):

@@ -12,7 +12,7 @@ import pytest
 from fuzz.damaged_models import network
 
 from hase.inference import Predictor, measure_missing, predict
-from hase.inference.core.arguments import FREE_CALLS, checked_dims
+from hase.inference.prediction.sources import FREE_CALLS, checked_dims
 from hase.ort_analysis.isolated.analysis import optimized_once
 from hase.utils.errors import UserError
 from hase.utils.paths import ROOT

@@ -9,8 +9,8 @@ import pytest
 from command import run_script
 
 from hase.inference.compare_devices import target_of
-from hase.inference.core.chances import chance_within
-from hase.inference.core.predictor import Predictor
+from hase.inference.library.predictor import Predictor
+from hase.inference.prediction.answers import chance_within
 from hase.utils.paths import Workspace
 
 pytestmark = pytest.mark.slow

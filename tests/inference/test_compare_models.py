@@ -14,7 +14,7 @@ from command import run_script
 from conftest import small_model
 
 from hase.inference import Predictor
-from hase.inference.core.model_differences import OperatorTime, causes
+from hase.inference.compare.model_differences import OperatorTime, causes
 
 pytestmark = pytest.mark.slow
 

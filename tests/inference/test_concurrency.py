@@ -12,7 +12,7 @@ import pytest
 from conftest import small_model
 
 from hase.inference import Predictor, predict
-from hase.inference.core import sources
+from hase.inference.prediction import sources
 from hase.learned.kernels import predictors
 from hase.records.kernel_record_files import read_model_records
 from hase.runtimes import flavour_of, local_target
@@ -25,7 +25,7 @@ THREADS, EACH = 8, 20
 ONE_PROCESS = """
 import sys
 from pathlib import Path
-from inference import predict
+from hase.inference import predict
 from hase.utils.paths import Workspace
 workspace = Workspace(Path(sys.argv[1]))
 for name in sys.argv[3:]:

@@ -11,7 +11,7 @@ from command import run_script
 from trained_workspace import HELD_OUT, model_ms
 
 from hase.inference import Predictor
-from hase.learned.energy import energy_path, read_energy
+from hase.learned import target_files
 from hase.records.dataset_files import header_path, journal_path, read_header, read_journal
 from hase.records.dataset_writer import write_tables
 from hase.records.kernel_record import ModelRecord
@@ -60,7 +60,7 @@ def workspace(trained_workspace: Workspace, tmp_path_factory: pytest.TempPathFac
 
 
 def test_before_anything_is_learned(workspace: Workspace) -> None:
-    assert not energy_path(workspace.predictors(TARGET)).exists()
+    assert not target_files.ENERGY.path(workspace.predictors(TARGET)).exists()
     with pytest.raises(UserError, match=r"nothing was learned of its energy; measure .* energy_s: 3 .*fit_energy"):
         Predictor(workspace, TARGET).energy("anet_c16.onnx")
 
@@ -103,8 +103,8 @@ def test_learned_predicted_and_judged(workspace: Workspace) -> None:
 
 
 def test_more_power_than_was_ever_measured_is_marked(workspace: Workspace) -> None:
-    path = energy_path(workspace.predictors(TARGET))
-    learned = read_energy(path.parent)
+    path = target_files.ENERGY.path(workspace.predictors(TARGET))
+    learned = target_files.ENERGY.needed(path.parent)
     most_w = max(model.power_w for model in learned.models)
     try:
         files.write_json(path, learned.model_copy(update={"coefficients": {"run_s": 10 * most_w}}))
@@ -118,8 +118,8 @@ def test_more_power_than_was_ever_measured_is_marked(workspace: Workspace) -> No
 
 def test_no_power_is_above_the_limit(workspace: Workspace) -> None:
     """A run that would draw twice the limit draws the limit. It may take longer, and then more energy."""
-    path = energy_path(workspace.predictors(TARGET))
-    learned = read_energy(path.parent)
+    path = target_files.ENERGY.path(workspace.predictors(TARGET))
+    learned = target_files.ENERGY.needed(path.parent)
     most_w = max(model.power_w for model in learned.models)
     try:
         files.write_json(path, learned.model_copy(update={"coefficients": {"run_s": 2 * most_w - IDLE_W}, "limit_w": most_w}))

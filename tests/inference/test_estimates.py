@@ -7,7 +7,7 @@ from forgotten_types import forget
 from onnx import TensorProto, helper
 
 from hase.inference import predict
-from hase.inference.core.answers import Prediction
+from hase.inference.prediction.answers import Prediction
 from hase.utils.paths import Workspace
 
 TARGET = "nvidia-h200-cuda-ort1.31-all"

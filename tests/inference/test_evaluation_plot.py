@@ -11,8 +11,8 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from hase.inference.evaluation.plot import NAMED, Point, draw, number_points, worst
-from hase.utils.pages.scales import LEAST_TICKS, log_ticks
+from hase.inference.evaluation.report import NAMED, Point, draw, number_points, worst
+from hase.utils.pages.page import LEAST_TICKS, log_ticks
 
 
 def made(count: int, low_ms: float = 1.0, decades: float = 2.0) -> list[Point]:

@@ -22,24 +22,24 @@ from trained_workspace import HELD_OUT, METRIC, OPSETS, conv_net, model_ms
 from hase.benchmark.collecting.config import CollectorConfig, StressConfig
 from hase.graph_model.simulation.sharing import CoRunner
 from hase.inference import predict
-from hase.inference.core.run_modes import RunMode
-from hase.inference.evaluation.comparison import compare, percent, summarise, summary_table, table, warned_of
+from hase.inference.evaluation.comparison import compare, models_by_warning, percent, summarise, summary_table, table
 from hase.inference.evaluation.evaluate import EvaluationLoads, MeasuringPlan, evaluate, measure_here
-from hase.inference.evaluation.evaluated_models import EvaluatedModel, Failures, models_in_dataset
+from hase.inference.evaluation.models import EvaluatedModel, Failures, models_in_dataset
 from hase.inference.live.load import InferenceConfig
 from hase.inference.live.prometheus import PrometheusConfig
+from hase.inference.prediction.conditions import RunMode
 from hase.ort_analysis.graph.analysis import analyze
-from hase.records.backgrounds import Background
 from hase.records.dataset_files import header_path, journal_path, read_header, read_journal
 from hase.records.kernel_record_files import read_model_records
-from hase.records.measurement import Measurement
+from hase.records.measurement import Background, Measurement
 from hase.runtimes import flavour_of, local_target
 from hase.runtimes.protocol import Worker
-from hase.utils import cli, files
+from hase.utils import files
 from hase.utils.config import read_config
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import Target, instruction_set
 from hase.utils.paths import Workspace
+from hase.utils.text import first_and_count
 
 pytestmark = [pytest.mark.measuring, pytest.mark.slow]
 
@@ -319,12 +319,12 @@ def test_warnings_of_predictions_are_reported_once(torch_models: dict[str, Path]
         prediction = predict(record, target="nvidia-h200", load={"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 0.5})
         models.append(EvaluatedModel(record=record, level=0.5, with_lookup=prediction, strict=prediction, samples_ms=[1.0]))
     compared = [row for model in (*models, models[0]) if (row := compare(model, ()))]
-    warned = warned_of(compared)
+    warned = models_by_warning(compared)
     (of_metrics,) = [names for warning, names in warned.items() if "metrics do not show" in warning]
     assert of_metrics == [compared[0].model, compared[1].model]
     assert models[0].with_lookup is not None
     assert compared[0].warnings == models[0].with_lookup.warnings
-    assert cli.first_of(of_metrics) == f"{compared[0].model} and 1 more"
+    assert first_and_count(of_metrics) == f"{compared[0].model} and 1 more"
 
 
 def test_loads_of_the_evaluator_that_do_not_fit(workspace: Workspace, tmp_path: Path) -> None:
@@ -414,7 +414,7 @@ def test_a_device_is_idle_if_the_probe_never_waited(tmp_path: Path) -> None:
 
 def test_a_bug_at_one_model_costs_only_that_model(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, the features of a scalar were such a fault. This one is made up."""
-    from hase.inference.evaluation import evaluated_models
+    from hase.inference.evaluation import models as evaluated_models
 
     def faulty(source: Any, **more: Any) -> Any:
         if source.model == "anet_c16":

@@ -10,9 +10,9 @@ import yaml
 from command import run_script
 from decoder_models import genai_folder
 
-from hase.inference.core.predictor import Predictor
-from hase.inference.core.targets import fitted_for
+from hase.inference.library.predictor import Predictor
 from hase.inference.llm.predicting import predict_language_model
+from hase.inference.prediction.targets import fitted_for
 from hase.utils.errors import UserError
 from hase.utils.paths import Workspace
 

@@ -12,7 +12,7 @@ from command import run_script
 from conftest import small_model
 
 from hase.inference import predict
-from hase.inference.core.sources import record_of
+from hase.inference.prediction.sources import record_of
 from hase.ort_analysis.isolated import analysis
 from hase.records.kernel_record import ModelRecord
 from hase.runtimes import flavour_of

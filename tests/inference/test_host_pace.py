@@ -20,26 +20,33 @@ from conftest import small_model
 from prometheus_stand import READINGS, Exporter, device_labels, prometheus, recorded, value, wait_for
 
 import hase.benchmark.host_pace
-import hase.inference.core.host_pace
+import hase.inference.prediction.conditions
 from hase.benchmark.host_pace import learned_pace
 from hase.benchmark.measuring.quiet_host import HostProbe, all_samples_ms, readings_s
 from hase.benchmark.metrics_exporter import PaceSampler
 from hase.benchmark.ort.probes import host_probe, measure_pace
 from hase.inference import Watch, predict
-from hase.inference.core.answers import Prediction
-from hase.inference.core.host_pace import HostPace, PaceAsked, measured_pace, pace_of_file, recent_pace
-from hase.inference.core.run_modes import AS_USUAL, RunMode
-from hase.inference.core.targets import fitted_for
-from hase.inference.core.uncertainty import HOSTS, PACE_POWER, joined
 from hase.inference.evaluation.comparison import compare, table
 from hase.inference.evaluation.evaluate import at_measured_pace, time_session
-from hase.inference.evaluation.evaluated_models import EvaluatedModel, Failures, predict_model
+from hase.inference.evaluation.models import EvaluatedModel, Failures, predict_model
 from hase.inference.live.load import InferenceConfig, current_load
 from hase.inference.live.prometheus import PrometheusConfig, PrometheusError
 from hase.inference.live.watch import HOST_PACE, PredictedLatency
+from hase.inference.prediction.answers import Prediction
+from hase.inference.prediction.conditions import (
+    AS_USUAL,
+    HostPace,
+    PaceAsked,
+    RunMode,
+    measured_pace,
+    pace_of_file,
+    recent_pace,
+)
+from hase.inference.prediction.targets import fitted_for
+from hase.inference.prediction.uncertainty import HOSTS, PACE_POWER, joined
 from hase.learned.composition.fitted import read_composition
 from hase.ort_analysis.graph.analysis import analyze
-from hase.records.host_pace import HostProbed, MachinePace, read_pace
+from hase.records.host_pace import HostProbeReading, MachinePace, read_pace
 from hase.runtimes.protocol import Worker
 from hase.utils import files
 from hase.utils.errors import UserError
@@ -73,8 +80,8 @@ def made() -> Made:
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """FAKE: this machine is the shipped H200."""
-    monkeypatch.setattr(hase.inference.core.host_pace, "is_here", lambda target: target.name == TARGET)
-    monkeypatch.setattr(hase.inference.core.host_pace, "gpu_facts", lambda: {"uuid": "GPU-here"})
+    monkeypatch.setattr(hase.inference.prediction.conditions, "is_here", lambda target: target.name == TARGET)
+    monkeypatch.setattr(hase.inference.prediction.conditions, "gpu_facts", lambda: {"uuid": "GPU-here"})
 
 
 def predicted(model: onnx.ModelProto, pace: float | HostPace | None = None, run_mode: RunMode = AS_USUAL,
@@ -114,7 +121,7 @@ def test_a_reading_is_the_slower_of_two_neighbours() -> None:
 
 def test_all_windows_count_beside_a_model() -> None:
     """FAKE: a host that never becomes fast again."""
-    from hase.benchmark.measuring.run_times import Effort
+    from hase.records.measurement import Effort
 
     probe = HostProbe(lambda: 3e-4, [2e-4] * 100)
     samples, disturbance, probe_us = all_samples_ms(probe, lambda: 0.001, Effort(budget_s=0.0, least_runs=30, most_runs=1000))
@@ -251,12 +258,13 @@ def test_a_file_is_not_read_elsewhere(made: Made, tmp_path: Path) -> None:
     assert recent_pace(fitted_for(Workspace(), TARGET), Workspace(tmp_path)) == HostPace(None, "unknown")
 
 
+@pytest.mark.skipif(has_cuda(), reason="needs a machine that is not the target")
 def test_the_pace_is_measured_on_request_and_only_on_the_target(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """FAKE: what the host of the GPU takes."""
     fitted = fitted_for(Workspace(), TARGET)
     with pytest.raises(UserError, match=r"has to be measured on the machine in question.*--machine"):
         measured_pace(fitted)
-    monkeypatch.setattr(hase.inference.core.host_pace, "is_here", lambda _: True)
+    monkeypatch.setattr(hase.inference.prediction.conditions, "is_here", lambda _: True)
     seconds_asked: list[float] = []
 
     def fake(seconds: float) -> MachinePace:
@@ -293,8 +301,8 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
         name: Exporter(recorded(folder / f"{name}.jsonl", [METRICS] * READINGS), device_labels(f"GPU-{name}"),
                        paces=None if probed is None else PaceSampler("cuda", every_s=MAX_AGE_S, latest=probed))
         for name, probed in {
-            "slow": HostProbed(1.2 * USUAL_US, now), "old": HostProbed(1.2 * USUAL_US, now - 2 * MAX_AGE_S),
-            "none": HostProbed(float("nan"), now), "silent": None}.items()}
+            "slow": HostProbeReading(1.2 * USUAL_US, now), "old": HostProbeReading(1.2 * USUAL_US, now - 2 * MAX_AGE_S),
+            "none": HostProbeReading(float("nan"), now), "silent": None}.items()}
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("NO_PROXY", "127.0.0.1,localhost")
         addresses = {name: (exporter.address, "metrics") for name, exporter in exporters.items()}
@@ -387,6 +395,7 @@ def test_the_evaluator_predicts_at_the_pace_beside_each_model(tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(has_cuda(), reason="this machine's target is its GPU")
 def test_a_cpu_target_has_no_host_of_its_own(trained_workspace: Workspace) -> None:
     model = trained_workspace.models / "anet_c8.onnx"
     prediction = predict(model, workspace=trained_workspace)

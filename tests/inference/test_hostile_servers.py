@@ -22,7 +22,7 @@ from fuzz.hostile_servers import (
     silent,
 )
 
-from hase.inference.live.prometheus import MAX_ANSWER_MIB, PrometheusConfig, PrometheusError, Server
+from hase.inference.live.prometheus import MAX_ANSWER_MIB, PrometheusConfig, PrometheusError, PrometheusServer
 from hase.inference.live.prometheus_readings import PrometheusSource
 from hase.utils.errors import UserError
 
@@ -40,7 +40,7 @@ def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_hostile_server_costs_little(scheme: str, name: str, caplog: pytest.LogCaptureFixture) -> None:
     pieces, message = (HOSTILE if scheme == "http" else HOSTILE_TLS)[name]
     with serving(pieces) as url:
-        server = Server(PrometheusConfig(url=url.replace("http", scheme, 1), timeout_s=TIMEOUT_S))
+        server = PrometheusServer(PrometheusConfig(url=url.replace("http", scheme, 1), timeout_s=TIMEOUT_S))
         began_s = time.monotonic()
         with pytest.raises(PrometheusError) as raised:
             PrometheusSource(server, [UTIL]).latest()
@@ -55,7 +55,7 @@ def test_a_hostile_server_costs_little(scheme: str, name: str, caplog: pytest.Lo
 @pytest.mark.parametrize("name", ["a text for ever", "a bomb in a bomb", "deep lists"])
 def test_its_answer_takes_little_memory(name: str) -> None:
     with serving(HOSTILE[name][0]) as url:
-        server = Server(PrometheusConfig(url=url, timeout_s=SOON_S))
+        server = PrometheusServer(PrometheusConfig(url=url, timeout_s=SOON_S))
         tracemalloc.start()
         try:
             with pytest.raises(PrometheusError):
@@ -70,7 +70,7 @@ def test_a_server_is_asked_again_after_a_late_answer() -> None:
     """What comes too late for one query must not be taken for the answer to the next one."""
     answers = iter([silent, body(b'{"data": {"resultType": "vector", "result": []}}')])
     with serving(lambda request: next(answers)(request)) as url:
-        server = Server(PrometheusConfig(url=url, timeout_s=TIMEOUT_S))
+        server = PrometheusServer(PrometheusConfig(url=url, timeout_s=TIMEOUT_S))
         with pytest.raises(PrometheusError, match=LATE):
             server.check()
         time.sleep(2 * TIMEOUT_S)
@@ -89,4 +89,4 @@ def test_a_damaged_answer_is_an_error_or_a_sound_load() -> None:
 def test_packed_answers_are_read() -> None:
     answer = gzip.compress(b'{"data": {"resultType": "vector", "result": []}}')
     with serving(body(answer, PACKED)) as url:
-        Server(PrometheusConfig(url=url, timeout_s=SOON_S)).check()
+        PrometheusServer(PrometheusConfig(url=url, timeout_s=SOON_S)).check()

@@ -20,17 +20,24 @@ from forgotten_types import forget
 from test_merged_decoders import merged_decoder
 
 import hase.inference
-from hase.inference.core.arena import Arena
-from hase.inference.core.model_run import PredictedRun, sources_of
-from hase.inference.core.predictor import Predictor
+from hase.inference.library.predictor import Predictor
 from hase.inference.llm.answers import LlmMemory, LlmPrediction
-from hase.inference.llm.dimensions import Step, decoder_file
-from hase.inference.llm.language_model import language_model
+from hase.inference.llm.language_model import DecoderStep, decoder_file, language_model
 from hase.inference.llm.memory import largest_batch, longest_context, times_as_many
-from hase.inference.llm.predicting import NO_LOOP, Analysed, as_sure, predict_language_model, predict_requests, predicted_runs
-from hase.inference.llm.requests import Request, over_generation, request_for
+from hase.inference.llm.predicting import (
+    NO_LOOP,
+    AnalysedModel,
+    predict_language_model,
+    predict_requests,
+    predicted_runs,
+    sure_tokens,
+)
+from hase.inference.llm.requests import LlmRequest, over_generation, request_for
+from hase.inference.memory.buffers import Arena
+from hase.inference.prediction.run import PredictedRun
+from hase.learned import target_files
 from hase.learned.composition.fitted import read_composition
-from hase.learned.llm import GenerationLoop, LearnedGeneration, PowerLimit, generation_path
+from hase.learned.llm import GenerationLoop, LearnedGeneration, PowerLimit
 from hase.ort_analysis.isolated.analysis import optimized_once
 from hase.utils import files
 from hase.utils.errors import UserError
@@ -95,7 +102,7 @@ def test_the_size_of_a_head_is_known_where_a_cpu_lacks_kernels(tmp_path: Path) -
 def test_without_sharing_the_past_is_what_was_computed(tmp_path: Path) -> None:
     model = language_model(genai_folder(tmp_path, past_present_share_buffer=False, num_beams=2))
     prompt, token = model.step(3, 100, 0, 512), model.step(3, 1, 130, 512)
-    assert (prompt, token) == (Step(6, 100, 0, 0, 100), Step(6, 1, 130, 130, 131))
+    assert (prompt, token) == (DecoderStep(6, 100, 0, 0, 100), DecoderStep(6, 1, 130, 130, 131))
     beams = language_model(genai_folder(tmp_path, num_beams=2))
     assert not beams.shares_cache
     assert "2 beams" in beams.notices[0]
@@ -108,7 +115,7 @@ def test_names_of_dimensions_and_caches_do_not_matter(tmp_path: Path) -> None:
     part = decoder_file(path)
     assert part.caches == ("cache_key_0", "cache_value_0", "cache_key_1", "cache_value_1")
     assert set(part.presents) == {f"new_{name}" for name in part.caches}
-    assert part.dims(Step(2, 1, 40, 40, 41)) == {"b": 2, "N": 1, "P": 40}
+    assert part.dims(DecoderStep(2, 1, 40, 40, 41)) == {"b": 2, "N": 1, "P": 40}
     assert part.words == TINY.words
 
 
@@ -124,8 +131,8 @@ def test_a_pair_of_files(folders: Path) -> None:
 def test_a_merged_decoder_takes_the_branch_with_a_cache_after_the_prompt(tmp_path: Path) -> None:
     part = decoder_file(saved(tmp_path, merged_decoder()))
     dims = {"batch": 2, "sequence": 1, "past_sequence": 8}
-    assert part.dims(Step(2, 1, 8, 8, 9)) == {**dims, "then": 1}
-    assert part.dims(Step(2, 1, 0, 0, 1)) == {**dims, "past_sequence": 0, "else": 1}
+    assert part.dims(DecoderStep(2, 1, 8, 8, 9)) == {**dims, "then": 1}
+    assert part.dims(DecoderStep(2, 1, 0, 0, 1)) == {**dims, "past_sequence": 0, "else": 1}
 
 
 def test_sizes_that_the_file_fixes(tmp_path: Path) -> None:
@@ -133,15 +140,15 @@ def test_sizes_that_the_file_fixes(tmp_path: Path) -> None:
     for value in (*proto.graph.input, *proto.graph.output):
         value.type.tensor_type.shape.dim[0].dim_value = 1
     part = decoder_file(saved(tmp_path, proto))
-    assert part.dims(Step(1, 1, 5, 5, 6)) == {"sequence": 1, "past": 5}
+    assert part.dims(DecoderStep(1, 1, 5, 5, 6)) == {"sequence": 1, "past": 5}
     with pytest.raises(UserError, match=r"made for 1 sequences .*and 2 are asked for"):
-        part.dims(Step(2, 1, 5, 5, 6))
+        part.dims(DecoderStep(2, 1, 5, 5, 6))
 
 
 def test_a_dimension_with_two_sizes(tmp_path: Path) -> None:
     path = saved(tmp_path, plain_decoder(name_of=lambda role: "length" if role in ("sequence", "past") else role))
     with pytest.raises(UserError, match=r"dimension length would have to be 1 .new tokens. and 40 .tokens in the cache."):
-        decoder_file(path).dims(Step(2, 1, 40, 40, 41))
+        decoder_file(path).dims(DecoderStep(2, 1, 40, 40, 41))
 
 
 def test_a_dimension_of_which_nothing_is_known_is_asked_for(tmp_path: Path) -> None:
@@ -150,7 +157,7 @@ def test_a_dimension_of_which_nothing_is_known_is_asked_for(tmp_path: Path) -> N
     path = saved(tmp_path, proto)
     with pytest.raises(UserError, match=r"dimension pixels \(image, axis 1\) is; give its size: --dim pixels=SIZE"):
         decoder_file(path)
-    assert decoder_file(path, given={"pixels": 64}).dims(Step(2, 1, 4, 4, 5))["pixels"] == 64
+    assert decoder_file(path, given={"pixels": 64}).dims(DecoderStep(2, 1, 4, 4, 5))["pixels"] == 64
     with pytest.raises(UserError, match="no dynamic dimension pixel among its inputs"):
         language_model(path, dims={"pixels": 64, "pixel": 64})
 
@@ -193,12 +200,12 @@ def test_pages_are_refused(tmp_path: Path) -> None:
 
 def test_lengths_and_what_is_between() -> None:
     """Start, middle, end and the powers of two between; the runs after the prompt's are one fewer than the tokens."""
-    request = Request(1, 100, 1000, 2048)
+    request = LlmRequest(1, 100, 1000, 2048)
     assert (request.further[0], request.further[-1], len(request.further)) == (100, 1098, 999)
     assert request.outline == [100, 599, 1098]
     assert request.lengths == [100, 128, 256, 512, 599, 1024, 1098]
-    assert [Request(1, 128, count, 2048).lengths for count in (1, 2)] == [[], [128]]
-    assert Request(1, 128, 3, 2048).outline == [128, 129]
+    assert [LlmRequest(1, 128, count, 2048).lengths for count in (1, 2)] == [[], [128]]
+    assert LlmRequest(1, 128, 3, 2048).outline == [128, 129]
     values = over_generation(request, [100, 599, 1098], [1.0, 2.0, 4.0])
     assert (values[0], values[-1]) == (1.0, 4.0)
     assert values.sum() == pytest.approx(sum(1 + n / 499 for n in range(500)) + sum(2 + 2 * n / 499 for n in range(1, 500)))
@@ -206,8 +213,8 @@ def test_lengths_and_what_is_between() -> None:
 
 def test_requests_that_the_model_does_not_allow(folders: Path) -> None:
     model = language_model(folders / "half")
-    assert request_for(model, 2, 100, 60) == Request(2, 100, 60, 2048)
-    assert request_for(model, 2, 100, 60, 160) == Request(2, 100, 60, 160)
+    assert request_for(model, 2, 100, 60) == LlmRequest(2, 100, 60, 2048)
+    assert request_for(model, 2, 100, 60, 160) == LlmRequest(2, 100, 60, 160)
     assert request_for(language_model(folders / "plain"), 1, 100, 60).max_length == 160
     for numbers, message in (((1, 2000, 60), r"2060 tokens \(2000 \+ 60\) are more than its context, 2048"),
                              ((1, 100, 60, 159), "160 tokens .* are more than max_length, 159"),
@@ -225,7 +232,7 @@ def answer_of(folder: Path, batch: int = 1, max_length: int | None = None, gener
 
 @pytest.mark.slow
 def test_a_request_is_the_sum_of_its_runs(folders: Path) -> None:
-    answer, request = answer_of(folders / "half", 2), Request(2, 100, 60, 2048)
+    answer, request = answer_of(folders / "half", 2), LlmRequest(2, 100, 60, 2048)
     assert answer.tpot
     lengths = [token.cached for token in answer.tokens]
     assert lengths == [100, 128, 129, 158]
@@ -253,7 +260,7 @@ def test_runs_are_those_of_the_plain_predictor(folders: Path, predictor: Predict
     """With the dispatch of language models, and what genai's loop takes beside them."""
     answer, path = answer_of(folders / "int4"), folders / "int4" / "model.onnx"
     dims = {"batch_size": 1, "kv_cache_dim": 16, "past_sequence_length": 2048}
-    analysed, request = Analysed(predictor, language_model(folders / "int4")), Request(1, 100, 60, 2048)
+    analysed, request = AnalysedModel(predictor, language_model(folders / "int4")), LlmRequest(1, 100, 60, 2048)
     learned, file = analysed.learned, analysed.model.decode
     prompt = predictor.run(path, dims={**dims, "sequence_length": 100, "total_sequence_length": 100},
                            composition=learned.compositions["first"])
@@ -276,13 +283,13 @@ def test_runs_are_those_of_the_plain_predictor(folders: Path, predictor: Predict
 
 def test_what_a_known_pace_leaves_unknown_counts_once(folders: Path, predictor: Predictor) -> None:
     """It is in the interval of language models, which was fitted to runs at many paces."""
-    learned = Analysed(predictor, language_model(folders / "half")).learned.compositions["token"]
+    learned = AnalysedModel(predictor, language_model(folders / "half")).learned.compositions["token"]
     assert learned.calibrated
     for pace in (1.0, 2.0):
         dims = {"batch_size": 1, "kv_cache_dim": 16, "past_sequence_length": 2048, "sequence_length": 1}
         run = predictor.run(folders / "half" / "model.onnx", composition=learned, host_pace=pace,
                             dims={**dims, "total_sequence_length": 101})
-        ends = learned.calibrated.ends(sources_of(run.run, run.alone_ms, pace))
+        ends = learned.calibrated.ends(run.run.batch.latencies.sources[0])
         assert run.prediction.interval_ms == pytest.approx([end * run.alone_ms for end in ends], rel=0.01)
 
 
@@ -299,9 +306,9 @@ def test_one_token_is_the_prompts_run_alone(folders: Path) -> None:
 @pytest.mark.slow
 def test_a_shared_cache_is_as_long_as_max_length(folders: Path, predictor: Predictor) -> None:
     """However short the request. The logits of the prompts are among the activations."""
-    analysed = Analysed(predictor, language_model(folders / "half"))
+    analysed = AnalysedModel(predictor, language_model(folders / "half"))
     for tokens in (160, 1280, 2048):
-        memory = analysed.memory(Request(2, 100, 60, tokens))
+        memory = analysed.memory(LlmRequest(2, 100, 60, tokens))
         assert memory.cache_mib == 2 * 2 * TINY.layers * TINY.key_heads * TINY.head * tokens * 2 / MIB
         assert memory.activations_mib >= 2 * 100 * TINY.words * 2 / MIB
         parts = memory.model_dump()
@@ -313,7 +320,7 @@ def test_a_shared_cache_is_as_long_as_max_length(folders: Path, predictor: Predi
 
 def test_a_cache_that_is_not_shared_is_held_twice(folders: Path, predictor: Predictor) -> None:
     token = 2 * 2 * TINY.layers * TINY.hidden * 4 / MIB
-    one, pair = (Analysed(predictor, language_model(folders / name)).memory(Request(2, 100, 60, 160))
+    one, pair = (AnalysedModel(predictor, language_model(folders / name)).memory(LlmRequest(2, 100, 60, 160))
                  for name in ("plain", "pair"))
     assert one.cache_mib == pair.cache_mib == pytest.approx(token * (158 + 159))
     assert pair.weights_mib == pytest.approx(2 * one.weights_mib, rel=0.01)  # a session each
@@ -343,8 +350,8 @@ def test_an_arena_joins_what_is_freed() -> None:
 
 
 def test_the_largest_batch_is_the_last_that_fits(folders: Path, predictor: Predictor) -> None:
-    analysed = Analysed(predictor, language_model(folders / "half"))
-    runs = analysed.runs(Request(2, 100, 60, 160))
+    analysed = AnalysedModel(predictor, language_model(folders / "half"))
+    runs = analysed.runs(LlmRequest(2, 100, 60, 160))
     on_cpu = tuple(run._replace(record=run.record.model_copy(update={
         "flavour": run.record.flavour.model_copy(update={"device": "cpu"})})) for run in runs)
     memory = LlmMemory(weights_mib=100, cache_mib=10, activations_mib=6, arena_mib=0, workspace_mib=4, loading_mib=0,
@@ -353,7 +360,7 @@ def test_the_largest_batch_is_the_last_that_fits(folders: Path, predictor: Predi
     assert largest_batch(memory, 2, on_cpu, True, 104 + 8 * 7.0) == 7
     assert largest_batch(memory, 2, on_cpu, True, 104 + 8 * 7.0 - 0.1) == 6
     assert largest_batch(memory, 2, on_cpu, True, 111) == 0
-    memory = analysed.memory(Request(2, 100, 60, 160))
+    memory = analysed.memory(LlmRequest(2, 100, 60, 160))
     on_cuda = largest_batch(memory, 2, runs, True, 5000)
     fits, too_large = (times_as_many(memory, count / 2, runs, True).peak_mib for count in (on_cuda, on_cuda + 1))
     assert fits <= 5000 < too_large
@@ -377,12 +384,12 @@ def test_the_longest_context_is_searched_for(grows: object) -> None:
 @pytest.mark.slow
 def test_the_largest_batch_and_context_of_an_answer(folders: Path, predictor: Predictor) -> None:
     """Their memory fits, and that of one sequence more does not."""
-    answer, analysed = answer_of(folders / "plain", 2), Analysed(predictor, language_model(folders / "plain"))
+    answer, analysed = answer_of(folders / "plain", 2), AnalysedModel(predictor, language_model(folders / "plain"))
     assert answer.fits_memory
     assert answer.largest_batch
     assert answer.longest_context
     assert answer.device_memory_mib
-    request = Request(2, 100, 60, 160)
+    request = LlmRequest(2, 100, 60, 160)
     fits, too_large = (analysed.memory(request._replace(batch=answer.largest_batch + more)).peak_mib for more in (0, 1))
     assert fits <= answer.device_memory_mib < too_large
     longest = request._replace(prompt=answer.longest_context - 60, max_length=answer.longest_context)
@@ -435,7 +442,7 @@ def test_what_genais_loop_takes_is_added_once_it_is_known(tmp_path: Path, folder
                           million_logits_ms=2.0)
     learned = LearnedGeneration(target=copied.name, genai_version="0.18.0", predictors_created="", product_ms=costs.product_ms,
                          attention_ms=0.0, loop=loop)
-    files.write_json(generation_path(copied), learned)
+    files.write_json(target_files.GENERATION.path(copied), learned)
     answer, slow = asked(1.0), asked(1.5)
     on_host, logits_ms = 0.5 + 2 * 0.01, 2 * 2.0 * 512 / 1e6
     first = 0.3 + TINY.layers * 0.05 + 2 * 0.02
@@ -506,18 +513,18 @@ def test_a_sweep_analyses_each_run_once(folders: Path, predictor: Predictor, mon
 
 def test_records_are_of_one_optimised_graph(folders: Path, predictor: Predictor) -> None:
     model = language_model(folders / "half")
-    analysed = Analysed(predictor, model)
+    analysed = AnalysedModel(predictor, model)
     with optimized_once():
-        first, second = (analysed.record(analysed.token_step(Request(1, 100, 60, 2048), cached)) for cached in (100, 101))
+        first, second = (analysed.record(analysed.token_step(LlmRequest(1, 100, 60, 2048), cached)) for cached in (100, 101))
     assert first is not second
     assert len(first.nodes) == len(second.nodes)
-    assert analysed.record(analysed.token_step(Request(1, 100, 60, 2048), 100)) is first
+    assert analysed.record(analysed.token_step(LlmRequest(1, 100, 60, 2048), 100)) is first
 
 
 def test_lengths_between_that_are_less_sure_are_left_out(folders: Path, predictor: Predictor) -> None:
     """--measure-missing measures the start, the middle and the end only."""
-    model, request = language_model(folders / "half"), Request(1, 100, 60, 2048)
-    [(runs, _)] = predicted_runs(Analysed(predictor, model), [request], None)
+    model, request = language_model(folders / "half"), LlmRequest(1, 100, 60, 2048)
+    [(runs, _)] = predicted_runs(AnalysedModel(predictor, model), [request], None)
     assert list(runs.tokens) == [100, 128, 129, 158]
 
     def with_share(cached: int, share: float) -> PredictedRun:
@@ -526,8 +533,8 @@ def test_lengths_between_that_are_less_sure_are_left_out(folders: Path, predicto
             "measured": share, "predicted": 0.0, "estimated": 1.0 - share}}))
 
     measured = {cached: with_share(cached, 0.4 if cached == 128 else 1.0) for cached in request.lengths}
-    assert list(as_sure(measured, request)) == [100, 129, 158]
-    assert list(as_sure({cached: with_share(cached, 0.4) for cached in request.lengths}, request)) == request.lengths
+    assert list(sure_tokens(measured, request)) == [100, 129, 158]
+    assert list(sure_tokens({cached: with_share(cached, 0.4) for cached in request.lengths}, request)) == request.lengths
 
 
 @pytest.mark.slow

@@ -15,16 +15,21 @@ import pytest
 from conftest import TORCH_MODELS
 from onnx import TensorProto, helper, numpy_helper
 
-from hase.inference import memory_error
-from hase.inference.core.arena import MIB, Arena, Block
-from hase.inference.core.buffers import Activations, buffers_of_run, layout_of, layouts_of, live_activations
-from hase.inference.core.cuda_memory import LIBRARIES_MIB
-from hase.inference.core.memory import peak_memory
-from hase.inference.core.scratch import scratch_bytes
+from hase.inference.memory.buffers import (
+    MIB,
+    Activations,
+    Arena,
+    Block,
+    buffers_of_run,
+    layout_of,
+    layouts_of,
+    live_activations,
+    scratch_bytes,
+)
+from hase.inference.memory.session import LIBRARIES_MIB, peak_memory
 from hase.ort_analysis.graph.analysis import analyze
 from hase.records.kernel_record import Kernel, KernelInput, ModelRecord, Node, Tensor
 from hase.records.kernel_types import describe_kernel
-from hase.utils.errors import UserError
 from hase.utils.fingerprint import Flavour
 
 KIB = 1024
@@ -246,16 +251,6 @@ def test_memory_left_after_loading_depends_on_the_kind_of_weight() -> None:
     assert [left_mib(*case) for case in (("Conv", "float32", 10), ("MatMul", "float32", 10), ("QLinearConv", "int8", 10))] == [
         pytest.approx(2 + 18), 2 + 5, 2 + 10]
     assert left_mib("MatMul", "float32", 32) == 2  # such a large weight has its own mapping, which is given back
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is measured as Linux reports it")
-def test_the_error_is_measured_in_a_separate_process(torch_models: dict[str, Path], tmp_path: Path) -> None:
-    row = memory_error.row(torch_models["resnet18"], {})
-    assert row["held (MiB)"] > row["weights (MiB)"] > 40
-    assert row["predicted (MiB)"] == pytest.approx(row["held (MiB)"], rel=0.3)  # the rest after loading differs from run to run
-    with pytest.raises(UserError, match="its run failed"):
-        memory_error.held_mib(tmp_path / "missing.onnx", {})
 
 
 MEASURE = """

@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from hase.benchmark.ort.runner import open_runner
 from hase.inference import measure_missing, predict
-from hase.inference.core.sources import record_otherwise
+from hase.inference.prediction.sources import record_otherwise
 from hase.ort_analysis.graph.analysis import analyze
 from hase.runtimes import local_target
 from hase.utils.paths import Workspace

@@ -19,16 +19,17 @@ from hase.benchmark.collecting.collect import collect_kernels
 from hase.benchmark.collecting.config import CollectorConfig
 from hase.benchmark.collecting.units import start_workers
 from hase.inference import measure_missing, predict
-from hase.inference.core import missing_kernels, targets
-from hase.inference.core.targets import Fitted, fitted_for
+from hase.inference.library import missing_kernels
+from hase.inference.prediction import targets
+from hase.inference.prediction.targets import Fitted, fitted_for
+from hase.learned.kernels.interface import TrainingConfig
 from hase.learned.kernels.predictors import read_predictors
-from hase.learned.kernels.settings import TrainingConfig
 from hase.learned.kernels.sidecar import read_sidecar
 from hase.ort_analysis.graph.analysis import analyze
-from hase.records.blocks import Block
 from hase.records.dataset_files import DatasetKernel, header_path, journal_path, read_header, read_journal, read_kernels
 from hase.records.kernel_record import Tensor
 from hase.records.kernel_types import describe_kernel
+from hase.records.measurement import Block
 from hase.runtimes import local_target
 from hase.training.composition.fitting import kept_composition
 from hase.training.kernels.training_set import read_training_set

@@ -9,7 +9,7 @@ from trained_workspace import conv_net
 
 from hase.benchmark.collecting.config import CollectorConfig
 from hase.inference import measure_missing, predict
-from hase.inference.core.targets import fitted_for
+from hase.inference.prediction.targets import fitted_for
 from hase.learned.kernels.predictors import read_predictors
 from hase.ort_analysis.graph.analysis import analyze
 from hase.records.dataset_files import read_header, read_journal

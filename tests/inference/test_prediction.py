@@ -15,18 +15,19 @@ from command import printed, run_script
 from onnx import TensorProto, helper
 from trained_workspace import METRIC, conv_net, copies_ms, made_up_ms, model_ms
 
-from hase.benchmark.measuring.gpu_trace import GpuRun, GpuWork, Launch, measured_trace
 from hase.inference import Predictor, predict
-from hase.inference.core import targets
-from hase.inference.core.run_modes import RunMode
-from hase.inference.core.targets import choose_target, fitted_for
 from hase.inference.live.load import InferenceConfig, LoadReading, current_load
+from hase.inference.prediction import targets
+from hase.inference.prediction.conditions import RunMode
+from hase.inference.prediction.targets import choose_target, fitted_for
 from hase.inference.prediction_speed import copies
-from hase.learned.composition.fitted import composition_path, read_composition
+from hase.learned import target_files
+from hase.learned.composition.fitted import read_composition
 from hase.ort_analysis.graph import analysis
 from hase.ort_analysis.graph.analysis import analyze
 from hase.records.kernel_record import ModelRecord
 from hase.records.kernel_record_files import record_path
+from hase.records.traces import GpuRun, GpuWork, Launch, measured_trace
 from hase.runtimes import flavour_of, local_target
 from hase.utils import files
 from hase.utils.config import read_config
@@ -148,13 +149,13 @@ def test_the_plain_sum_is_shown_beside_another_composition(workspace: Workspace)
     folder = workspace.predictors(TARGET)
     fitted = read_composition(folder)
     path = fitted.model_copy(update={"kind": "critical_path", "alpha": 2.0, "beta_ms": 1.0})
-    files.write_json(composition_path(folder), path)
+    files.write_json(target_files.COMPOSITION.path(folder), path)
     try:
         options = ("--model", "anet_c16.onnx", "--target", TARGET, "--show-sum")
         header, row = (line.split("\t") for line in shell(workspace, *options, "--top", "0").stdout.splitlines())
         [answer] = json.loads(shell(workspace, *options, "--json").stdout)
     finally:
-        files.write_json(composition_path(folder), fitted)
+        files.write_json(target_files.COMPOSITION.path(folder), fitted)
     shown = dict(zip(header, row, strict=True))
     plain = next(c for c in fitted.candidates if (c.label, c.kind) == (fitted.label, "sum"))
     assert answer["sum_latency_ms"] == pytest.approx(plain.alpha * answer["kernel_sum_ms"] + plain.beta_ms)
@@ -535,7 +536,7 @@ def test_the_command_draws_a_prediction_beside_a_real_run(workspace: Workspace, 
 
 
 def test_importing_the_package_is_cheap() -> None:
-    code = ("import sys; from inference import Prediction, predict; "
+    code = ("import sys; from hase.inference import Prediction, predict; "
             "print([name for name in ('torch', 'pandas', 'sklearn', 'onnx', 'onnxruntime', 'xgboost') if name in sys.modules])")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -16,8 +16,8 @@ from conftest import small_model
 from onnx import TensorProto, helper, numpy_helper
 
 from hase.inference import Predictor
-from hase.inference.reporting.layers import time_by_layer
-from hase.utils.pages.page import Part
+from hase.inference.reporting.runs import time_by_layer
+from hase.utils.pages.page import TreeMapPart
 from hase.utils.pages.rendering import MOST_BYTES
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def test_it_prints_in_light_colours(folder: Path, browser: Browser) -> None:
     assert not complaints
 
 
-def leaves(part: Part) -> list[Part]:
+def leaves(part: TreeMapPart) -> list[TreeMapPart]:
     return [leaf for child in part.parts.values() for leaf in leaves(child)] if part.parts else [part]
 
 

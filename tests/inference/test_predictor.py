@@ -16,13 +16,13 @@ import pytest
 
 import hase.inference
 from hase.inference import Predictor, highest_busy_share, predict
-from hase.inference.core import targets
-from hase.inference.core.model_run import trace_of
-from hase.inference.core.run_modes import RunMode
-from hase.inference.sharing.co_runner import NotShared
+from hase.inference.prediction import targets
+from hase.inference.prediction.conditions import RunMode
+from hase.inference.prediction.run import trace_of
+from hase.inference.prediction.under_load import NotShared
+from hase.learned import target_files
 from hase.learned.composition.fitted import read_composition
-from hase.learned.sharing.slices import read_sharing, sharing_path
-from hase.recipes.same_predictions.questions import unpacked
+from hase.recipes.same_predictions.record import unpacked
 from hase.records.kernel_record import ModelRecord
 from hase.records.kernel_record_files import read_model_record
 from hase.runtimes import flavour_of
@@ -245,8 +245,8 @@ def test_errors_are_those_of_the_functions(folder: Path, workspace: Workspace) -
         assert str(by_method.value) == str(by_function.value)
     with pytest.raises(TypeError, match="batch"):
         predictor.predict(model_record, batch=3)  # type: ignore[call-arg]
-    sharing_path(workspace.predictors(TARGET)).unlink()
-    assert read_sharing(workspace.predictors(TARGET)) is None
+    target_files.SHARING.path(workspace.predictors(TARGET)).unlink()
+    assert target_files.SHARING.read(workspace.predictors(TARGET)) is None
     predictor.renew()
     for ask in (predictor.shared, predictor.curve, lambda model: predictor.pair(model, model)):
         with pytest.raises(NotShared, match="nothing was learned of how it is shared"):

@@ -38,7 +38,7 @@ from trained_workspace import METRIC
 from hase.benchmark.metrics.names import FIELDS, PART_LABEL, PROFILE_LABEL
 from hase.benchmark.metrics.source import values
 from hase.inference.live.load import InferenceConfig, current_load
-from hase.inference.live.prometheus import PrometheusConfig, PrometheusError, Server, server_for
+from hase.inference.live.prometheus import PrometheusConfig, PrometheusError, PrometheusServer, server_for
 from hase.inference.live.prometheus_readings import PrometheusSource
 from hase.utils.config import read_config
 from hase.utils.errors import UserError
@@ -127,12 +127,12 @@ def config(port: int, gpu: Any = None, **more: Any) -> PrometheusConfig:
         {"url": f"http://127.0.0.1:{port}", "gpu": gpu, "window_s": EVER_S, "max_age_s": 5, "timeout_s": 10, **more})
 
 
-def latest(server: Server, *fields: str) -> dict[str, float]:
+def latest(server: PrometheusServer, *fields: str) -> dict[str, float]:
     return values(PrometheusSource(server, fields).latest())
 
 
 def read(settings: PrometheusConfig, *fields: str) -> dict[str, float]:
-    return latest(Server(settings), *(fields or (UTIL,)))
+    return latest(PrometheusServer(settings), *(fields or (UTIL,)))
 
 
 def refusal(settings: PrometheusConfig, *fields: str) -> str:
@@ -165,18 +165,18 @@ def test_the_mean_is_over_the_samples_of_the_window(port: int, window_s: float) 
     over = f'_over_time({UTIL}{{UUID="GPU-rising"}}[{window_s * 1e3:.0f}ms])'
     wait_for(lambda: (value(port, "count" + over) or 0) >= 6)
     before = value(port, "avg" + over), value(port, "count" + over)
-    mean = PrometheusSource(Server(config(port, "GPU-rising", window_s=window_s, max_age_s=2)), [UTIL]).latest()[UTIL]
+    mean = PrometheusSource(PrometheusServer(config(port, "GPU-rising", window_s=window_s, max_age_s=2)), [UTIL]).latest()[UTIL]
     after = value(port, "avg" + over), value(port, "count" + over)
     assert (before[0] or 0.0) - 1e-9 <= mean.value <= (after[0] or 0.0) + 1e-9
     assert (before[1] or 0.0) - 1 <= mean.readings <= (after[1] or 0.0) + 1
 
 
 def test_opening_and_closing_a_window(port: int) -> None:
-    mean = PrometheusSource(Server(config(port, "GPU-live")), [SM]).window(1.0)[SM]
+    mean = PrometheusSource(PrometheusServer(config(port, "GPU-live")), [SM]).window(1.0)[SM]
     assert mean.value == pytest.approx(KNOWN[SM])
     assert 3 <= mean.readings <= 6  # a scrape every 0.2 s
     with pytest.raises(UserError, match="metric unheard_of: Prometheus can't read it here; it has DCGM_FI_PROF"):
-        PrometheusSource(Server(config(port)), ["unheard_of"])
+        PrometheusSource(PrometheusServer(config(port)), ["unheard_of"])
 
 
 def test_old_and_new_names_and_units(port: int) -> None:
@@ -192,7 +192,7 @@ def test_parts_of_a_gpu_and_its_users(port: int) -> None:
     assert text.startswith("prometheus: GPU-split (index 0, host node7) is split into MIG instances (GPU_I_ID 1, 1g.18gb; "
                            "GPU_I_ID 2, 3g.71gb), and only these are reported; ")
     assert "dcgm-exporter --devices g" in text
-    pods = PrometheusSource(Server(config(port, "GPU-pods")), [UTIL]).latest()[UTIL]
+    pods = PrometheusSource(PrometheusServer(config(port, "GPU-pods")), [UTIL]).latest()[UTIL]
     assert pods.value == 20.0
     assert pods.readings <= (value(port, f'count_over_time({UTIL}{{UUID="GPU-pods",pod="a"}}[1m])') or 0.0)
 
@@ -310,7 +310,7 @@ def test_servers_that_are_no_prometheus(port: int) -> None:
 
 def test_servers_that_do_not_answer(port: int, exporters: dict[str, Exporter], tmp_path: Path) -> None:
     with prometheus(tmp_path, {"live": (exporters["live"].address, "metrics")}) as mortal_port:
-        open_server = Server(config(mortal_port, "GPU-live"))
+        open_server = PrometheusServer(config(mortal_port, "GPU-live"))
         wait_for(lambda: value(mortal_port, UTIL) is not None)
         latest(open_server, UTIL)
     with pytest.raises(PrometheusError, match="can't be reached: "):  # over the open connection
@@ -368,7 +368,7 @@ def test_tokens_stay_secret(port: int, tmp_path: Path, monkeypatch: pytest.Monke
     recorder = Recorder(port, TOKEN)
     token = tmp_path / "token"
     settings = config(port, "GPU-live", url=recorder.url, token_file=token)
-    server = Server(settings)
+    server = PrometheusServer(settings)
     with pytest.raises(UserError, match=r"token_file .*token: no such file"):
         latest(server, UTIL)
     token.write_text("wr0ng-secret")

@@ -14,28 +14,30 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
+import onnx
 import pandas
 import pytest
+import torch
+import torchvision
 from command import run_script
-from hase.recipes.search.exported import compared
 from optional_packages import needs
 from trained_workspace import conv_net
 
 from hase.inference import Predictor
-from hase.inference.core.chances import chance_within
-from hase.inference.search import evaluating, ofa, results, searching
-from hase.inference.search.best import Best, Front, hypervolume
-from hase.inference.search.evaluating import Candidate, Limits, Question
-from hase.inference.search.scores import read_scores, score_in
-from hase.inference.search.searching import search
+from hase.inference.prediction.answers import chance_within
+from hase.inference.search import evaluating, ofa, searching
+from hase.inference.search import searching as results
+from hase.inference.search.evaluating import SearchCandidate, SearchLimits, SearchQuestion, read_scores, score_of
+from hase.inference.search.searching import Best, Front, hypervolume, search
 from hase.inference.search.spaces import space_of
+from hase.records.kernel_record import ModelRecord
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import Flavour
 from hase.utils.paths import ROOT, Workspace
 
 CUDA = Flavour(device="cuda", runtime_version="1.31")
 H200 = "nvidia-h200"
-NO_LIMITS = Limits()
+NO_LIMITS = SearchLimits()
 SMALL = 4  # candidates of a batch
 MY_SPACE = """
 from hase.inference.search import ofa
@@ -53,8 +55,8 @@ def score(choice):
 """
 
 
-def question(space: str = "ofa", count: int | None = 10, limits: Limits = NO_LIMITS, **others: object) -> Question:
-    asked = Question(ROOT, H200, space, count, 0, limits, energy=False, score=None, host_pace=1.0, force=False)
+def question(space: str = "ofa", count: int | None = 10, limits: SearchLimits = NO_LIMITS, **others: object) -> SearchQuestion:
+    asked = SearchQuestion(ROOT, H200, space, count, 0, limits, energy=False, score=None, host_pace=1.0, force=False)
     return asked._replace(**others)  # type: ignore[arg-type]
 
 
@@ -71,28 +73,62 @@ def small_batches() -> Iterator[None]:
 
 def test_a_network_is_told_by_its_name() -> None:
     for name in ofa.choices(50):
-        assert ofa.choice_of(name).name == name
+        assert ofa.network_named(name).name == name
     assert list(ofa.choices(3)) == list(ofa.choices(5))[:3] != list(ofa.choices(3, seed=1))
     for wrong in ("resnet18", "ofa_r224_w1.1_33.33_33.33_33.33_33.33_33.33", "ofa_r224_w1.0_33.33_33.33_33.33_33.33_33",
                   "ofa_r224_w1.0_33.33_33.33_33.33_33.33_33.38"):
         with pytest.raises(UserError, match="no network of this space"):
-            ofa.choice_of(wrong)
+            ofa.network_named(wrong)
     with pytest.raises(UserError, match="on a GPU"):
         ofa.make(next(ofa.choices(1)), Flavour(device="cpu", runtime_version="1.31"))
+
+
+def exported(name: str) -> onnx.ModelProto:
+    """A network of the space as torchvision builds it and torch exports it, for one image; its biases are no zeros."""
+    choice, mobilenet = ofa.network_named(name), torchvision.models.mobilenetv3
+    before, *widths = ofa.channels_of(choice.width)
+    blocks = [mobilenet.InvertedResidualConfig(before, 3, before, before, False, "RE", 1, 1, 1.0)]
+    for stage, channels, of_stage in zip(ofa.STAGES, widths, choice.stages, strict=True):
+        for index, block in enumerate(of_stage):
+            blocks.append(mobilenet.InvertedResidualConfig(
+                before, block.window, ofa.rounded(block.expansion * before), channels, stage.excited,
+                {"Relu": "RE", "HardSwish": "HS"}[stage.activation], stage.stride if index == 0 else 1, 1, 1.0))
+            before = channels
+    torch.manual_seed(0)
+    network = mobilenet.MobileNetV3(blocks, ofa.FEATURES, ofa.CLASSES).eval()
+    with torch.no_grad():
+        for parameter, values in network.named_parameters():
+            if parameter.endswith("bias"):
+                values.normal_(std=0.1)
+    program = torch.onnx.export(network, (torch.zeros(1, 3, choice.side, choice.side),), dynamo=True, external_data=False,
+                                verbose=False, input_names=["input"], output_names=["output"])
+    torch._dynamo.reset()  # its caches hold every model traced
+    assert program is not None
+    return program.model_proto
+
+
+def nodes_and_sources(record: ModelRecord) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Each node's kernel, its provider, and the indices of the nodes whose outputs it reads (-1: the model's input)."""
+    maker = {name: index for index, node in enumerate(record.nodes) for name in node.outputs} | dict.fromkeys(record.inputs, -1)
+    return [(node.kernel_id, node.provider, tuple(maker[name] for name in node.inputs if name in maker))
+            for node in record.nodes]
 
 
 @pytest.mark.slow
 def test_a_record_that_is_built_is_that_of_the_exported_network() -> None:
     predictor = Predictor(target=H200)
     for name in ("ofa_r128_w1.0_33.33_53.33_73.33_33.33_33.54", "ofa_r208_w1.2_36.74_54.36_73.33_33.36.54.76_34.34"):
-        row = compared(predictor, name)
-        assert row["differs"] == "no"
+        built, of_file = ofa.make(name, predictor.fitted.target.flavour), predictor.record(exported(name))
+        assert nodes_and_sources(built) == nodes_and_sources(of_file)
+        assert (built.kernels, built.weight_bytes) == (of_file.kernels, of_file.weight_bytes)
+        first, second = predictor.predict_briefly([built, of_file], energy=True, memory=True)
+        assert first[1:] == second[1:]
 
 
 def test_the_best_and_the_front_are_those_of_all() -> None:
     draw = random.Random(0)
-    candidates = [Candidate(str(number), latency_ms=draw.choice((1.0, 2.0, draw.random())), score=draw.choice((
-        0.5, draw.random())), chance=draw.random()) for number in range(300)] + [Candidate("broken", error="no model")]
+    candidates = [SearchCandidate(str(number), latency_ms=draw.choice((1.0, 2.0, draw.random())), score=draw.choice((
+        0.5, draw.random())), chance=draw.random()) for number in range(300)] + [SearchCandidate("broken", error="no model")]
     best, front = Best(7, 0.3), Front(0.3)
     for candidate in candidates:
         best.add(candidate)
@@ -110,7 +146,7 @@ def test_the_best_and_the_front_are_those_of_all() -> None:
 
 @pytest.mark.slow
 def test_candidates_have_the_numbers_of_predictions_and_the_chance_to_keep_to_limits() -> None:
-    limits = Limits(latency_ms=1.4, memory_mib=213.0, energy_j=0.2, least_chance=0.2)
+    limits = SearchLimits(latency_ms=1.4, memory_mib=213.0, energy_j=0.2, least_chance=0.2)
     found = search(question(count=40, limits=limits), top=40)
     predictor = Predictor(target=H200)
     admitted = []
@@ -136,16 +172,16 @@ def test_candidates_have_the_numbers_of_predictions_and_the_chance_to_keep_to_li
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_batches")
 def test_an_interrupted_search_goes_on(tmp_path: Path) -> None:
-    asked, out, whole = question(limits=Limits(latency_ms=1.2)), tmp_path / "found.csv", tmp_path / "whole.csv"
+    asked, out, whole = question(limits=SearchLimits(latency_ms=1.2)), tmp_path / "found.csv", tmp_path / "whole.csv"
     before = search(asked, 3, whole)
-    evaluated, calls = evaluating.evaluated, itertools.count()
+    evaluated, calls = evaluating.evaluate_choices, itertools.count()
 
-    def interrupted(*arguments: object) -> list[Candidate]:
+    def interrupted(*arguments: object) -> list[SearchCandidate]:
         if next(calls) == 2:
             raise KeyboardInterrupt
         return evaluated(*arguments)  # type: ignore[arg-type]
 
-    with mock.patch.object(searching, "evaluated", interrupted), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(searching, "evaluate_choices", interrupted), pytest.raises(KeyboardInterrupt):
         search(asked, 3, out)
     part = tmp_path / "found.csv.part"
     assert not out.exists()
@@ -155,7 +191,7 @@ def test_an_interrupted_search_goes_on(tmp_path: Path) -> None:
     with part.open("a") as lines:
         lines.write('{"candidates": [["cut short by a ki')
     counted = mock.Mock(side_effect=evaluated)
-    with mock.patch.object(searching, "evaluated", counted):
+    with mock.patch.object(searching, "evaluate_choices", counted):
         after = search(asked, 3, out)
     assert counted.call_count == 1  # the third batch of the ten
     assert (after, out.read_text()) == (before, whole.read_text())
@@ -167,7 +203,7 @@ def test_what_was_found_is_not_trusted_blindly(tmp_path: Path) -> None:
     asked, out = question(), tmp_path / "found.csv"
     part = results.PartFile(out, asked)
     part.begin()
-    part.add([Candidate("another network", chance=1.0, score=1.0, latency_ms=1.0)])
+    part.add([SearchCandidate("another network", chance=1.0, score=1.0, latency_ms=1.0)])
     with pytest.raises(UserError, match="gives other candidates now"):
         search(asked, 3, out)
     part.path.write_text(part.path.read_text().replace("another", "an other"))
@@ -178,7 +214,7 @@ def test_what_was_found_is_not_trusted_blindly(tmp_path: Path) -> None:
 
 
 def test_a_table_has_a_row_per_candidate(tmp_path: Path) -> None:
-    asked = question(limits=Limits(latency_ms=1.2))
+    asked = question(limits=SearchLimits(latency_ms=1.2))
     found = search(asked, 3, tmp_path / "found.csv")
     rows = table_of(tmp_path / "found.csv")
     assert [row["model"] for row in rows] == list(ofa.choices(10))
@@ -200,7 +236,7 @@ def test_a_python_file_is_a_space(tmp_path: Path) -> None:
     assert (found.searched, found.failed, found.first_error) == (12, 1, "7: make failed with ValueError: seven has no network")
     assert table_of(tmp_path / "found.csv")[7]["error"] == found.first_error
     example = search(question(str(ROOT / "recipes/search/spaces/few_blocks.py"), 20), top=1)
-    assert example.best[0].score == max(-sum(map(len, ofa.choice_of(name).stages)) for name in ofa.choices(20, seed=7))
+    assert example.best[0].score == max(-sum(map(len, ofa.network_named(name).stages)) for name in ofa.choices(20, seed=7))
     for wrong in ('float("nan")', "None", '"high"'):
         space.write_text(MY_SPACE.replace("-abs(choice - 3)", wrong))
         assert "is no finite number" in search(question(str(space), 2), top=1).first_error
@@ -217,7 +253,7 @@ def test_a_python_file_is_a_space(tmp_path: Path) -> None:
 
 def test_scores_of_a_table_make_the_best_and_the_front(tmp_path: Path) -> None:
     """Accuracies that say the opposite of operations; one network has none."""
-    first = search(question(count=12, limits=Limits(latency_ms=1.5)), 12, tmp_path / "first.csv")
+    first = search(question(count=12, limits=SearchLimits(latency_ms=1.5)), 12, tmp_path / "first.csv")
     assert len(first.best) > 5
     accuracies = {one.model: 0.7 + 0.01 * place for place, one in enumerate(first.best)}
     lacking = first.best[1].model
@@ -225,7 +261,7 @@ def test_scores_of_a_table_make_the_best_and_the_front(tmp_path: Path) -> None:
     table.write_text("model,weights,score\n" + "".join(f"{name},1,{'' if name == lacking else score}\n"
                                                       for name, score in accuracies.items()))
     others = [name for name in ofa.choices(12) if name not in accuracies]
-    found = search(question(count=12, limits=Limits(latency_ms=1.5), score=str(table)), 3)
+    found = search(question(count=12, limits=SearchLimits(latency_ms=1.5), score=str(table)), 3)
     assert [one.model for one in found.best] == [one.model for one in reversed(first.best) if one.model != lacking][:3]
     assert [one.score for one in found.best] == [accuracies[one.model] for one in found.best]
     fastest = min((one for one in first.best if one.model != lacking), key=lambda one: one.latency_ms or 0.0)
@@ -233,7 +269,7 @@ def test_scores_of_a_table_make_the_best_and_the_front(tmp_path: Path) -> None:
     assert found.front[-1].model == found.best[0].model
     assert found.failed == 1 + len(others)
     assert found.first_error.endswith("has no score in accuracies.csv")
-    by_search = question(count=12, limits=Limits(latency_ms=1.5), score=str(tmp_path / "first.csv"))  # has scores, too
+    by_search = question(count=12, limits=SearchLimits(latency_ms=1.5), score=str(tmp_path / "first.csv"))  # has scores, too
     assert search(by_search, 1).best[0].model == first.best[0].model
 
 
@@ -249,8 +285,8 @@ def test_a_table_that_holds_no_scores(tmp_path: Path, text: str, message: str) -
 
 
 def test_files_are_found_in_a_table_by_their_names() -> None:
-    assert score_in({"a.onnx": 1.0, "there/a.onnx": 2.0}, "here/a.onnx", "") == 1.0
-    assert score_in({"a.onnx": 1.0, "there/a.onnx": 2.0}, "there/a.onnx", "") == 2.0
+    assert score_of({"a.onnx": 1.0, "there/a.onnx": 2.0}, "here/a.onnx", "") == 1.0
+    assert score_of({"a.onnx": 1.0, "there/a.onnx": 2.0}, "there/a.onnx", "") == 2.0
 
 
 @pytest.mark.slow

@@ -18,18 +18,18 @@ import psutil
 import pytest
 from command import run_script
 from optional_packages import needs, without
+from ray_nodes import NodesHere, nodes_here
 from trained_workspace import conv_net
 
 from hase.inference.search import evaluating, ofa, on_ray, searching
-from hase.inference.search.evaluating import Candidate, Limits, Question
+from hase.inference.search.evaluating import SearchCandidate, SearchLimits, SearchQuestion
 from hase.inference.search.searching import search
-from hase.recipes.cluster.nodes_here import NodesHere, nodes_here
-from hase.recipes.same_predictions.questions import CPU_WORKSPACE
+from hase.recipes.same_predictions.record import CPU_WORKSPACE
 from hase.utils.errors import UserError
 from hase.utils.files import unpack
 from hase.utils.paths import ROOT
 
-pytestmark = [pytest.mark.slow("minutes"),
+pytestmark = [pytest.mark.slow, pytest.mark.nightly,
               pytest.mark.skipif(not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="two cores")]
 
 H200 = "nvidia-h200"
@@ -65,8 +65,9 @@ def small_batches() -> Iterator[None]:
         yield
 
 
-def question(space: str = "ofa", count: int | None = 60) -> Question:
-    return Question(ROOT, H200, space, count, 0, Limits(latency_ms=1.3, energy_j=0.2), energy=False, score=None, host_pace=1.0,
+def question(space: str = "ofa", count: int | None = 60) -> SearchQuestion:
+    return SearchQuestion(ROOT, H200, space, count, 0, SearchLimits(latency_ms=1.3, energy_j=0.2), energy=False, score=None,
+                          host_pace=1.0,
                     force=False)
 
 
@@ -88,12 +89,12 @@ def test_predictors_of_ones_own_travel(cluster: NodesHere, tmp_path: Path, monke
     for channels in (8, 16):
         conv_net(tmp_path / "models" / f"{channels}.onnx", channels=channels)
     asked = question(str(tmp_path / "models"), None)._replace(workspace=tmp_path / "workspace", target="avx512", host_pace=None,
-                                                            limits=Limits(), force=True)
+                                                            limits=SearchLimits(), force=True)
     found = search(asked, 5, ray_address=cluster.address)
     assert found == search(asked, 5)
     assert (len(found.best), found.failed) == (2, 0)
     here = evaluating.Evaluator(asked)
-    work = on_ray.Work(here.elsewhere._replace(workspace=Path("/nowhere")), 0, SMALL, tmp_path, here.learned, {})
+    work = on_ray.ClusterWork(here.elsewhere._replace(workspace=Path("/nowhere")), 0, SMALL, tmp_path, here.learned, {})
     models = [tmp_path / "models" / "8.onnx", tmp_path / "models" / "16.onnx"]
     assert on_ray._evaluator(work, tmp_path / "elsewhere")(models) == here(models)
 
@@ -102,14 +103,14 @@ def test_predictors_of_ones_own_travel(cluster: NodesHere, tmp_path: Path, monke
 def test_a_search_that_was_begun_without_ray_goes_on_with_it(cluster: NodesHere, tmp_path: Path) -> None:
     asked, out, whole = question(), tmp_path / "found.csv", tmp_path / "whole.csv"
     before = search(asked, 5, whole)
-    evaluated, calls = evaluating.evaluated, itertools.count()
+    evaluated, calls = evaluating.evaluate_choices, itertools.count()
 
-    def interrupted(*arguments: object) -> list[Candidate]:
+    def interrupted(*arguments: object) -> list[SearchCandidate]:
         if next(calls) == 2:
             raise KeyboardInterrupt
         return evaluated(*arguments)  # type: ignore[arg-type]
 
-    with mock.patch.object(searching, "evaluated", interrupted), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(searching, "evaluate_choices", interrupted), pytest.raises(KeyboardInterrupt):
         search(asked, 5, out)
     with mock.patch.object(searching, "evaluated_on_ray", wraps=on_ray.evaluated_on_ray) as called:
         assert search(asked, 5, out, ray_address=cluster.address) == before

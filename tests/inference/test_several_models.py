@@ -14,9 +14,8 @@ from conftest import small_model
 from onnx import TensorProto, helper
 
 from hase.inference import Predictor, check_slo
-from hase.inference.core.best_batch import best_batches, said_of_batches
-from hase.inference.core.chances import chance_within, in_words, said
-from hase.inference.core.ranking import order_of, said_of_order
+from hase.inference.compare.choices import best_batches, order_of, said_of_batches, said_of_order
+from hase.inference.prediction.answers import chance_text, chance_within, chance_word
 from hase.utils.paths import Workspace
 
 pytestmark = pytest.mark.slow
@@ -163,10 +162,11 @@ def test_a_chance_follows_from_the_interval() -> None:
     assert [chance_within(10.0, interval, limit) for limit in (8.0, 10.0, 20.0)] == pytest.approx([0.05, 0.5, 0.95])
     assert chance_within(10.0, interval, 15.0) == pytest.approx(0.8321, abs=1e-3)  # 1.645 · ln 1.5 / ln 2 deviations
     assert chance_within(10.0, (10.0, 12.0), 9.0) == 0.0  # nothing is likely below
-    assert in_words(chance_within(9.83, (9.83 * 0.8, 9.83 * 1.2), 10.0)) == "about even"  # met by 1.7 %, within 40 %
-    assert [in_words(chance) for chance in (0.1, 0.2, 0.5, 0.9, 0.91)] == [
+    assert chance_word(chance_within(9.83, (9.83 * 0.8, 9.83 * 1.2), 10.0)) == "about even"  # met by 1.7 %, within 40 %
+    assert [chance_word(chance) for chance in (0.1, 0.2, 0.5, 0.9, 0.91)] == [
         "very unlikely", "unlikely", "about even", "likely", "very likely"]
-    assert (said(0.999), said(0.001), said(0.8)) == ("very likely (over 99 %)", "very unlikely (under 1 %)", "likely (80 %)")
+    assert (chance_text(0.999), chance_text(0.001), chance_text(0.8)) == (
+        "very likely (over 99 %)", "very unlikely (under 1 %)", "likely (80 %)")
 
 
 def test_the_best_batches_stand_below_the_table(models: Path) -> None:
@@ -207,13 +207,13 @@ def test_a_batch_that_does_not_fit_or_is_unsure_is_not_the_best(models: Path) ->
     assert said_of_batches(best, ones, slos, "net") == [
         "net: the best batch for throughput is 4: 408.2 items/s at 9.8 ms",
         f"net: the best batch for throughput within 10 ms is 4: 408.2 items/s, median 9.8 ms; that it is met is "
-        f"{said(slos[2].chance)}; of batch 2 it is very likely (over 99 %), with 400 items/s"]
-    assert in_words(slos[2].chance) == "about even"
+        f"{chance_text(slos[2].chance)}; of batch 2 it is very likely (over 99 %), with 400 items/s"]
+    assert chance_word(slos[2].chance) == "about even"
     missed = [check_slo(one, 3.9) for one in ones]
     (best,) = best_batches(ones, missed, ["net"] * 4)
     assert said_of_batches(best, ones, missed, "net")[1] == (
-        f"net: no batch keeps to 3.9 ms; the nearest is 1, median 4 ms; that it is met is {said(missed[0].chance)}; of no "
-        "batch is it very likely")
+        "net: no batch keeps to 3.9 ms; the nearest is 1, median 4 ms; that it is met is "
+        f"{chance_text(missed[0].chance)}; of no batch is it very likely")
     apart = [one.model_copy(update={"dims": one.dims | {"seq": place}}) for place, one in enumerate(ones)]
     assert not best_batches(apart, slos, ["net"] * 4)  # no two differ in their batch only
     assert not best_batches(ones, slos, range(4))

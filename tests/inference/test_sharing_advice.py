@@ -15,21 +15,29 @@ import pytest
 import yaml
 from command import run_script
 
-from hase.benchmark.serving.config import BATCH, ServedModel
+from hase.benchmark.serving.sets import BATCH, ServedModel
 from hase.graph_model.simulation.serving import Case, served, set_of
-from hase.inference.core.host_pace import HostPace
-from hase.inference.core.model_run import PredictedRun
-from hase.inference.core.predictor import Predictor
-from hase.inference.core.uncertainty import CERTAIN, Span
-from hase.inference.reporting.pairs import share_chart
-from hase.inference.sharing.advice import FINAL, SEED, SPREADS, Plan, Question, SharingAdvice, advise, rows, verdict
-from hase.inference.sharing.co_runner import SAMPLES, NotShared, UnderLoad
-from hase.inference.sharing.instances import BY_PERCENT, PROFILES
-from hase.inference.sharing.mps import NotThroughMps
+from hase.inference.library.predictor import Predictor
+from hase.inference.prediction.conditions import HostPace
+from hase.inference.prediction.run import PredictedRun
+from hase.inference.prediction.uncertainty import CERTAIN, Span
+from hase.inference.prediction.under_load import SAMPLES, NotShared, UnderLoad
+from hase.inference.reporting.comparisons import share_chart
+from hase.inference.sharing.advice import (
+    FINAL,
+    SEED,
+    SPREADS,
+    SharingAdvice,
+    SharingPlan,
+    SharingQuestion,
+    advise,
+    rows,
+    verdict,
+)
 from hase.inference.sharing.shared_models import Pair
-from hase.inference.sharing.ways import MIG, MPS, MPS_SHARES, TimeSlices, WayTimes, ways_of
-from hase.learned.sharing.serving import read_serving, serving_path
-from hase.learned.sharing.slices import Sharing, sharing_path
+from hase.inference.sharing.ways import BY_PERCENT, MIG, MPS, MPS_SHARES, PROFILES, NotThroughMps, TimeSlices, WayTimes, ways_of
+from hase.learned import target_files
+from hase.learned.sharing import Sharing
 from hase.records.host_pace import MachinePace
 from hase.utils import files
 from hase.utils.cli import EXIT_SLO_MISSED
@@ -72,7 +80,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, torch_models: dict[str, 
     """The predictors that ship for an H200 with made-up sharing, and a model with a dynamic batch."""
     made = Workspace(tmp_path_factory.mktemp("advice"))
     shutil.copytree(SHIPPED / TARGET, made.predictors(TARGET), ignore=shutil.ignore_patterns("mps*", "serving*"))
-    files.write_json(sharing_path(made.predictors(TARGET)), SHARING)
+    files.write_json(target_files.SHARING.path(made.predictors(TARGET)), SHARING)
     made.models.mkdir(parents=True)
     dynamic = onnx.load(torch_models["resnet18"])
     del dynamic.graph.value_info[:]  # they state the batch
@@ -118,7 +126,7 @@ def test_effects_of_several_others(monkeypatch: pytest.MonkeyPatch, predictor: P
     """For the answer, each set of others is predicted by itself; while batches are searched, the effects of each are added."""
     with_ways(monkeypatch, {SLICES: Crowding({100: 2.0}, 1.0, SetSharing())})
     runs = [{1: predictor.run(NET, dims={"batch": 1})}] * 3
-    question = Question(predictor.fitted, [net(10.0, 20.0)] * 3, runs)
+    question = SharingQuestion(predictor.fitted, [net(10.0, 20.0)] * 3, runs)
     plan, = question.plans()
     exact, added = (question.case(plan, adding=adding).slowdowns for adding in (False, True))
     assert exact.shape == (3, 8, 2, SAMPLES)
@@ -150,14 +158,14 @@ def test_on_a_host_that_serves(workspace: Workspace, predictor: Predictor) -> No
     """What was learned of such hosts: their pace changes from run to run, and they were idle before most of the requests."""
     before = advise(predictor, [net(20.0, 5.0)], [[1]])
     steady = before.ways[0].models[0]
-    path = serving_path(workspace.predictors(TARGET))
+    path = target_files.SERVING.path(workspace.predictors(TARGET))
     shutil.copy(SHIPPED / TARGET / path.name, path)
     advice = advise(Predictor(workspace, TARGET), [net(20.0, 5.0)], [[1]])
     changing = advice.ways[0].models[0]
     path.unlink()
     elsewhere = "what a host does while it serves requests was learned on another machine, one with NVIDIA H100"
     assert [any(elsewhere in line for line in of.warnings) for of in (before, advice)] == [False, True]
-    learned = read_serving(SHIPPED / TARGET)
+    learned = target_files.SERVING.read(SHIPPED / TARGET)
     assert learned is not None
     assert changing.alone_ms == steady.alone_ms == pytest.approx(steady.run_ms)
     longest_idle = learned.slower[-1]  # 50 ms on average; and the host is the slower track
@@ -170,7 +178,7 @@ def test_on_a_host_that_serves(workspace: Workspace, predictor: Predictor) -> No
 @pytest.mark.parametrize(("per_s", "rough"), [(0.5, False), (9.0, True)])
 def test_a_host_that_stalls_often_makes_rough_estimates(workspace: Workspace, predictor: Predictor, per_s: float,
                                                         rough: bool) -> None:
-    path = serving_path(workspace.predictors(TARGET))
+    path = target_files.SERVING.path(workspace.predictors(TARGET))
     shutil.copy(SHIPPED / TARGET / path.name, path)
     pace = MachinePace(probe_us=300.0, spread=0.1, readings=10, stalls_per_s=per_s, stalls_ms=(8.0,), taken=datetime.now(UTC),
                        boot_id="", device="cuda", machine=machine("cpu"))
@@ -201,8 +209,8 @@ def test_two_models_in_time_slices(predictor: Predictor) -> None:
 def test_a_slow_host_hides_waits_for_the_gpu(predictor: Predictor) -> None:
     """In a run whose host takes longer, more of the wait for the GPU passes while the host is at work."""
     models, runs = [net(300.0, 20.0), net(50.0, 20.0)], [{batch: predictor.run(NET, dims={"batch": batch})} for batch in (4, 1)]
-    question = Question(predictor.fitted, models, runs)
-    case = question.case(Plan(SLICES, SetSharing(), (4, 1)))
+    question = SharingQuestion(predictor.fitted, models, runs)
+    case = question.case(SharingPlan(SLICES, SetSharing(), (4, 1)))
     usual, slower = case.slowdowns[0, set_of([1])].mean(axis=1)
     assert 1.0 < slower < usual
 
@@ -229,8 +237,8 @@ def test_two_models_through_mps(through_mps: Predictor) -> None:
 def test_two_models_as_this_gpu_is_shared(through_mps: Predictor, monkeypatch: pytest.MonkeyPatch, mode: str, share: str | None,
                                           expected: str) -> None:
     """Pretended: this machine is the target. What is asked for counts more than what is so here."""
-    monkeypatch.setattr("hase.inference.sharing.co_runner.is_here", lambda target: True)
-    monkeypatch.setattr("hase.inference.sharing.co_runner.sharing_mode", lambda: mode)
+    monkeypatch.setattr("hase.inference.prediction.under_load.is_here", lambda target: True)
+    monkeypatch.setattr("hase.inference.prediction.under_load.sharing_mode", lambda: mode)
     if share:
         monkeypatch.setenv(THREADS, share)
     size = {"batch": 1}
@@ -393,8 +401,8 @@ def test_too_many_models(predictor: Predictor) -> None:
 
 
 def test_how_this_gpu_is_shared_now_does_not_matter(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hase.inference.sharing.co_runner.is_here", lambda target: True)
-    monkeypatch.setattr("hase.inference.sharing.co_runner.sharing_mode", lambda: "mps")
+    monkeypatch.setattr("hase.inference.prediction.under_load.is_here", lambda target: True)
+    monkeypatch.setattr("hase.inference.prediction.under_load.sharing_mode", lambda: "mps")
     assert advise(predictor, [net(50.0, 9.0), net(50.0, 9.0)], [[1], [1]]).advised == SLICES
 
 

@@ -17,12 +17,13 @@ from conftest import Once
 from trained_workspace import conv_net
 
 from hase.inference import Predictor
-from hase.inference.core import kernel_table, targets
-from hase.inference.core.brief import BriefPrediction
-from hase.inference.core.run_modes import RunMode
-from hase.inference.llm.steps import learned_of
+from hase.inference.llm.requests import generation_models
+from hase.inference.prediction import batch as numeric_core
+from hase.inference.prediction import targets
+from hase.inference.prediction.brief import BriefPrediction
+from hase.inference.prediction.conditions import RunMode
 from hase.inference.search import ofa
-from hase.recipes.same_predictions.questions import CPU_WORKSPACE, RECORDS
+from hase.recipes.same_predictions.record import CPU_WORKSPACE, RECORDS
 from hase.records.kernel_record import ModelRecord
 from hase.records.kernel_record_files import read_model_record
 from hase.utils.cache_folder import VARIABLE
@@ -142,7 +143,7 @@ def test_a_model_may_come_in_any_company() -> None:
         for one, other in zip(predictor.predict_briefly(records, batch=batch), together, strict=True):
             assert one.model == other.model
             assert close(one.latency_ms, other.latency_ms)
-    with mock.patch.object(kernel_table, "MOST_KERNELS", 100):  # so that the table is begun anew again and again
+    with mock.patch.object(numeric_core, "MOST_KERNELS", 100):  # so that the table is begun anew again and again
         assert [answer.model for answer in predictor.predict_briefly(records, batch=2)] == [
             answer.model for answer in together]
         assert all(close(one.latency_ms, other.latency_ms)
@@ -152,7 +153,7 @@ def test_a_model_may_come_in_any_company() -> None:
 def test_brief_answers_have_the_interval_of_language_models() -> None:
     """It was fitted to runs at many paces, so a known pace counts in it, and not beside it."""
     predictor = Predictor(target=H200)
-    composition = learned_of(predictor).compositions["token"]
+    composition = generation_models(predictor).compositions["token"]
     records = [candidate(number, CUDA) for number in range(3)]
     for pace in (None, 1.0, 1.7):
         options: dict[str, Any] = {"composition": composition, **({"host_pace": pace} if pace else {})}

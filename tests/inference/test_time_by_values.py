@@ -13,19 +13,18 @@ from trained_workspace import conv_net
 
 from hase.benchmark.collecting.config import CollectorConfig
 from hase.inference import measure_missing, predict
-from hase.inference.core.targets import fitted_for
-from hase.inference.core.uncertainty import BY_VALUES, Span, kernel_uncertainties
 from hase.inference.evaluation.evaluate import MeasuringPlan, evaluate
-from hase.learned.kernels.sidecar import read_measured, read_sidecar, write_measured, write_sidecar
+from hase.inference.prediction.targets import fitted_for
+from hase.inference.prediction.uncertainty import BY_VALUES, Span, kernel_uncertainties
+from hase.learned.kernels.measured import measured_times, write_measured
+from hase.learned.kernels.sidecar import read_measured, read_sidecar, write_sidecar
 from hase.ort_analysis.graph.analysis import analyze
-from hase.records.blocks import Block
 from hase.records.dataset_files import DatasetKernel, journal_path, read_header, read_journal
 from hase.records.dataset_tables import kernel_rows, read_kernel_table
 from hase.records.dataset_writer import write_tables
 from hase.records.kernel_record import Kernel
-from hase.records.measurement import Inputs, Measurement, Place
+from hase.records.measurement import Block, InputValues, Measurement, Placement
 from hase.runtimes import local_target
-from hase.training.kernels.training_set import measured_times
 from hase.utils import files
 from hase.utils.errors import UserError
 from hase.utils.paths import SHIPPED, Workspace
@@ -52,7 +51,7 @@ def sorting(tmp_path: Path) -> Kernel:
 
 def test_better_inputs_win(sorting: Kernel) -> None:
     """In the same place; a time in a model is better than one in a carrier, whatever the inputs."""
-    def block(time_ms: float, inputs: Inputs, place: Place = "in_model") -> Block:
+    def block(time_ms: float, inputs: InputValues, place: Placement = "in_model") -> Block:
         measured = Measurement(subject="kernel", id=sorting.id, label="node_span", context=place, place=place,
                                samples_ms=(time_ms,), inputs=inputs)
         return Block(level=0.0, key="k", background={}, during={}, canary_before_ms=1.0, canary_after_ms=1.0, attempts=1,

@@ -18,13 +18,24 @@ from onnx import TensorProto, helper, numpy_helper
 from trained_workspace import METRIC, conv_net
 
 from hase.inference import Predictor, predict
-from hase.inference.core.answers import Prediction, make_monotonic
-from hase.inference.core.report import print_predictions
-from hase.inference.core.uncertainty import CERTAIN, FAR, FAR_OFF, Span, is_rough, joined, shortness, source_warnings
+from hase.inference.prediction.answers import Prediction, make_monotonic
+from hase.inference.prediction.uncertainty import (
+    BEYOND_POWER,
+    CERTAIN,
+    FAR,
+    FAR_OFF,
+    Span,
+    is_rough,
+    joined,
+    shortness,
+    source_warnings,
+)
+from hase.inference.reporting.printed import print_predictions
+from hase.learned import target_files
 from hase.learned.composition.fitted import read_composition
 from hase.learned.composition.intervals import Sources
 from hase.learned.kernels.sidecar import copy_predictors
-from hase.learned.kernels.uncertainty import DEFAULT_RANGES, Range, read_uncertainty, uncertainty_path
+from hase.learned.kernels.uncertainty import DEFAULT_RANGES, NOTHING_LEARNED, Range
 from hase.runtimes import local_target
 from hase.utils import files
 from hase.utils.cli import EXIT_ROUGH
@@ -103,10 +114,10 @@ def test_an_operator_known_at_another_rank_is_doubtful(tmp_path: Path) -> None:
     """With predictors as if BatchNormalization had only been measured at rank 4."""
     workspace = Workspace(tmp_path)
     copy_predictors(SHIPPED / H200, workspace.predictors(H200))
-    uncertainty = read_uncertainty(SHIPPED / H200)
+    uncertainty = (target_files.UNCERTAINTY.read(SHIPPED / H200) or NOTHING_LEARNED)
     forms = {name: tuple(form for form in of if name != "BatchNormalization" or form.endswith("rank 4"))
              for name, of in (uncertainty.forms or {}).items()}
-    files.write_json(uncertainty_path(workspace.predictors(H200)), uncertainty.model_copy(
+    files.write_json(target_files.UNCERTAINTY.path(workspace.predictors(H200)), uncertainty.model_copy(
         update={"forms": forms, "form_ranges": {}}))
     usual = predict(normalised(tmp_path / "usual.onnx", [256, 64, 56, 56]), target=H200, workspace=workspace)
     odd = predict(normalised(tmp_path / "odd.onnx", [65536, 4096]), target=H200, workspace=workspace)
@@ -155,16 +166,16 @@ def test_an_interval_is_given_under_load_too(workspace: Workspace, torch_models:
 @pytest.mark.slow
 def test_few_models_give_an_interval_too(workspace: Workspace) -> None:
     """Of four models, left out by three families, the errors are ±10 %: Student's t for three degrees of freedom."""
-    from hase.inference.core.targets import fitted_for
+    from hase.inference.prediction.targets import fitted_for
 
     used = fitted_for(workspace, TARGET).composition
     models = tuple(model.model_copy(update={"model": name, "group": name[0], "predicted_ms": model.measured_ms * error})
                    for model, name, error in zip(used.models, ("a1", "a2", "b1", "c1"), (1.1, 1 / 1.1) * 2, strict=False))
     four_models = used.model_copy(update={"interval": None, "models": models})
     prediction = predict("anet_c16.onnx", target=TARGET, workspace=workspace, composition=four_models)
-    shorter = shortness(four_models, prediction.latency_ms).span  # the made-up errors have moved the shortest model
+    off = float(shortness(four_models, np.array(prediction.latency_ms))) ** BEYOND_POWER  # the shortest model has been moved
     assert prediction.interval_ms[1] / prediction.latency_ms == pytest.approx(
-        joined([Span(1.0, 1.1 ** (2.3534 * math.sqrt(4 / 3))), shorter]).high, rel=1e-3)
+        joined([Span(1.0, 1.1 ** (2.3534 * math.sqrt(4 / 3))), Span(1.0 / off, off)]).high, rel=1e-3)
     of_one_model = predict("anet_c16.onnx", target=TARGET, workspace=workspace,
                            composition=four_models.model_copy(update={"left_out": "nothing", "models": models[:1]}))
     assert of_one_model.interval_ms[1] / of_one_model.latency_ms == pytest.approx(2.0, rel=1e-3)
@@ -182,8 +193,8 @@ def test_errors_add_up_in_quadrature() -> None:
 @pytest.mark.slow
 def test_ranges_are_learned_from_left_out_operators(workspace: Workspace) -> None:
     """For the made-up dataset each range holds 1. The range of a class with few operators is no narrower than the default."""
-    uncertainty = read_uncertainty(workspace.predictors(TARGET))
-    assert uncertainty_path(workspace.predictors(TARGET)).is_file()
+    uncertainty = (target_files.UNCERTAINTY.read(workspace.predictors(TARGET)) or NOTHING_LEARNED)
+    assert target_files.UNCERTAINTY.path(workspace.predictors(TARGET)).is_file()
     assert uncertainty.forms is not None
     assert any("float32 of rank 4, dense, window to 3" in forms for name, forms in uncertainty.forms.items()
                if name.startswith("Conv"))
@@ -196,7 +207,7 @@ def test_ranges_are_learned_from_left_out_operators(workspace: Workspace) -> Non
 def test_the_shipped_ranges() -> None:
     """Learned from the shipped dataset: nine of ten kernels of elementwise operators take 0.5 to 2 times the estimate, and one
     launch."""
-    uncertainty = read_uncertainty(SHIPPED / H200)
+    uncertainty = (target_files.UNCERTAINTY.read(SHIPPED / H200) or NOTHING_LEARNED)
     assert uncertainty.dataset_sha256 == json.loads((SHIPPED / H200 / "predictors.json").read_text())["dataset_sha256"]
     elementwise = uncertainty.ranges["gpu"]["elementwise"]
     assert 0.5 < elementwise.low < 1.0 < elementwise.high < 2.0
@@ -269,9 +280,9 @@ def test_a_model_shorter_than_any_of_the_fit_is_a_rough_estimate(tmp_path: Path)
     assert any("shorter than any model from which the cost of a run was learned" in text for text in tiny.warnings)
     assert tiny.interval_ms[1] / tiny.latency_ms > (shortest_ms / tiny.latency_ms) ** 0.25
     assert not net.rough_estimate
-    assert shortness(used, shortest_ms / 2).span == pytest.approx((2 ** -0.25, 2 ** 0.25))
-    assert shortness(used, 2 * shortest_ms).span == CERTAIN
-    assert shortness(used.model_copy(update={"models": ()}), 0.001) == shortness(used, 0.0) == (1.0,)
+    assert BEYOND_POWER == 0.25
+    assert shortness(used, np.array([0.5, 2.0, 0.0]) * shortest_ms).tolist() == [2.0, 1.0, 1.0]
+    assert shortness(used.model_copy(update={"models": ()}), np.array([0.001])).tolist() == [1.0]
 
 
 def convolution(path: Path, channels: int, groups: int, image: list[int], window: list[int]) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,24 +17,36 @@ from trained_workspace import conv_net
 from hase.benchmark.collecting.collect import collect
 from hase.benchmark.collecting.config import CollectorConfig
 from hase.inference import measure_missing, predict
-from hase.inference.core.report import kernel_rows as printed_kernels
-from hase.inference.core.report import summary
-from hase.learned.kernels.estimators import KernelModel, fit_kernel_model, learn_classes, learning_problem, predict_rows
-from hase.learned.kernels.interface import Estimator, Measured
+from hase.inference.reporting.printed import kernel_rows as printed_kernels
+from hase.inference.reporting.printed import summary
+from hase.learned.kernels.interface import Estimator, Measured, TrainingConfig, TrainingSet
+from hase.learned.kernels.measured import measured_times
 from hase.learned.kernels.predictors import read_predictors
-from hase.learned.kernels.settings import TrainingConfig
 from hase.learned.kernels.sidecar import renew_measured
-from hase.records.blocks import Block, labels_unsteady, read_blocks, steadiest, unit_rows, unsteady_labels
 from hase.records.dataset_files import DatasetKernel, journal_path, kernel_table_path, note_tables, read_header, read_journal
 from hase.records.dataset_tables import kernel_rows, model_rows, model_sessions, read_kernel_table
 from hase.records.dataset_writer import write_tables
 from hase.records.host_pace import idle_models
-from hase.records.measurement import BUSY_ADMITTED, Label, Measurement, Place, drift_key
+from hase.records.measurement import (
+    BUSY_ADMITTED,
+    Block,
+    Label,
+    Measurement,
+    Placement,
+    drift_key,
+    format_unsteady,
+    parse_unsteady,
+    read_blocks,
+    steadiest,
+    unit_rows,
+)
 from hase.runtimes import local_target
+from hase.training.estimators.in_use import InUseEstimator
 from hase.training.estimators.neural_network import NeuralNetwork
 from hase.training.estimators.roofline import RooflineEstimator
 from hase.training.estimators.trees import BoostedTrees, RandomForest
-from hase.training.kernels.training_set import TrainingSet, measured_times, read_training_set
+from hase.training.kernels.fitting import fit_kernel_model, learn_classes, learning_problem
+from hase.training.kernels.training_set import read_training_set
 from hase.utils import files
 from hase.utils.paths import Workspace
 
@@ -43,7 +56,7 @@ BAD = 3.45  # the drift of a block during which the canary took 4.45 times as lo
 DESCRIBED = {KERNEL.id: DatasetKernel(kernel=KERNEL, models=("net",), groups=("net",))}
 
 
-def timed(time_ms: float, label: Label = "node_span", place: Place = "in_model", subject: str = "kernel",
+def timed(time_ms: float, label: Label = "node_span", place: Placement = "in_model", subject: str = "kernel",
           name: str = KERNEL.id) -> Measurement:
     return Measurement(subject=subject, id=name, label=label, context=place, place=place, samples_ms=(time_ms,))
 
@@ -68,7 +81,7 @@ def test_a_block_says_that_the_machine_was_unsteady(tmp_path: Path) -> None:
 def test_other_work_on_an_idle_cpu_makes_a_block_unsteady(busy: float, level: float, drift: float,
                                                           monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where it runs all the time, so that no canary differs from the others."""
-    monkeypatch.setattr("hase.records.blocks.BUSY_ADMITTED", BUSY_ADMITTED)  # conftest.py admits more
+    monkeypatch.setattr("hase.records.measurement.BUSY_ADMITTED", BUSY_ADMITTED)  # conftest.py admits more
     beside = block(timed(1.0), level=level).model_copy(update={"background": {"DCGM_FI_DEV_CPU_UTIL_TOTAL": busy}})
     assert beside.drift == drift
     assert beside.unsteady == bool(drift)
@@ -77,9 +90,9 @@ def test_other_work_on_an_idle_cpu_makes_a_block_unsteady(busy: float, level: fl
 
 
 def test_labels_and_drifts_as_text() -> None:
-    assert unsteady_labels({"run": BAD, "gpu": 0.07123}) == "gpu:0.07123|run:3.45"
-    assert labels_unsteady("gpu:0.07123|run:3.45") == {"run": BAD, "gpu": 0.07123}
-    assert labels_unsteady(unsteady_labels({})) == {}
+    assert format_unsteady({"run": BAD, "gpu": 0.07123}) == "gpu:0.07123|run:3.45"
+    assert parse_unsteady("gpu:0.07123|run:3.45") == {"run": BAD, "gpu": 0.07123}
+    assert parse_unsteady(format_unsteady({})) == {}
 
 
 def test_a_row_names_the_labels_that_rest_on_an_unsteady_block() -> None:
@@ -189,12 +202,13 @@ def test_all_estimators_learn_less_from_unsteady_rows(made_up: Workspace) -> Non
     assert weights.min() < 0.01 * weights.max()
     unmarked = replace(rows, drifts={label: np.zeros(len(rows)) for label in rows.drifts})
     assert unmarked.weights("run") is None
-    for make in (BoostedTrees, RandomForest, NeuralNetwork, RooflineEstimator, KernelModel):
+    makes: tuple[type[Any], ...] = (BoostedTrees, RandomForest, NeuralNetwork, RooflineEstimator, InUseEstimator)
+    for make in makes:
         marked_error, unmarked_error = (errors_of(make(), learned, truth_ms) for learned in (rows, unmarked))
         assert marked_error < 0.7 * unmarked_error, make.__name__
     is_conv = rows.types == "Conv"
     for types in ({"Conv": "Conv"}, {}):  # a booster of its own, and the shared one
-        off = [np.median(np.abs(np.log(predict_rows(fit_kernel_model(learned, "run", types, TrainingConfig()), rows)
+        off = [np.median(np.abs(np.log(fit_kernel_model(learned, "run", types, TrainingConfig()).predict_ms(rows.kernels)
                                        / truth_ms))[is_conv]) for learned in (rows, unmarked)]
         assert off[0] < 0.7 * off[1]
     problem = learning_problem(rows, "run")

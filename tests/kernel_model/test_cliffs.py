@@ -11,12 +11,12 @@ from command import run_script
 from conftest import Once
 from made_up_dataset import conv, gemm
 
-from hase.kernel_model.building.kernel_models import check_kernel, kernel_build
-from hase.kernel_model.kernel_sampler import sample_between
+from hase.kernel_model.building.kernel_models import check_kernel, write_kernel
+from hase.kernel_model.kernel_sampler import sample_between_cliffs
 from hase.kernel_model.sampling.cliffs import (
     Cliff,
     NothingBetween,
-    Timed,
+    TimedKernel,
     between,
     cliff_height,
     comparable,
@@ -24,8 +24,7 @@ from hase.kernel_model.sampling.cliffs import (
     find_cliffs,
     timed_kernels,
 )
-from hase.kernel_model.sampling.free_shapes.forms import inferred
-from hase.kernel_model.sampling.free_shapes.sizes import kernel, numbers, tensor
+from hase.kernel_model.sampling.free_shapes.sizes import inferred, kernel, numbers, tensor
 from hase.records.kernel_record import Kernel
 from hase.utils.errors import UserError
 from hase.utils.paths import ROOT, Workspace
@@ -47,8 +46,8 @@ def recurrent(hidden: int) -> Kernel:
 def test_a_height_is_what_work_does_not_explain() -> None:
     small, large = gemm(rows=64), gemm(rows=128)
     twice = large.flops / small.flops
-    assert cliff_height(Timed(large, 8.0), Timed(small, 1.0)) == pytest.approx(8.0 / twice)
-    assert cliff_height(Timed(small, 8.0), Timed(large, 1.0)) == 8.0  # it does less, and takes longer
+    assert cliff_height(TimedKernel(large, 8.0), TimedKernel(small, 1.0)) == pytest.approx(8.0 / twice)
+    assert cliff_height(TimedKernel(small, 8.0), TimedKernel(large, 1.0)) == 8.0  # it does less, and takes longer
 
 
 def test_only_sizes_differ_between_neighbours() -> None:
@@ -62,13 +61,13 @@ def test_only_sizes_differ_between_neighbours() -> None:
 
 def test_cliffs_are_found_between_neighbours() -> None:
     """From a width of 31 on, a made-up library takes 50 times as long."""
-    timed = [Timed(signal(64, width), 0.05 * (50 if width >= 31 else 1)) for width in range(3, 60, 4)]
+    timed = [TimedKernel(signal(64, width), 0.05 * (50 if width >= 31 else 1)) for width in range(3, 60, 4)]
     first, *others = find_cliffs(timed)
     assert (first.faster.kernel, first.slower.kernel) == (signal(64, 27), signal(64, 31))
     assert first.height == pytest.approx(50 / (31 / 27), rel=0.05)
     taken = [entry.kernel.id for cliff in (first, *others) for entry in (cliff.slower, cliff.faster)]
     assert len(taken) == len(set(taken))
-    assert not find_cliffs([Timed(entry.kernel, 0.01) for entry in timed])
+    assert not find_cliffs([TimedKernel(entry.kernel, 0.01) for entry in timed])
 
 
 @pytest.mark.parametrize(("one", "two"), [
@@ -83,7 +82,7 @@ def test_cliffs_are_found_between_neighbours() -> None:
 def test_a_kernel_between_two_runs(one: Kernel, two: Kernel, tmp_path: Path) -> None:
     for share in (0.3, 0.5, 0.7):
         middle = between(one, two, share)
-        check_kernel(kernel_build(middle, tmp_path), middle, "cpu")
+        check_kernel(write_kernel(middle, tmp_path), middle, "cpu")
         assert all(min(ends) <= size <= max(ends) for *tensors, made in zip(one.inputs, two.inputs, middle.inputs, strict=True)
                    for *ends, size in zip(*(tensor.shape for tensor in (*tensors, made)), strict=True))
 
@@ -98,26 +97,27 @@ def test_where_no_kernel_lies_between_the_edge_is_known() -> None:
 
 
 def test_higher_and_slower_cliffs_are_drawn_more_often() -> None:
-    one, two = Timed(signal(64, 3), 0.1), Timed(signal(64, 31), 9.0)
+    one, two = TimedKernel(signal(64, 3), 0.1), TimedKernel(signal(64, 31), 9.0)
     weights = draw_weights([Cliff(two, one, 90.0), Cliff(two._replace(time_ms=0.1), one, 90.0), Cliff(two, one, 3.0)])
     assert weights.sum() == pytest.approx(1)
     assert weights[0] > max(weights[1:])
 
 
 def test_kernels_between_belong_to_the_families_of_both() -> None:
-    one, two = Timed(signal(64, 3), 0.1, ("anet",)), Timed(signal(512, 63), 9.0, ("bnet",))
-    drawn, _ = sample_between([Cliff(two, one, 90.0)], 5, np.random.default_rng(0), most_gflop=1.0)
+    one, two = TimedKernel(signal(64, 3), 0.1, ("anet",)), TimedKernel(signal(512, 63), 9.0, ("bnet",))
+    drawn, _ = sample_between_cliffs([Cliff(two, one, 90.0)], 5, np.random.default_rng(0), most_gflop=1.0)
     assert len(drawn) == 5
     assert {families for _, families in drawn.values()} == {("anet", "bnet")}
     assert all(3 < made.attributes["kernel_shape"][0] < 63 for made, _ in drawn.values())
     held_out = Cliff(two._replace(families=("vgg",)), one, 90.0)
-    of_held_out, _ = sample_between([held_out], 5, np.random.default_rng(0), most_gflop=1.0, without=("vgg",))
+    of_held_out, _ = sample_between_cliffs([held_out], 5, np.random.default_rng(0), most_gflop=1.0, without=("vgg",))
     assert not of_held_out
-    nothing, _ = sample_between([], 5, np.random.default_rng(0), most_gflop=1.0)
+    nothing, _ = sample_between_cliffs([], 5, np.random.default_rng(0), most_gflop=1.0)
     assert not nothing
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_command_draws_between_cliffs_of_a_dataset(h200_workspace: Workspace, once: Once, tmp_path: Path) -> None:
     """From the shipped dataset, whose kernels were measured on an H200."""
     dataset = Workspace(tmp_path).dataset(TARGET)

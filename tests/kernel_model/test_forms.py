@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from drawn_kernels import small_draws
 
-from hase.kernel_model.building.kernel_models import check_kernel, kernel_build
+from hase.kernel_model.building.kernel_models import check_kernel, write_kernel
 from hase.kernel_model.kernel_sampler import sample_free
 from hase.kernel_model.sampling.draws import on_cuda
-from hase.kernel_model.sampling.free_shapes import forms, rare
+from hase.kernel_model.sampling.free_shapes import forms, layers
 from hase.kernel_model.sampling.free_shapes.sizes import kernel, scalar, tensor
 from hase.kernel_model.sampling.free_shapes.table import FORMS, RARE, Draw
 from hase.records.kernel_record import Kernel, Tensor
@@ -22,7 +22,7 @@ from hase.utils.errors import UserError
 @pytest.mark.parametrize("draw", [draw for draw, _ in (*FORMS, *RARE)])
 def test_draws_run_and_put_out_what_they_describe(draw: Draw, tmp_path: Path) -> None:
     for drawn in small_draws(draw, 6):
-        check_kernel(kernel_build(drawn, tmp_path), drawn, "cpu")
+        check_kernel(write_kernel(drawn, tmp_path), drawn, "cpu")
 
 
 def test_what_a_kernel_puts_out_follows_from_its_schema() -> None:
@@ -46,19 +46,19 @@ def test_convolutions_have_any_rank_groups_and_width() -> None:
 
 
 def test_rare_layers_have_sizes_that_libraries_are_not_tuned_for() -> None:
-    dense = any_that_fit(rare.convolution, 100)
+    dense = any_that_fit(layers.rare_convolution, 100)
     assert {conv.attributes.get("group", 1) for conv in dense} == {1}
     assert {len(conv.inputs[0].shape) for conv in dense} == {3, 4, 5}
     assert 25 <= sum(conv.inputs[0].shape[1] % 8 > 0 for conv in dense) <= 75
-    assert {conv.inputs[0].shape[1] for conv in any_that_fit(rare.first_layer, 60)} == {1, 2, 3, 4}
-    signals = any_that_fit(rare.grouped_signal, 60)
+    assert {conv.inputs[0].shape[1] for conv in any_that_fit(layers.first_layer, 60)} == {1, 2, 3, 4}
+    signals = any_that_fit(layers.grouped_signal, 60)
     assert {len(conv.inputs[0].shape) for conv in signals} == {3}
     assert all(conv.attributes["group"] > 1 for conv in signals)
     assert {1, 128} <= {conv.attributes["kernel_shape"][0] for conv in signals}
     assert all(product.outputs[0].shape[0] >= 1000 and product.outputs[0].shape[1] <= 96
-               for product in any_that_fit(rare.thin_product, 40))
-    assert {product.inputs[0].shape[2] == 1 for product in any_that_fit(rare.attention_product, 20)} == {True, False}
-    assert all(layer.attributes["hidden_size"] >= 192 for layer in any_that_fit(rare.recurrent, 20))
+               for product in any_that_fit(layers.thin_product, 40))
+    assert {product.inputs[0].shape[2] == 1 for product in any_that_fit(layers.attention_product, 20)} == {True, False}
+    assert all(layer.attributes["hidden_size"] >= 192 for layer in any_that_fit(layers.rare_recurrent, 20))
 
 
 def any_that_fit(draw: Draw, count: int) -> list[Kernel]:

@@ -9,10 +9,11 @@ import pytest
 from command import run_script
 from drawn_kernels import small_draws
 
-from hase.kernel_model.building.kernel_models import built_kernel, check_kernel, kernel_build
+from hase.kernel_model.building.kernel_models import check_kernel, write_kernel
 from hase.kernel_model.sampling.draws import on_cuda
 from hase.kernel_model.sampling.free_shapes import on_host
 from hase.kernel_model.sampling.free_shapes.table import HOST, Draw
+from hase.ort_analysis.graph.source import built_kernel
 
 ON_EITHER = (on_host.moved_channels, on_host.on_shapes, on_host.newer_version)  # CUDA has them, but may leave them to the CPU
 
@@ -20,7 +21,7 @@ ON_EITHER = (on_host.moved_channels, on_host.on_shapes, on_host.newer_version)  
 @pytest.mark.parametrize("draw", [draw for draw, _ in HOST])
 def test_draws_run_on_the_cpu_and_put_out_what_they_describe(draw: Draw, tmp_path: Path) -> None:
     for drawn in small_draws(draw, 5):
-        path = kernel_build(drawn, tmp_path)
+        path = write_kernel(drawn, tmp_path)
         assert built_kernel(path) == drawn
         check_kernel(path, drawn, "cpu")
         assert draw in ON_EITHER or not on_cuda(drawn)

@@ -23,16 +23,16 @@ from hase.kernel_model.building.kernel_models import (
     INLINE_BYTES,
     build_carrier,
     build_model,
-    built_kernel,
     carrier_bytes,
     check_kernel,
-    kernel_build,
     node_name,
     open_kernel,
     read_built,
+    write_kernel,
 )
 from hase.ort_analysis.graph.analysis import analyze, record_of
 from hase.ort_analysis.graph.parsing import parse_graph
+from hase.ort_analysis.graph.source import built_kernel
 from hase.records.kernel_record import Kernel, KernelInput, ModelRecord, Node, Tensor
 from hase.records.kernel_record_files import build_index
 from hase.records.kernel_types import describe_kernel
@@ -140,7 +140,7 @@ def test_every_kernel_runs_on_made_up_inputs(traced: dict[tuple[str, str], Trace
     """It loads from its file, runs and gives no NaN. The file is named after it and holds its whole description."""
     record = traced[model, provider].record
     for kernel in record.kernels.values():
-        path = kernel_build(kernel, tmp_path)
+        path = write_kernel(kernel, tmp_path)
         height, width = (1, 1, *kernel.inputs[0].shape)[-2:]
         assert re.match(rf"{kernel.type}_{height}x{width}_.+\.onnx$", path.name)
         assert built_kernel(path) == kernel
@@ -185,7 +185,7 @@ def test_made_up_inputs_suit_the_operator(tmp_path: Path) -> None:
     record = analyze(odd_model(), "cpu")
     assert {kernel.op_type for kernel in record.kernels.values()} >= {"Gather", "Log", "Sqrt", "Pow", "Div", "Where"}
     for kernel in record.kernels.values():
-        check_kernel(kernel_build(kernel, tmp_path), kernel, "cpu")
+        check_kernel(write_kernel(kernel, tmp_path), kernel, "cpu")
         for seed in range(3):
             for value in dummy_inputs(kernel, seed).values():
                 assert not np.issubdtype(value.dtype, np.floating) or np.abs(value).min() >= 1e-4  # no denormals, no zeros
@@ -248,7 +248,7 @@ def large_kernel() -> Kernel:
 def test_a_file_needs_no_other_one(tmp_path: Path) -> None:
     """ONNX Runtime by itself makes the weights of a copied file before its first run, and gives what Hase's session gives."""
     kernel = large_kernel()
-    built = kernel_build(kernel, tmp_path / "built")
+    built = write_kernel(kernel, tmp_path / "built")
     path = tmp_path / "copied.onnx"
     shutil.copy(built, path)
     assert kernel.weight_bytes > INLINE_BYTES > path.stat().st_size
@@ -274,7 +274,7 @@ def test_a_weight_that_repeats_nothing_is_stored(tmp_path: Path) -> None:
     kernel = describe_kernel("Add", "", 20, {}, [KernelInput(dtype="float32", shape=(odd,)),
                                                  KernelInput(dtype="float32", shape=(odd,), constant=True)],
                              [Tensor(dtype="float32", shape=(odd,))])
-    path = kernel_build(kernel, tmp_path)
+    path = write_kernel(kernel, tmp_path)
     assert path.stat().st_size > 4 * odd
     check_kernel(path, kernel, "cpu")
 
@@ -292,7 +292,7 @@ def test_given_weights_are_written_into_the_file(tmp_path: Path) -> None:
     kernel = large_kernel()
     weights = {1: np.zeros(kernel.inputs[1].shape, np.float32)}
     weights |= {2: np.zeros(kernel.inputs[2].shape, np.float32)} if kernel.inputs[2].present else {}
-    path = kernel_build(kernel, tmp_path, weights)
+    path = write_kernel(kernel, tmp_path, weights)
     assert path.stat().st_size > kernel.inputs[1].bytes
     inputs = dummy_inputs(kernel)
     inputs |= {name: np.zeros_like(value) for name, value in inputs.items() if name == input_name(3)}

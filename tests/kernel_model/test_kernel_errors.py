@@ -12,22 +12,23 @@ import pytest
 from conftest import build_workspace, small_model
 from made_up_dataset import TARGET, conv, gemm, relu, tensor, write_workspace
 
-from hase.kernel_model.building.kernel_models import built_kernel
-from hase.kernel_model.kernel_sampler import FREE, NEAR_SPREAD, Drawn, near_batch, sample_again
-from hase.kernel_model.sampling.kernel_errors import (
+from hase.kernel_model.kernel_sampler import FREE, NEAR_SPREAD, Drawn, near_batch, sample_near_errors
+from hase.kernel_model.sampling.draws import read_seeds
+from hase.kernel_model.sampling.usefulness import (
     MOST_LOG_ERROR,
     KernelError,
     KernelErrors,
-    error_weights,
     read_errors,
+    seed_weights,
     write_errors,
 )
-from hase.kernel_model.sampling.seeds import read_seeds
-from hase.learned.kernels.settings import ForestSettings, TrainingConfig, XgboostSettings
+from hase.learned.kernels.interface import ForestSettings, TrainingConfig, XgboostSettings
+from hase.learned.kernels.measured import measured_times
+from hase.ort_analysis.graph.source import built_kernel
 from hase.records.kernel_record import Kernel
 from hase.records.kernel_types import describe_kernel
 from hase.training.kernels.label_training import train_label
-from hase.training.kernels.training_set import measured_times, read_training_set
+from hase.training.kernels.training_set import read_training_set
 from hase.training.train_kernel_model import kept_sidecar, save
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import Flavour
@@ -56,18 +57,18 @@ def errors_of(*kernels: KernelError, held_out: tuple[str, ...] = (), flavour: Fl
 
 
 def sampled_near(errors: KernelErrors, count: int, without: tuple[str, ...] = (), seed: int = 0) -> dict[str, Drawn]:
-    return sample_again(errors, count, np.random.default_rng(seed), [1, 2, 4, 8], 10.0, without=without)[0]
+    return sample_near_errors(errors, count, np.random.default_rng(seed), [1, 2, 4, 8], 10.0, without=without)[0]
 
 
 def test_weights_follow_the_error_and_the_time() -> None:
     usual = [erring(relu(), 0.1)] * 96
-    weights = error_weights([*usual, erring(gemm(), -0.2), erring(conv(), 0.1, measured_ms=0.5),
+    weights = seed_weights([*usual, erring(gemm(), -0.2), erring(conv(), 0.1, measured_ms=0.5),
                             erring(conv(), 0.1, measured_ms=80.0), erring(conv(), 0.0)])
     assert weights * 101.5 == pytest.approx(np.array([1.0] * 96 + [4.0, 0.5, 1.0, 0.0]))  # the longest counts once
-    capped = error_weights([erring(relu(), MOST_LOG_ERROR), erring(gemm(), -3.0)])
+    capped = seed_weights([erring(relu(), MOST_LOG_ERROR), erring(gemm(), -3.0)])
     assert capped == pytest.approx([0.5, 0.5])
-    assert error_weights([erring(relu(), 0.0)]).tolist() == [0.0]
-    assert not error_weights([]).size
+    assert seed_weights([erring(relu(), 0.0)]).tolist() == [0.0]
+    assert not seed_weights([]).size
 
 
 def test_kernels_seed_in_proportion_to_their_errors() -> None:

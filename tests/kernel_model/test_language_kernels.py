@@ -14,24 +14,24 @@ from hase.kernel_model.building.dummy_data import dummy_tensor
 from hase.kernel_model.building.kernel_models import (
     build_carrier,
     build_model,
-    built_kernel,
     carrier_bytes,
     check_kernel,
     is_cache,
-    kernel_build,
     shared_outputs,
+    write_kernel,
 )
 from hase.kernel_model.kernel_sampler import footprint_mib, sample_free
 from hase.kernel_model.sampling.draws import on_cpu, on_cuda
-from hase.kernel_model.sampling.free_shapes import language, standard
+from hase.kernel_model.sampling.free_shapes import language
 from hase.kernel_model.sampling.free_shapes.sizes import ABSENT, CONTRIB, Generator, indices, kernel, tensor
 from hase.kernel_model.sampling.free_shapes.table import LANGUAGE, STANDARD, Draw, draw_free_kernel
 from hase.ort_analysis.graph.nodes import shared_caches
-from hase.records.attention import attended_by, with_lengths
+from hase.ort_analysis.graph.source import built_kernel
+from hase.records.attention import kernel_grouped_query_sizes, with_lengths
 from hase.records.kernel_record import Kernel
 from hase.utils.ort_sessions import open_session
 
-SMALL = language.Family((128, 192), (2.0, 3.0), (32, 64), (1, 2), (300, 500), (0, 24))  # tests can't run large ones
+SMALL = language.DecoderFamily((128, 192), (2.0, 3.0), (32, 64), (1, 2), (300, 500), (0, 24))  # tests can't run large ones
 
 
 @pytest.fixture
@@ -51,13 +51,13 @@ def small_draw(draw: Draw, dtype: str, generator: Generator) -> Kernel:
 
 
 @pytest.mark.parametrize("draw", [draw for draw, _ in (*LANGUAGE, *STANDARD)
-                                  if draw not in (language.packed_attention, standard.in_bfloat16)])
+                                  if draw not in (language.packed_attention, language.in_bfloat16)])
 def test_draws_run_on_the_cpu(draw: Draw, small: None, tmp_path: Path) -> None:
     """They give the shapes that they describe, and no NaN; only CUDA has attention of packed rows."""
     generator = np.random.default_rng(1)
     for _ in range(3):
         drawn = small_draw(draw, "float32", generator)
-        path = kernel_build(drawn, tmp_path)
+        path = write_kernel(drawn, tmp_path)
         assert built_kernel(path) == drawn
         check_kernel(path, drawn, "cpu")
         session = open_runner(path, "cpu").session
@@ -79,7 +79,7 @@ def test_drawn_kernels_are_language_models_and_within_limits() -> None:
     counted = Counter(kernel.op_type for kernel in kernels)
     assert counted["GroupQueryAttention"] > counted["SkipSimplifiedLayerNormalization"] > 0
     assert {kernel.dtype for kernel in kernels} >= {"float16", "bfloat16"}
-    attended = [sizes for kernel in kernels if (sizes := attended_by(kernel))]
+    attended = [sizes for kernel in kernels if (sizes := kernel_grouped_query_sizes(kernel))]
     assert {sizes.shares_buffer for sizes in attended} == {sizes.packed for sizes in attended} == {True, False}
     assert max(sizes.total for sizes in attended) > 16384
     rows = [kernel.inputs[0].shape[0] * kernel.inputs[0].shape[1] for kernel in kernels if kernel.op_type == "MatMulNBits"]
@@ -144,7 +144,7 @@ def test_on_a_gpu_every_kernel_of_a_carrier_reads_something_written() -> None:
 def test_bfloat16_is_built_and_bound(tmp_path: Path) -> None:
     """numpy lacks it, so ONNX Runtime takes its bits."""
     table = kernel("Gather", [tensor("bfloat16", 5000, 64, constant=True), indices((2, 3), 5000)], [(2, 3, 64)], axis=0)
-    path = kernel_build(table, tmp_path)
+    path = write_kernel(table, tmp_path)
     assert path.stat().st_size < 100_000 < table.weight_bytes
     check_kernel(path, table, "cpu")
     open_runner(path, "cpu").run_once()
@@ -154,7 +154,7 @@ def test_packed_weights_are_random_and_repeat(tmp_path: Path) -> None:
     packed = kernel("MatMulNBits", [tensor("float32", 2, 512), tensor("uint8", 1024, 16, 16, constant=True),
                                     tensor("float32", 1024, 16, constant=True)], [(2, 1024)], CONTRIB, K=512, N=1024, bits=4,
                     block_size=32, accuracy_level=4)
-    path = kernel_build(packed, tmp_path)
+    path = write_kernel(packed, tmp_path)
     assert path.stat().st_size < 100_000 < packed.weight_bytes
     check_kernel(path, packed, "cpu")
     [weight] = [value for name, value in build_carrier([packed], "cpu").weights.items() if name.endswith("_x1")]
@@ -179,7 +179,7 @@ def test_all_keys_of_made_up_attention_count(shape: tuple[int, ...], wanted: lis
 
 def test_networks_in_bfloat16_have_operators_that_cuda_runs() -> None:
     generator = np.random.default_rng(0)
-    drawn = [standard.in_bfloat16("float32", 2, generator) for _ in range(200)]
+    drawn = [language.in_bfloat16("float32", 2, generator) for _ in range(200)]
     assert {kernel.dtype for kernel in drawn} == {"bfloat16"}
     assert all(kernel.opset >= 22 for kernel in drawn if kernel.op_type == "Conv")
     assert {kernel.op_type for kernel in drawn if on_cuda(kernel)} >= {"Conv", "Gemm", "MatMul", "AveragePool", "Softmax"}

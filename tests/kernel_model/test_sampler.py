@@ -14,12 +14,12 @@ from command import run_script
 from conftest import TORCH_MODELS, build_workspace, free_kernel, small_model
 
 from hase.kernel_model.building.dummy_data import dummy_inputs, dummy_tensor
-from hase.kernel_model.building.kernel_models import build_model, built_kernel, check_kernel
-from hase.kernel_model.kernel_sampler import FREE, MOST_MIB, Drawn, footprint_mib, sample, sample_free
-from hase.kernel_model.sampling.draws import FLOAT_TYPES, draw_kernel, in_float_type, on_cuda
+from hase.kernel_model.building.kernel_models import build_model, check_kernel
+from hase.kernel_model.kernel_sampler import FREE, MOST_MIB, Drawn, footprint_mib, sample_free, sample_near_models
+from hase.kernel_model.sampling.draws import FLOAT_TYPES, SEED_FILE, draw_kernel, in_float_type, on_cuda, read_seeds
 from hase.kernel_model.sampling.free_shapes.table import DRAWS
-from hase.kernel_model.sampling.seeds import SEED_FILE, read_seeds
 from hase.ort_analysis.graph.analysis import analyze
+from hase.ort_analysis.graph.source import built_kernel
 from hase.records.kernel_record import Kernel, KernelInput, ModelRecord, Tensor
 from hase.records.kernel_record_files import build_index, index_path, read_index
 from hase.records.kernel_types import describe_kernel
@@ -43,13 +43,14 @@ def entries(torch_models: dict[str, Path]) -> list[Drawn]:
 
 def draw(entries: list[Drawn], count: int = 60, seed: int = 0, gflop: float = 0.2, without: tuple[str, ...] = (),
          existing: frozenset[str] = frozenset()) -> dict[str, tuple[str, ...]]:
-    drawn, _ = sample(entries, count, np.random.default_rng(seed), [1, 4], gflop, without=without, existing=existing)
+    drawn, _ = sample_near_models(entries, count, np.random.default_rng(seed), [1, 4], gflop, without=without,
+                                  existing=existing)
     return {name: families for name, (_, families) in drawn.items()}
 
 
 @pytest.mark.slow
 def test_sampled_kernels_are_new_valid_and_within_limits(entries: list[Drawn]) -> None:
-    drawn, refused = sample(entries, 60, np.random.default_rng(0), [1, 4], 0.05)
+    drawn, refused = sample_near_models(entries, 60, np.random.default_rng(0), [1, 4], 0.05)
     assert len(drawn) == 60
     seed_ids = {kernel.id for kernel, _ in entries}
     types = {kernel.type for kernel, _ in entries}
@@ -72,7 +73,7 @@ def test_sampled_kernels_are_new_valid_and_within_limits(entries: list[Drawn]) -
 @pytest.mark.slow
 def test_a_draw_of_every_type_runs(entries: list[Drawn], tmp_path: Path) -> None:
     """Attention's products and ORT's blocked layouts too."""
-    from hase.kernel_model.building.kernel_models import kernel_build
+    from hase.kernel_model.building.kernel_models import write_kernel
 
     generator = np.random.default_rng(0)
     for kernel_type in sorted({kernel.type for kernel, _ in entries if "Reshape" not in kernel.type}):
@@ -86,7 +87,7 @@ def test_a_draw_of_every_type_runs(entries: list[Drawn], tmp_path: Path) -> None
         else:
             pytest.fail(f"no valid draw of {kernel_type} in 8")
         assert drawn.type == kernel_type
-        check_kernel(kernel_build(drawn, tmp_path), drawn, "cpu")
+        check_kernel(write_kernel(drawn, tmp_path), drawn, "cpu")
 
 
 @pytest.mark.slow
@@ -104,7 +105,7 @@ def test_left_out_families_seed_nothing(entries: list[Drawn]) -> None:
 
 def test_sizes_spread_around_the_seed() -> None:
     record = analyze(small_model(channels=64, side=56), "cpu")
-    drawn, _ = sample(entries_of(record), 60, np.random.default_rng(0), [1, 2, 8], 2.0)
+    drawn, _ = sample_near_models(entries_of(record), 60, np.random.default_rng(0), [1, 2, 8], 2.0)
     convs = [kernel for kernel, _ in drawn.values() if kernel.op_type == "Conv"]
     assert {kernel.inputs[0].shape[0] for kernel in convs} == {1, 2, 8}
     sides = {kernel.inputs[0].shape[2] for kernel in convs}
@@ -203,10 +204,10 @@ def test_kernels_of_models_are_drawn_in_half_precision_too() -> None:
         in_float_type(free_kernel("GridSample", "float32"), "float16")
 
     entries = entries_of(analyze(small_model(channels=64, side=56), "cpu"))
-    drawn, _ = sample(entries, 40, np.random.default_rng(0), [1, 2], 2.0, dtypes=FLOAT_TYPES)
+    drawn, _ = sample_near_models(entries, 40, np.random.default_rng(0), [1, 2], 2.0, dtypes=FLOAT_TYPES)
     assert {kernel.dtype for kernel, _ in drawn.values()} == {"float32", "float16"}
     assert all(kernel.id == name == describe_again(kernel).id for name, (kernel, _) in drawn.items())
-    only, _ = sample(entries, 20, np.random.default_rng(0), [1, 2], 2.0, dtypes=["float16"])
+    only, _ = sample_near_models(entries, 20, np.random.default_rng(0), [1, 2], 2.0, dtypes=["float16"])
     assert {kernel.dtype for kernel, _ in only.values()} == {"float16"}
 
 

@@ -7,13 +7,13 @@ import pytest
 
 from hase.kernel_model.sampling.usefulness import (
     LEAST_WEIGHT,
-    Points,
+    KernelPoints,
+    coordinates,
     draw_apart,
-    error_weights,
     kind_of,
     nearest_distances,
+    neighbour_weights,
     order_by_usefulness,
-    position,
     useful_kernels,
 )
 from hase.records.kernel_record import Kernel, KernelInput, Tensor
@@ -24,16 +24,16 @@ def unary(op_type: str, *shape: int, dtype: str = "float32") -> Kernel:
     return describe_kernel(op_type, "", 20, {}, [KernelInput(dtype=dtype, shape=shape)], [Tensor(dtype=dtype, shape=shape)])
 
 
-def line(kind: str, *values: float) -> Points:
+def line(kind: str, *values: float) -> KernelPoints:
     """Points of one kind on a line."""
-    return Points([kind] * len(values), np.array(values, dtype=float).reshape(-1, 1))
+    return KernelPoints([kind] * len(values), np.array(values, dtype=float).reshape(-1, 1))
 
 
-def joined(*parts: Points) -> Points:
-    return Points([kind for part in parts for kind in part.kinds], np.concatenate([part.positions for part in parts]))
+def joined(*parts: KernelPoints) -> KernelPoints:
+    return KernelPoints([kind for part in parts for kind in part.kinds], np.concatenate([part.positions for part in parts]))
 
 
-NOTHING = Points([], np.zeros((0, 1)))
+NOTHING = KernelPoints([], np.zeros((0, 1)))
 
 
 def generator() -> np.random.Generator:
@@ -42,7 +42,7 @@ def generator() -> np.random.Generator:
 
 def test_a_doubled_size_is_a_distance_of_one() -> None:
     small, large = unary("Relu", 1, 64, 8, 7), unary("Relu", 1, 64, 8, 15)
-    moved = np.array(position(large)) - np.array(position(small))
+    moved = np.array(coordinates(large)) - np.array(coordinates(small))
     assert sorted(moved[moved != 0].round(2).tolist()) == [1.0, 1.0, 1.1, 1.1]  # the axis in and out, operations, bytes
     assert kind_of(small) == kind_of(large) == "Relu float32"
     assert kind_of(unary("Relu", 4, dtype="float16")) != kind_of(unary("Relu", 4))
@@ -79,7 +79,7 @@ def test_kernels_near_badly_predicted_ones_weigh_more() -> None:
     measured = joined(line("Conv", 0.0, 0.1, 0.2, 10.0, 10.1, 10.2), line("Gemm", 0.0))
     errors = np.log([1.0, 1.0, 1.0, 3.0, 1 / 3.0, 3.0, 1.25])
     candidates = joined(line("Conv", 0.1, 10.1), line("Gemm", 5.0), line("Pow", 0.0))
-    weights = error_weights(candidates, measured, errors)
+    weights = neighbour_weights(candidates, measured, errors)
     assert weights.tolist() == pytest.approx([LEAST_WEIGHT, 1.0, np.log(1.25) / 0.5, 1.0])
     order = [order_by_usefulness(candidates.only(np.array([0, 1])), measured, 1, np.random.default_rng(seed),
                                  weights[:2])[0] for seed in range(100)]

@@ -18,8 +18,7 @@ import psutil
 import pytest
 
 from hase.model_zoo.exporting import onnx_export
-from hase.model_zoo.exporting.export_process import ExportProcess
-from hase.model_zoo.exporting.onnx_export import Exporter, check_outputs, trace
+from hase.model_zoo.exporting.onnx_export import Exporter, ExportProcess, check_outputs, trace
 from hase.model_zoo.exporting.torch_models import build, check_names, reference
 from hase.model_zoo.exporting.zoo_config import CONFIG_FILE, Export, ZooConfig
 from hase.model_zoo.torchvision_exporter import export_all
@@ -257,8 +256,9 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals the end of its parent to a process")
 def test_the_exporting_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
     """Also in the middle of an export, and when the parent is killed."""
-    script = ("import sys; from hase.model_zoo.exporting.export_process import ExportProcess; from hase.utils.paths import Workspace; "
-              f"from pathlib import Path; process = ExportProcess(Workspace(Path({str(tmp_path)!r})), 'cpu', False); "
+    script = ("import sys; from hase.model_zoo.exporting.onnx_export import ExportProcess; "
+              "from hase.utils.paths import Workspace; from pathlib import Path; "
+              f"process = ExportProcess(Workspace(Path({str(tmp_path)!r})), 'cpu', False); "
               "process.check_names(['resnet18']); print(process._process.pid, flush=True); sys.stdin.read()")
     parent = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, text=True, stdin=subprocess.PIPE,
                               stdout=subprocess.PIPE)

@@ -15,8 +15,15 @@ import torch
 from command import run_script
 from torch import Tensor, nn
 
-from hase.model_zoo.exporting.network_export import Network, NetworkInput, outputs_of, write_network
-from hase.model_zoo.exporting.pool_export import OPTIONAL_PACKAGES, export_networks, network_source
+from hase.model_zoo.exporting.network_export import (
+    OPTIONAL_PACKAGES,
+    Network,
+    NetworkInput,
+    export_networks,
+    network_source,
+    outputs_of,
+    write_network,
+)
 from hase.model_zoo.exporting.zoo_config import COLLECTIONS, PoolConfig, read_pool
 from hase.model_zoo.networks import drawn, other
 from hase.utils.config import validate

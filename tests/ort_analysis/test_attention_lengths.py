@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from hase.benchmark.ort.runner import open_runner
 from hase.ort_analysis.graph.analysis import analyze
-from hase.records.attention import attended_by
+from hase.records.attention import kernel_grouped_query_sizes
 from hase.records.kernel_record import Kernel
 
 HEADS, KV_HEADS, SIZE = 4, 2, 16
@@ -69,7 +69,7 @@ def test_lengths_are_those_of_the_models_dimensions(decoder: Path, case: str) ->
     assert [tensor.values for tensor in kernel.inputs[5:7]] == [(total - 1,) * batch, (total,)]
     assert [tensor.shape for tensor in kernel.outputs] == [
         (batch, queries, HEADS * SIZE), *[(batch, KV_HEADS, present, SIZE)] * 2]
-    sizes = attended_by(kernel)
+    sizes = kernel_grouped_query_sizes(kernel)
     assert sizes is not None
     assert (sizes.total, sizes.cache, sizes.rotary, sizes.shares_buffer) == (total, past, SIZE, past >= total)
 

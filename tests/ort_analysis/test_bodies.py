@@ -10,18 +10,17 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from hase.benchmark.measuring.run_times import Effort
 from hase.benchmark.ort.profile import CONDITION_MS, CPU_TRIP_MS, CUDA_TRIP_MS, labels_of
 from hase.benchmark.ort.runner import open_runner
 from hase.graph_model.simulation.dag import build_dag, longest_path
 from hase.inference import Predictor, predict
-from hase.inference.core.model_run import trace_of
+from hase.inference.prediction.run import trace_of
 from hase.learned.composition.fitted import working_nodes
 from hase.ort_analysis.graph.analysis import analyze
 from hase.ort_analysis.isolated.analysis import own_sizes
-from hase.records.kernel_record import ModelRecord
+from hase.records.kernel_record import MOST_RUNS, ModelRecord, run_order, runs_in_order, shortest_cut
 from hase.records.kernel_record_files import read_model_record
-from hase.records.run_order import MOST_RUNS, run_order, runs_in_order, shortest_cut
+from hase.records.measurement import Effort
 from hase.utils import cli, files
 from hase.utils.errors import UserError
 

@@ -8,12 +8,12 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from hase.inference import predict
-from hase.inference.core.run_modes import RunMode
-from hase.ort_analysis.cuda.capture import capture_obstacle
+from hase.inference.prediction.conditions import RunMode
+from hase.ort_analysis.cuda.placement import capture_obstacle
 from hase.ort_analysis.graph.analysis import analyze
-from hase.records.blocks import Block
 from hase.records.dataset_files import journal_path, read_header
 from hase.records.kernel_record_files import read_model_record, record_path
+from hase.records.measurement import Block
 from hase.records.operators import TABLE
 from hase.utils.errors import UserError
 from hase.utils.paths import Workspace

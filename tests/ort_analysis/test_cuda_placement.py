@@ -11,7 +11,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from hase.ort_analysis.cuda.placement import cuda_kernel, place, refuses
+from hase.ort_analysis.cuda.placement import cuda_kernel, placement_of, refuses
 from hase.ort_analysis.graph.parsing import ParsedGraph, parse_graph
 from hase.records.kernel_record import KernelInput
 from hase.utils.fingerprint import has_cuda
@@ -72,7 +72,7 @@ def test_sizes_are_computed_on_the_cpu_without_copies() -> None:
     tensors = {name: KernelInput(dtype="int64", constant=name in ("one", "two"), shape=(1,))
                for name in ("n", "s", "one", "two", "count", "double")}
     tensors |= {"x": KernelInput(dtype="float32", shape=(4, 8)), "y": KernelInput(dtype="float32")}
-    assert place(nodes, tensors, {"": 20}, ["x"]).providers == ("cuda", "cuda", "cpu", "cpu", "cuda")
+    assert placement_of(nodes, tensors, {"": 20}, ["x"]).providers == ("cuda", "cuda", "cpu", "cpu", "cuda")
 
 
 def test_an_operator_that_cuda_lacks_is_reached_by_copies() -> None:

@@ -11,7 +11,6 @@ import pytest
 from conftest import small_model
 from onnx import TensorProto, helper, numpy_helper
 
-from hase.benchmark.measuring.run_times import Effort
 from hase.benchmark.ort.profile import profile_model
 from hase.benchmark.ort.runner import open_runner
 from hase.kernel_model.building.dummy_data import dummy_inputs
@@ -19,6 +18,7 @@ from hase.kernel_model.building.kernel_models import build_model
 from hase.ort_analysis.graph import parsing
 from hase.ort_analysis.graph.analysis import analyze, kernel_of
 from hase.ort_analysis.graph.parsing import kept_in, parse_graph
+from hase.records.measurement import Effort
 from hase.utils.ort_sessions import open_session
 
 WIDTH, HEADS = 16, 4

@@ -14,7 +14,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from hase.inference.core.sources import record_of
+from hase.inference.prediction.sources import record_of
 from hase.ort_analysis.graph.analysis import analyze
 from hase.runtimes import flavour_of
 from hase.utils.errors import UserError

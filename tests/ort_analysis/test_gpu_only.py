@@ -11,8 +11,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from hase.inference import predict
-from hase.ort_analysis.cuda.gpu_only import BY_SCHEMA, COVERS
 from hase.ort_analysis.cuda.placement import cuda_kernel
+from hase.ort_analysis.cuda.rewrites import BY_SCHEMA, COVERS
 from hase.ort_analysis.graph.analysis import analyze
 from hase.records.kernel_record import ModelRecord
 from hase.utils.errors import UserError

@@ -15,7 +15,7 @@ from decoders import DECODERS, SMALL, WEIGHTS, Precision, write_decoder
 from onnx import TensorProto, helper, numpy_helper
 
 from hase.inference import Predictor
-from hase.inference.core.sources import record_of
+from hase.inference.prediction.sources import record_of
 from hase.ort_analysis.cuda.reduced_precision import as_single
 from hase.ort_analysis.graph import constants, parsing
 from hase.ort_analysis.graph.analysis import analyze
@@ -25,9 +25,8 @@ from hase.ort_analysis.isolated import analysis
 from hase.records.kernel_record import ModelRecord
 from hase.runtimes import flavour_of
 from hase.utils.errors import UserError
-from hase.utils.model_files import array_of, every_tensor, locations
+from hase.utils.model_files import BYTES, every_tensor, locations, tensor_array, varint, with_contents
 from hase.utils.model_graphs import is_hollow, read_graph, values_of
-from hase.utils.wire_format import BYTES, varint, with_contents
 
 
 def types_of(record: ModelRecord) -> Counter[str]:
@@ -107,7 +106,7 @@ def test_half_precision_is_read_where_its_values_decide(tmp_path: Path) -> None:
     graph = helper.make_graph(nodes, "g", [helper.make_tensor_value_info("x", TensorProto.FLOAT16, [4, 64])],
                               [helper.make_tensor_value_info("y", TensorProto.FLOAT16, None)],
                               [numpy_helper.from_array(value, name) for name, value in numbers.items()])
-    assert constants.read_by_value(graph) == {"table", "two", "doubled", "axes", "most"}
+    assert constants.decisive_constants(graph) == {"table", "two", "doubled", "axes", "most"}
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
     assert analyze(model, "cuda").outputs["y"].shape == (4, 256)
     onnx.save(model, tmp_path / "m.onnx", save_as_external_data=True, location="m.weights")
@@ -175,7 +174,7 @@ def test_weights_in_the_models_file_stay_there(tmp_path: Path) -> None:
     assert {entry.key: entry.value for entry in large.external_data} == {
         "location": str(path).removeprefix("/"), "offset": str(offset), "length": str(length)}
     assert list(large.dims) == [rows, 1024]
-    assert array_of(proto.graph.initializer[0]).tolist() == [3]
+    assert tensor_array(proto.graph.initializer[0]).tolist() == [3]
     with path.open("ab") as file:
         file.truncate(2**31)
     with pytest.raises(UserError, match="larger than 2 GiB"):
@@ -203,7 +202,7 @@ def test_every_place_of_a_constant(tmp_path: Path) -> None:
     assert {tensor.name: bool(locations(tensor)) for tensor in read} == {
         "numbers": True, "raw": True, "short": False, "value": True, "inner": True, "table": False}
     for tensor, original in zip(read, originals, strict=True):
-        np.testing.assert_array_equal(array_of(values_of(tensor)), array_of(original))
+        np.testing.assert_array_equal(tensor_array(values_of(tensor)), tensor_array(original))
 
 
 def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:

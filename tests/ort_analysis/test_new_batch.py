@@ -15,7 +15,7 @@ from conftest import TORCH_MODELS, small_model, torch_model
 from onnx import TensorProto, helper, numpy_helper
 
 from hase.inference import predict
-from hase.inference.core.sources import record_of
+from hase.inference.prediction.sources import record_of
 from hase.records.kernel_record import ModelRecord
 from hase.runtimes import flavour_of
 from hase.utils.errors import UserError

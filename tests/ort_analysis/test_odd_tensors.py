@@ -10,10 +10,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from hase.benchmark.measuring.run_times import Effort
 from hase.benchmark.ort.profile import profile_model
 from hase.benchmark.ort.runner import open_runner
-from hase.inference.core.memory import peak_memory
+from hase.inference.memory.session import peak_memory
 from hase.kernel_model.building.dummy_data import dummy_inputs
 from hase.kernel_model.building.kernel_models import build_model
 from hase.learned.kernels.features import KERNEL_FEATURES, kernel_features
@@ -22,6 +21,7 @@ from hase.ort_analysis.graph.parsing import parse_graph
 from hase.ort_analysis.isolated.analysis import analyze_all
 from hase.records.kernel_record import ModelRecord
 from hase.records.kernel_record_files import read_model_record, record_path
+from hase.records.measurement import Effort
 from hase.utils import cli
 from hase.utils.errors import UserError
 from hase.utils.paths import Workspace

@@ -14,7 +14,7 @@ from hase.kernel_model.building.kernel_models import build_model
 from hase.learned.kernels.features import KERNEL_FEATURES, kernel_features
 from hase.ort_analysis.graph.analysis import analyze
 from hase.records.kernel_record import Kernel, KernelInput, Tensor
-from hase.records.kernel_types import canonical, describe_kernel
+from hase.records.kernel_types import canonical_description, describe_kernel
 from hase.utils.ort_sessions import open_session
 
 
@@ -61,7 +61,7 @@ def test_a_kernel_runs_as_it_is_described(opset: int) -> None:
 def version(op_type: str, opset: int, inputs: Sequence[Any] = ("float32",), outputs: int = 1, **attributes: Any) -> int:
     """The operator set in the description of a node from operator set `opset`."""
     tensors = [KernelInput(dtype=dtype, shape=(2, 4)) for dtype in inputs]
-    return canonical(op_type, "", opset, attributes, tensors, [Tensor(dtype="float32", shape=(2, 4))] * outputs)[0]
+    return canonical_description(op_type, "", opset, attributes, tensors, [Tensor(dtype="float32", shape=(2, 4))] * outputs)[0]
 
 
 def test_operators_whose_meaning_changed_keep_their_version() -> None:
@@ -76,20 +76,20 @@ def test_operators_whose_meaning_changed_keep_their_version() -> None:
     assert [version("Cast", 24, to=1, saturate=1, round_mode=mode) for mode in ("up", "down")] == [20, 24]
     assert [version("RMSNormalization", opset, three_inputs[:2]) for opset in (23, 24)] == [23, 23]
     assert [version("Attention", opset, ("float32",) * count) for opset, count in ((23, 3), (24, 3), (24, 7))] == [23, 23, 24]
-    assert canonical("Conv", "com.microsoft.nchwc", 1, {}, [], [])[0] == 1
+    assert canonical_description("Conv", "com.microsoft.nchwc", 1, {}, [], [])[0] == 1
     assert version("NobodyKnows", 18) == 18
 
 
 def test_bounds_and_axes_that_were_attributes() -> None:
     x = KernelInput(dtype="float32", shape=(2, 4))
     outputs = [Tensor(dtype="float32", shape=(2, 4))]
-    relu6 = canonical("Clip", "", 6, {"min": 0.0, "max": 6.0}, [x], outputs)
+    relu6 = canonical_description("Clip", "", 6, {"min": 0.0, "max": 6.0}, [x], outputs)
     assert relu6[0] == 20
     assert relu6[1] == {}
     assert [tensor.values for tensor in relu6[2]] == [None, (0.0,), (6.0,)]
-    low = canonical("Clip", "", 6, {"min": 0.0, "max": 3.4028234663852886e38}, [x], outputs)
+    low = canonical_description("Clip", "", 6, {"min": 0.0, "max": 3.4028234663852886e38}, [x], outputs)
     assert [tensor.values for tensor in low[2]] == [None, (0.0,)]
-    squeezed = canonical("Squeeze", "", 11, {"axes": [0]}, [x], outputs)
+    squeezed = canonical_description("Squeeze", "", 11, {"axes": [0]}, [x], outputs)
     assert (squeezed[0], squeezed[2][1].values, squeezed[2][1].dtype) == (20, (0,), "int64")
 
 

@@ -10,18 +10,18 @@ import pandas as pd
 import pytest
 from command import run_script
 
-from hase.extras.convolutions.algorithms import ON_GPU, unexpected
-from hase.extras.convolutions.choice import left_out_times, mean_regret, regret_rows
-from hase.extras.convolutions.listing import MODELS
-from hase.extras.convolutions.results import LAYERS, LAYERS_MORE, OVERALL, OVERALL_MORE
-from hase.extras.convolutions.tables import read_cases, read_table, unpacked
+from hase.extras.convolutions.choosing.choice import left_out_times, mean_regret, regret_rows
+from hase.extras.convolutions.choosing.tables import read_cases, read_table, unpacked
+from hase.extras.convolutions.profiling.algorithms import ON_GPU, unexpected
+from hase.extras.convolutions.profiling.listing import MODELS
+from hase.extras.convolutions.profiling.results import LAYERS, LAYERS_MORE, OVERALL, OVERALL_MORE
 from hase.utils.errors import UserError
 from hase.utils.paths import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 SHIPPED = ROOT / "recipes" / "convolutions"
-TABLES, SAMPLES = SHIPPED / "nvidia-h200.tar.xz", SHIPPED / "nvidia-h200-samples.tar.xz"
+TABLES = SHIPPED / "nvidia-h200.tar.xz"
 NEVER = {"direct", "winograd"}
 
 
@@ -42,7 +42,7 @@ def layers(results: Path) -> Any:
 
 
 def test_the_dataset_is_small_and_has_todays_columns(overall: Any, layers: Any) -> None:
-    assert TABLES.stat().st_size + SAMPLES.stat().st_size < 3e6
+    assert TABLES.stat().st_size < 1e6
     assert tuple(overall.columns) == (*OVERALL, *OVERALL_MORE)
     assert tuple(layers.columns) == (*LAYERS, *LAYERS_MORE)
 
@@ -113,7 +113,8 @@ def test_a_file_that_is_no_archive(tmp_path: Path) -> None:
 
 def test_the_page_of_all_runs(tmp_path: Path) -> None:
     """The page equals the shipped one and shows what can't run and which runs the host delayed."""
-    done = run_script("recipes/convolutions/table_page.py", "--results", TABLES, "--markdown", tmp_path / "measured.md")
+    done = run_script("recipes/convolutions/publish_table.py", "page", "--results", TABLES, "--markdown",
+                      tmp_path / "measured.md")
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "measured.md").read_text(encoding="utf-8")
     assert page == (SHIPPED / "measured.md").read_text(encoding="utf-8")

@@ -11,9 +11,9 @@ from command import printed, run_script
 
 from hase.recipes.convolutions.measure_table import summary_row
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
-SCRIPT, PACK = "recipes/convolutions/measure_table.py", "recipes/convolutions/pack.py"
+SCRIPT, PUBLISH = "recipes/convolutions/measure_table.py", "recipes/convolutions/publish_table.py"
 TINY = ("--device", "cpu", "--model", "squeezenet1_1", "--algorithm", "default", "--sizes", "64,72", "--warmup", "1",
         "--measure", "2", "--energy-seconds", "0", "--json")
 
@@ -34,7 +34,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def folder_in(workspace: Path) -> Path:
-    return workspace / "convolutions" / "results" / "4_table_b1" / "squeezenet1_1_default_cpu"
+    return workspace / "extras" / "convolutions" / "results" / "4_table_b1" / "squeezenet1_1_default_cpu"
 
 
 def tables_in(workspace: Path) -> dict[str, str]:
@@ -42,17 +42,17 @@ def tables_in(workspace: Path) -> dict[str, str]:
 
 
 def test_tables_are_packed_and_resume_from_the_samples(measured: Path, tmp_path: Path) -> None:
-    """The tables are written anew. A workspace unpacked from the samples is complete, so nothing is measured."""
+    """The tables are written again. A workspace unpacked from the samples is complete, so nothing is measured."""
     tables = tables_in(measured)
     for name in tables:
         (folder_in(measured) / name).unlink()
-    printed(PACK, "--workspace", measured, "--name", "x", "--output-dir", tmp_path)
+    printed(PUBLISH, "pack", "--workspace", measured, "--name", "x", "--output-dir", tmp_path)
     assert tables_in(measured) == tables
     with tarfile.open(tmp_path / "x.tar.xz") as packed:
         assert sorted(Path(member.name).name for member in packed) == sorted(tables)
         assert {(member.uname, member.mtime) for member in packed} == {("", 0)}
     with tarfile.open(tmp_path / "x-samples.tar.xz") as packed:
-        packed.extractall(tmp_path / "convolutions", filter="data")
+        packed.extractall(tmp_path / "extras" / "convolutions", filter="data")
     (row,) = json.loads(printed(SCRIPT, *TINY, "--workspace", tmp_path))
     assert row["model"] == "squeezenet1_1"
     assert tables_in(tmp_path) == tables
@@ -60,7 +60,7 @@ def test_tables_are_packed_and_resume_from_the_samples(measured: Path, tmp_path:
 
 
 def test_nothing_to_pack(tmp_path: Path) -> None:
-    assert "no results of convolution algorithms; measure some" in run_script(PACK, "--workspace", tmp_path).stderr
+    assert "no results of convolution algorithms; measure some" in run_script(PUBLISH, "pack", "--workspace", tmp_path).stderr
 
 
 def test_an_algorithm_that_a_cpu_lacks(tmp_path: Path) -> None:

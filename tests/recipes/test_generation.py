@@ -16,17 +16,16 @@ from conftest import Once
 
 from hase.graph_model.simulation.pipeline import PipelineCosts, Runs, Tracks
 from hase.kernel_model.sampling.free_shapes import sizes
+from hase.learned import target_files
 from hase.learned.composition.fitted import GraphReplay, read_composition
 from hase.learned.composition.intervals import KNOWN, CalibratedInterval, Sources
 from hase.learned.energy import Part
 from hase.learned.kernels.predictors import read_predictors
 from hase.learned.kernels.sidecar import read_sidecar
-from hase.learned.llm import read_generation
 from hase.records.generations import Generation, measured_models, step_record_file
 from hase.records.kernel_record_files import read_model_record
 from hase.training.fit_generation import errors
-from hase.training.llm.fitting import fit_captured, intervals_of
-from hase.training.llm.measured_steps import MeasuredStep, measured_steps, step_time
+from hase.training.fits.generation import MeasuredStep, fit_captured, intervals_of, measured_steps, step_time
 from hase.utils import files
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import machine
@@ -79,7 +78,7 @@ def test_the_loop_is_learned_and_judged(measured: Workspace, tmp_path: Path) -> 
     (copied / "generation.json").unlink()
     done = run_script("training/fit_generation.py", "--workspace", tmp_path, "--target", TARGET, "--generations", measured.root)
     assert done.returncode == 0, done.stderr
-    learned = read_generation(copied)
+    learned = target_files.GENERATION.read(copied)
     assert learned
     assert 0.03 < learned.loop.step_ms < 0.15
     assert 0.1 < learned.loop.first_ms < 0.4
@@ -93,7 +92,7 @@ def test_the_loop_is_learned_and_judged(measured: Workspace, tmp_path: Path) -> 
 
 
 def test_errors_with_the_pace_read_meanwhile_stand_apart() -> None:
-    fitted = read_generation(SHIPPED / TARGET)
+    fitted = target_files.GENERATION.read(SHIPPED / TARGET)
     assert fitted is not None
     rows = {(row["step"], row["pace"]): row for row in errors(fitted)}
     assert rows["token", "all"]["count"] == sum(step.phase == "token" for step in fitted.steps)
@@ -132,7 +131,7 @@ def test_what_a_captured_token_takes_is_learned() -> None:
     assert (learned.gap_ms, learned.step_ms, learned.million_logits_ms) == pytest.approx((0.0004, 0.05, 0.08), rel=0.1)
     assert learned.left_out is not None
     assert learned.left_out.mape < 0.02
-    fitted = read_generation(SHIPPED / TARGET)
+    fitted = target_files.GENERATION.read(SHIPPED / TARGET)
     assert fitted is not None
     with_graph = fitted.model_copy(update={"captured": learned})
     assert with_graph.loop_of(cuda_graph=True).step_ms == learned.step_ms

@@ -1,4 +1,4 @@
-"""What ships for a GPU that is not here: a part of its dataset learned from anew, and predictions by its shipped predictors."""
+"""What ships for a GPU that is not here: predictors that learn again from a part of its dataset, and the shipped predictors."""
 
 from __future__ import annotations
 
@@ -19,13 +19,11 @@ import pytest
 from command import run_script
 from conftest import TORCH_MODELS
 from pydantic_core import from_json
-from recipes.h200.metrics_study import changes_before, kind_rows, means_of, simulated, study
 
 from hase.inference import predict
-from hase.learned.composition.formulas import fit_line
-from hase.learned.kernels.settings import TrainingConfig
+from hase.learned import target_files
+from hase.learned.kernels.interface import TrainingConfig, TrainingSet
 from hase.learned.kernels.sidecar import read_sidecar
-from hase.learned.sharing.slices import read_sharing
 from hase.records.dataset_files import (
     header_path,
     journal_path,
@@ -36,14 +34,14 @@ from hase.records.dataset_files import (
 )
 from hase.records.dataset_writer import write_tables
 from hase.records.kernel_record_files import read_model_record
-from hase.training.kernels.training_set import TrainingSet
-from hase.training.sharing.shared_runs import alone_ms, measured_under_load, shared_runs, summed_ms
+from hase.training.composition.formulas import fit_line
+from hase.training.fits.time_slices import alone_ms, measured_under_load, shared_runs, summed_ms
 from hase.utils import files
 from hase.utils.cli import EXIT_SLO_MISSED
 from hase.utils.fingerprint import has_cuda
 from hase.utils.paths import ROOT, SHIPPED, Workspace
 
-pytestmark = pytest.mark.slow("minutes")
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 TARGET = "nvidia-h200-cuda-ort1.31-all"
 FAMILIES = {"squeezenet", "mnasnet", "shufflenet", "resnet", "mobilenet", "vgg", "alexnet"}
@@ -52,9 +50,8 @@ FURTHER = 2000  # kernels of no model, of the types that those families have
 
 
 @pytest.fixture(scope="module")
-def part(h200_workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    """The shipped dataset cut down to seven families and some further kernels of its first archive, with predictors of few
-    trees."""
+def part(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    """The shipped dataset cut down to seven families and some further kernels, with predictors of few trees."""
     workspace = Workspace(tmp_path_factory.mktemp("h200"))
     learn(workspace, "unpack")
     folder = workspace.dataset(TARGET)
@@ -74,9 +71,7 @@ def part(h200_workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) ->
         holder = "models" if entry["models"] else "groups" if entry["groups"] else "none"
         kernels[entry["kernel"]["id"]] = entry["kernel"]["type"], holder, line
     types = {kernels[name][0] for name in wanted & kernels.keys()}
-    first = {from_json(line)["kernel"]["id"] for line in files.read_lines(kernels_path(h200_workspace.dataset(TARGET)))}
-    drawn_freely = [name for name, (kernel_type, holder, _) in kernels.items()
-                    if holder == "none" and kernel_type in types and name in first]
+    drawn_freely = [name for name, (kernel_type, holder, _) in kernels.items() if holder == "none" and kernel_type in types]
     wanted |= set(islice(drawn_freely, 0, None, max(len(drawn_freely) // FURTHER, 1)))  # of all types: they are sorted by name
     kernels_path(folder).write_text("".join(f"{line}\n" for name, (*_, line) in kernels.items() if name in wanted))
     kept, timed = [], set[str]()
@@ -131,22 +126,6 @@ def test_families_left_out(left_out: dict[str, Any]) -> None:
     assert left_out["kernels"]["kernels"] > 500
 
 
-def test_ablation(part: Workspace, left_out: dict[str, Any]) -> None:
-    """The variant that ships errs just as `held_out.py --by family` says; learning from fewer kernels errs more."""
-    expected = left_out["kernels"]
-    names = ["shipped", "no-samples", "forest", "two-stages"]
-    done = run("training/ablation.py", part, "--json", *(word for name in names for word in ("--variant", name)))
-    assert done.returncode == 0, done.stderr
-    rows = {row["variant"]: row for row in json.loads(done.stdout)[TARGET]}
-    assert list(rows) == names
-    for column, most in (("MAPE_%", 17), ("median_%", 7), ("time_weighted_MAPE_%", 23)):
-        assert rows["shipped"][column] == expected[column]
-        assert all(0 < row[column] < most for row in rows.values())
-    assert rows["no-samples"]["learned_from"] < rows["shipped"]["learned_from"] == rows["two-stages"]["learned_from"]
-    assert rows["no-samples"]["MAPE_%"] > rows["shipped"]["MAPE_%"]
-    assert 0 < rows["shipped"]["Σ_of_models_MAPE_%"] < rows["shipped"]["MAPE_%"]
-
-
 def unpacked(name: str, folder: Path) -> Workspace:
     with tarfile.open(ROOT / "recipes" / "h200" / name) as archive:
         archive.extractall(folder, filter="data")
@@ -177,7 +156,7 @@ def test_sharing_is_learned_from_models_beside_other_work(part: Workspace, besid
     tells as much, and another machine's measurement more. What was learned is kept beside the predictors. Three lengths of a
     slice and three costs of a switch are tried, since each takes seconds."""
     monkeypatch.setattr("hase.training.fit_sharing.SLICES_MS", (1.8, 2.1, 2.4))
-    monkeypatch.setattr("hase.training.sharing.shared_runs.SWITCHES_MS", (0.1, 0.2, 0.3))
+    monkeypatch.setattr("hase.training.fits.time_slices.SWITCHES_MS", (0.1, 0.2, 0.3))
     datasets = [option for workspace in (beside, under_load, beside_more) for option in ("--beside", str(workspace.root))]
     done = run("training/fit_sharing.py", part, *datasets, "--json")
     assert done.returncode == 0, done.stderr
@@ -195,7 +174,7 @@ def test_sharing_is_learned_from_models_beside_other_work(part: Workspace, besid
     assert errors["measured on another machine"]["mean_%"] < errors["a probe"]["mean_%"]
     assert {row["background"] for row in fitted["backgrounds"]} == {
         name for workspace in (beside, beside_more) for name in read_header(workspace.dataset(TARGET)).backgrounds}
-    sharing = read_sharing(part.predictors(TARGET))
+    sharing = target_files.SHARING.read(part.predictors(TARGET))
     assert sharing is not None
     assert sharing.model_dump(mode="json") == fitted["sharing"]
     assert 1.5 < sharing.slice_ms < 2.5
@@ -203,48 +182,6 @@ def test_sharing_is_learned_from_models_beside_other_work(part: Workspace, besid
     assert sharing.waits_ms == tuple(sorted(sharing.waits_ms))
     assert 0.05 <= sharing.switch_ms <= 0.4
     assert 2.2 < sharing.longest_wait_ms < 2.6
-
-
-def test_no_metrics_tell_how_long_one_waits(part: Workspace, tmp_path: Path) -> None:
-    """Of one model of the study's archive: the waits that the probe found explain most of what metrics alone leave open, and
-    neither means of metrics nor their changes tell these waits. The GPU had as many processes next to each kind."""
-    dataset = unpacked("metrics-nvidia-h200.tar.xz", tmp_path).dataset(TARGET)
-    series = pd.read_csv(tmp_path / "metrics.csv")
-    blocks = read_journal(dataset)
-    alone = alone_ms(blocks)
-    runs = [run for run in shared_runs(blocks, alone) if run.model == "squeezenet1_1@batch=1"]
-    changes = {block.load: changes_before(block, series) for block in blocks if block.level}
-    assert len(runs) == len(changes) == 24
-    assert {changed[-1] for changed in changes.values()} == {3.0}
-    of_kind = {row["co-runner"]: row for row in kind_rows(runs)}
-    short, deep = of_kind["compute"], of_kind["compute_deep"]
-    assert {name for name, row in of_kind.items() if row["SM_OCCUPANCY"] == pytest.approx(short["SM_OCCUPANCY"], abs=0.01)} == {
-        "compute", "compute_5ms", "compute_deep"}
-    assert deep["wait_ms"] > 3 * short["wait_ms"]
-    sets = {"means": np.array([means_of(run) for run in runs]),
-            "changes": np.array([changes[run.level, run.background] for run in runs])}
-    probed, usual, floor, _, *learned = study(runs, sets, simulated(part, runs), alone, slice_ms=2.1)
-    assert probed["mean_%"] < floor["mean_%"] < usual["mean_%"]
-    assert floor["p95_%"] < usual["p95_%"] / 2
-    assert len(learned) == 6
-    assert min(row["p95_%"] for row in learned) > floor["p95_%"]
-
-
-def test_what_is_said_of_sharing_is_what_is_shipped() -> None:
-    """The rows of docs/sharing.md whose errors are kept, and the README's figures."""
-    sharing = read_sharing(SHIPPED / TARGET)
-    page, readme = ((ROOT / name).read_text(encoding="utf-8") for name in ("docs/sharing.md", "README.md"))
-    assert sharing is not None
-    assert sharing.probed is not None
-    assert f"{sharing.probed.cases} cases" in page
-    for row, errors in (("the sharing probe (0.2 s) just before", sharing.probed),
-                        ("the metrics just before, alone", sharing.from_metrics), ("in a loop", sharing.paired)):
-        assert errors is not None
-        stated = " | ".join(f"{error:.1%}".replace("%", " %") for error in (errors.mean, errors.p50, errors.p95))
-        assert [line for line in page.splitlines() if row in line and stated in line], (row, stated)
-    mean, p95 = (f"{error:.1%}".replace("%", " %") for error in (sharing.probed.mean, sharing.probed.p95))
-    assert f"a mean error of {mean} and 95th percentiles with one of {p95}" in " ".join(page.split())
-    assert f"means err by {mean} and 95th percentiles by {p95}" in " ".join(readme.split())
 
 
 def test_the_plans_own_path_sees_nothing_of_what_it_predicts(part: Workspace, under_load: Workspace,
@@ -264,7 +201,7 @@ def test_the_plans_own_path_sees_nothing_of_what_it_predicts(part: Workspace, un
         given.append(seen)
         return SimpleNamespace(predict_ms=lambda types, *_: np.ones(len(types)))
 
-    monkeypatch.setattr("hase.training.sharing.shared_runs.fit_kernel_model", learn)
+    monkeypatch.setattr("hase.training.fits.time_slices.fit_kernel_model", learn)
     sums_ms = summed_ms(rows, runs, records, families, TrainingConfig(threads=1))
     assert np.isfinite(sums_ms).all()
     left_out = {(background, name) for seen in given for background in set(rows.backgrounds) - set(seen.backgrounds)

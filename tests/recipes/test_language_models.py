@@ -14,7 +14,7 @@ import yaml
 from command import run_script
 from optional_packages import needs
 
-from hase.learned.llm import read_generation
+from hase.learned import target_files
 from hase.recipes.llm.networks import NETWORKS_FILE, model_folder, read_networks
 from hase.records.generations import REMEDY, Generation, GenerationMemory, measured_file
 from hase.utils import files
@@ -44,6 +44,7 @@ def test_networks_for_judging_are_not_learned_from() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_is_built_and_its_requests_are_measured(tmp_path: Path) -> None:
     needs("onnxruntime_genai", "requirements-llm.txt")
     networks = tmp_path / "networks.yaml"
@@ -74,6 +75,7 @@ def test_a_model_is_built_and_its_requests_are_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_models_on_a_cpu_are_judged_by_their_measured_kernels(tmp_path: Path) -> None:
     needs("onnxruntime_genai", "requirements-llm.txt")
     networks, out = tmp_path / "networks.yaml", tmp_path / "out"
@@ -93,7 +95,7 @@ def test_models_on_a_cpu_are_judged_by_their_measured_kernels(tmp_path: Path) ->
     assert all(point["predicted"] > 0 for point in points)
     differences = [abs(point["again"] / point["measured"] - 1) for point in points if point["what"] == "first token (ms)"]
     assert errors["first token (ms)"]["again_%"] == pytest.approx(100 * sum(differences) / 2)
-    learned = read_generation(next(Workspace(out).predictors("").glob("*-cpu-*")))
+    learned = target_files.GENERATION.read(next(Workspace(out).predictors("").glob("*-cpu-*")))
     assert learned is not None
     assert {step.family for step in learned.steps} == {"few", "many"}
     assert {phase: of.count for phase, of in learned.left_out.items()} == {"first": 4, "token": 4}

@@ -16,7 +16,8 @@ import pytest
 from command import run_script
 
 from hase.inference import Predictor
-from hase.learned.energy import EnergyModel, energy_path, read_energy
+from hase.learned import target_files
+from hase.learned.energy import EnergyModel
 from hase.records.dataset_files import model_table_path, read_journal
 from hase.records.kernel_record_files import read_model_record
 from hase.records.measurement import ENERGY
@@ -44,15 +45,15 @@ def shipped_energy(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 
 @pytest.fixture(scope="module")
 def learned(shipped_energy: Workspace) -> EnergyModel:
-    shipped = read_energy(shipped_energy.predictors(TARGET))
-    energy_path(shipped_energy.predictors(TARGET)).unlink()
+    shipped = target_files.ENERGY.needed(shipped_energy.predictors(TARGET))
+    target_files.ENERGY.path(shipped_energy.predictors(TARGET)).unlink()
     done = run_script("training/fit_energy.py", "--workspace", shipped_energy.root, "--target", TARGET, "--models",
                       "--limit-w", LIMIT_W, "--markdown", shipped_energy.root / "page.md")
     assert done.returncode == 0, done.stderr
-    energy_model = read_energy(shipped_energy.predictors(TARGET))
+    energy_model = target_files.ENERGY.needed(shipped_energy.predictors(TARGET))
     assert "vgg16@batch=64\tvgg\t692\t10.32\t" in done.stdout
     page = (shipped_energy.root / "page.md").read_text()
-    shown, made = (FIGURE.findall(text) for text in ((ROOT / "docs" / "energy_measured.md").read_text(), page))
+    shown, made = (FIGURE.findall(text) for text in ((ROOT / "docs" / "tables" / "energy.md").read_text(), page))
     assert len(made) > 79
     assert [float(value) for value in shown] == pytest.approx([float(value) for value in made], abs=0.3)  # per cent
     assert "differ by 0.3% (median), and by 1.8% at most" in page

@@ -36,11 +36,11 @@ from prometheus_stand import (
 )
 
 from hase.benchmark.metrics.names import FIELDS
-from hase.benchmark.metrics_exporter import Counted, PaceSampler, ProbeSampler, ProcessSampler
+from hase.benchmark.metrics_exporter import PaceSampler, ProbeSampler, ProcessCount, ProcessSampler
 from hase.inference import Predictor
-from hase.inference.core.chances import UP_TO
 from hase.inference.live.watch import export
-from hase.records.host_pace import HostProbed
+from hase.inference.prediction.answers import UP_TO
+from hase.records.host_pace import HostProbeReading
 from hase.utils.paths import ROOT, Workspace
 
 pytestmark = pytest.mark.slow
@@ -210,8 +210,8 @@ def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
     probes = ProbeSampler("cpu", every_s=FOREVER_S)
     probes.read()
     pretended = Exporter(replay, device_labels("GPU-a"), probes=probes,
-                         paces=PaceSampler("cuda", FOREVER_S, latest=HostProbed(120.0, now)),
-                         counts=ProcessSampler("cuda", FOREVER_S, latest=Counted(3, now)))
+                         paces=PaceSampler("cuda", FOREVER_S, latest=HostProbeReading(120.0, now)),
+                         counts=ProcessSampler("cuda", FOREVER_S, latest=ProcessCount(3, now)))
     watch = Predictor(Workspace(folder), "nvidia-h200").watch(folder / "small.onnx", lambda: {
         "load": {"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 0.5}, "host_pace": 1.1}, FOREVER_S, limit_ms=0.001)
     reading = watch.read()

@@ -8,10 +8,9 @@ from pathlib import Path
 import onnx
 import pytest
 from command import run_script
-from hase.recipes.cuda_kernels.measure_copies import WAITING, WAITING_ELEMENTS, measure
 from onnx import helper
 
-from hase.benchmark.collecting.work import find_work
+from hase.benchmark.collecting.plans import find_work
 from hase.model_zoo.exporting.network_export import (
     COLLECTION_KEY,
     DATA_SIZED_KEY,
@@ -20,8 +19,9 @@ from hase.model_zoo.exporting.network_export import (
     NetworkInput,
     write_network,
 )
-from hase.model_zoo.networks.other import NormedConv
+from hase.model_zoo.networks.images import NormedConv
 from hase.ort_analysis.graph.analysis import analyze
+from hase.recipes.cuda_kernels.measure_copies import WAITING, WAITING_ELEMENTS, measure
 from hase.records.kernel_record_files import read_model_records, record_path
 from hase.runtimes import flavour_of, local_target
 from hase.utils import files

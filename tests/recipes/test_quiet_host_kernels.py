@@ -10,10 +10,9 @@ from command import run_script
 from made_up_dataset import TARGET, chain, collect, conv, gemm, relu
 
 from hase.recipes.h200.quiet_host_kernels import LABEL, fastest
-from hase.records.blocks import Block
 from hase.records.dataset_files import read_journal, write_journal
 from hase.records.dataset_tables import read_kernel_table
-from hase.records.measurement import Measurement
+from hase.records.measurement import Block, Measurement
 from hase.utils.paths import Workspace
 
 SCRIPT = "recipes/h200/quiet_host_kernels.py"

@@ -11,8 +11,7 @@ import sys
 
 import pytest
 
-from hase.recipes.same_predictions.questions import TOLERANCE, differences
-from hase.recipes.same_predictions.record import changes, read_answers
+from hase.recipes.same_predictions.record import TOLERANCE, changes, differences, read_answers
 from hase.utils.paths import ROOT
 
 pytestmark = pytest.mark.slow

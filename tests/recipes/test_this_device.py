@@ -15,12 +15,18 @@ from command import printed
 from conftest import small_model
 from optional_packages import without
 
-from hase.kernel_model.sampling.seeds import read_seeds
+from hase.kernel_model.sampling.draws import read_seeds
 from hase.recipes.this_device import measure_this_device
-from hase.recipes.this_device.chosen_kernels import read_chosen
-from hase.recipes.this_device.from_data_sheet import build_chosen
 from hase.recipes.this_device.measure_this_device import measure, prediction_command, put_models, shipped_for
-from hase.recipes.this_device.steps import LEAST_MEASURING_S, LEAST_MEASURING_SHARE, TRAINING_SHARE, Budget, run_json
+from hase.recipes.this_device.steps import (
+    LEAST_MEASURING_S,
+    LEAST_MEASURING_SHARE,
+    TRAINING_SHARE,
+    Budget,
+    build_chosen,
+    read_chosen,
+    run_json,
+)
 from hase.records.dataset_files import header_path, journal_path, read_journal
 from hase.runtimes import local_target
 from hase.utils import files

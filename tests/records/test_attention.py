@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hase.kernel_model.sampling.free_shapes.sizes import ABSENT, CONTRIB, kernel, tensor
-from hase.records.attention import Attended, attended_by, with_lengths
+from hase.records.attention import AttentionSizes, kernel_grouped_query_sizes, with_lengths
 from hase.records.kernel_record import Kernel
 
 
@@ -26,8 +26,8 @@ def attention(batch: int = 1, queries: int = 1, cache: int = 64, total: int | No
                   kv_num_heads=kv_heads, do_rotary=int(bool(rotary)), **attributes)
 
 
-def sizes_of(described: Kernel) -> Attended:
-    sizes = attended_by(described)
+def sizes_of(described: Kernel) -> AttentionSizes:
+    sizes = kernel_grouped_query_sizes(described)
     assert sizes is not None
     return sizes
 
@@ -35,8 +35,8 @@ def sizes_of(described: Kernel) -> Attended:
 @pytest.mark.parametrize("packed", [True, False])
 def test_sizes_are_read_from_shapes_and_values(packed: bool) -> None:
     sizes = sizes_of(attention(batch=2, packed=packed, rotary=16, local_window_size=128))
-    assert sizes == Attended(batch=2, queries=1, heads=8, kv_heads=2, head_size=32, total=33, cache=64, window=128, rotary=16,
-                             packed=packed)
+    assert sizes == AttentionSizes(batch=2, queries=1, heads=8, kv_heads=2, head_size=32, total=33, cache=64, window=128,
+                                   rotary=16, packed=packed)
     assert (sizes.past, sizes.present, sizes.shares_buffer) == (32, 64, True)
 
 
@@ -55,7 +55,7 @@ def test_pairs_are_those_of_a_causal_mask_and_a_window() -> None:
     for queries, past, window in itertools.product((1, 2, 5, 9), (0, 1, 4, 20), (0, 1, 3, 7, 100)):
         wanted = sum(min(place + 1, window or place + 1) for place in range(past, past + queries))
         total = past + queries
-        sizes = Attended(1, queries, 1, 1, 8, total, total, window, 0, True)
+        sizes = AttentionSizes(1, queries, 1, 1, 8, total, total, window, 0, True)
         assert sizes.pairs == wanted, (queries, past, window)
 
 

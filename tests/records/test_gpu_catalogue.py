@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hase.records.gpu_catalogue import CATALOGUE, catalogue, gpu_memory_mib, gpu_named, read_gpus
+from hase.records.devices import CATALOGUE, catalogue, gpu_memory_mib, gpu_named, read_gpus
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import slug
 

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from hase.kernel_model.sampling.free_shapes.sizes import ABSENT, CONTRIB, kernel, tensor
-from hase.records.attention import Attended
+from hase.records.attention import AttentionSizes, kernel_attention_sizes
 from hase.records.kernel_record import Kernel, KernelInput
-from hase.records.plain_attention import plain_attended_by
 
 BATCH, QUERIES, HEADS, SIZE = 2, 16, 4, 8
 WIDTH = HEADS * SIZE
@@ -21,15 +20,15 @@ def attention(*inputs: KernelInput, name: str = "MultiHeadAttention", domain: st
     return kernel(name, list(inputs), [(BATCH, QUERIES, WIDTH)], domain, **{"num_heads": HEADS, **attributes})
 
 
-def attended(**changed: Any) -> Attended:
+def attended(**changed: Any) -> AttentionSizes:
     """The sizes of attention of each token to all of its text."""
-    return Attended(batch=BATCH, queries=QUERIES, heads=HEADS, kv_heads=HEADS, head_size=SIZE, total=QUERIES, cache=0, window=0,
-                    rotary=0, packed=False, causal=False)._replace(**changed)
+    return AttentionSizes(batch=BATCH, queries=QUERIES, heads=HEADS, kv_heads=HEADS, head_size=SIZE, total=QUERIES, cache=0,
+                          window=0, rotary=0, packed=False, causal=False)._replace(**changed)
 
 
 PACKED_ROWS = (tensor("int32", BATCH, QUERIES), tensor("int32", BATCH + 1))
 PROJECTION = (tensor("float16", 24, 3 * WIDTH, constant=True), tensor("float16", 3 * WIDTH, constant=True))
-WANTED: dict[str, tuple[Kernel, Attended]] = {
+WANTED: dict[str, tuple[Kernel, AttentionSizes]] = {
     "three tensors": (attention(ROW, ROW, ROW), attended()),
     "causal": (attention(ROW, ROW, ROW, unidirectional=1), attended(causal=True)),
     "one tensor": (attention(tensor("float16", BATCH, QUERIES, HEADS, 3, SIZE)), attended(packed=True)),
@@ -59,12 +58,12 @@ WANTED: dict[str, tuple[Kernel, Attended]] = {
 @pytest.mark.parametrize("name", WANTED)
 def test_sizes_are_read_from_shapes(name: str) -> None:
     described, wanted = WANTED[name]
-    assert plain_attended_by(described) == wanted
+    assert kernel_attention_sizes(described) == wanted
 
 
 def test_other_operators_have_no_such_sizes() -> None:
-    assert plain_attended_by(kernel("MatMul", [ROW, tensor("float16", WIDTH, WIDTH)], [(BATCH, QUERIES, WIDTH)])) is None
-    assert plain_attended_by(attention(tensor("float16"), name="Attention")) is None  # a shape that is not known
+    assert kernel_attention_sizes(kernel("MatMul", [ROW, tensor("float16", WIDTH, WIDTH)], [(BATCH, QUERIES, WIDTH)])) is None
+    assert kernel_attention_sizes(attention(tensor("float16"), name="Attention")) is None  # a shape that is not known
 
 
 def test_what_is_stored_between_steps_counts_as_written_and_read() -> None:

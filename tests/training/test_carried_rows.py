@@ -11,11 +11,10 @@ import pytest
 from command import run_script
 from conftest import Once, unpacked
 
-from hase.inference.core.predictor import Predictor
-from hase.learned.data_sheet.correction import correction_path, read_correction
+from hase.inference.library.predictor import Predictor
+from hase.learned.data_sheet.ratios import correction_path, read_correction
 from hase.records.dataset_files import header_path, kernel_table_path, kernels_path, read_header
-from hase.training.data_sheet.carried_rows import with_carried
-from hase.training.data_sheet.tables import card
+from hase.training.fits.data_sheets import card, with_carried
 from hase.training.kernels.training_set import read_training_set
 from hase.utils import files
 from hase.utils.errors import UserError

@@ -13,24 +13,23 @@ from made_up_dataset import METRIC, TARGET, write_dataset
 
 from hase.kernel_model.kernel_sampler import footprint_mib
 from hase.kernel_model.sampling.free_shapes.elementwise import unary
-from hase.kernel_model.sampling.free_shapes.reductions import reduction
+from hase.kernel_model.sampling.free_shapes.layers import reduction
 from hase.kernel_model.sampling.free_shapes.sizes import Generator
-from hase.kernel_model.sampling.kernel_errors import KernelError, KernelErrors, write_errors
-from hase.learned.kernels.boosters import as_arrays, from_arrays
-from hase.learned.kernels.class_boosters import ANY, LEAST_KERNELS, class_names, is_class, kind_code
-from hase.learned.kernels.estimators import KernelModel, fit_kernel_model, predict_kernels
+from hase.kernel_model.sampling.usefulness import KernelError, KernelErrors, write_errors
+from hase.learned.kernels.estimators import ANY, KernelModel, class_names, is_class, kind_code, predict_kernels
+from hase.learned.kernels.features import KernelRows
+from hase.learned.kernels.interface import TrainingConfig, TrainingSet, XgboostSettings
 from hase.learned.kernels.predictors import read_predictors
-from hase.learned.kernels.schema import KernelRows
-from hase.learned.kernels.settings import TrainingConfig, XgboostSettings
+from hase.learned.kernels.saved_form import as_arrays, from_arrays
 from hase.learned.kernels.sidecar import save_predictors
-from hase.learned.kernels.uncertainty import ranges_of
 from hase.records.kernel_record import Kernel
-from hase.records.kernel_types import operator_of
+from hase.records.kernel_types import operator_in_type
 from hase.records.operators import operator_row
-from hase.training.kernels.operator_table import ADDING, markdown, operator_report, operator_rows, summary_rows
-from hase.training.kernels.operators_left_out import LeftOutOperator, leave_operators_out, steady_classes
-from hase.training.kernels.training_set import TrainingSet, read_training_set
-from hase.utils.paths import ROOT, Workspace
+from hase.training.kernels.fitting import LEAST_KERNELS, fit_kernel_model
+from hase.training.kernels.left_out import LeftOutOperator, leave_operators_out, ranges_of, steady_classes
+from hase.training.kernels.left_out_tables import operator_page, operator_report, operator_rows, summary_rows
+from hase.training.kernels.training_set import read_training_set
+from hase.utils.paths import Workspace
 
 CONFIG = TrainingConfig(threads=1, xgboost=XgboostSettings(trees=20, learning_rate=0.3), folds=2,
                         xgboost_class=XgboostSettings(trees=300, learning_rate=0.1, column_share=0.8))
@@ -76,9 +75,9 @@ def estimated(model: KernelModel, kernels: list[Kernel], rows: TrainingSet) -> n
 
 def test_classes_go_by_the_operator_of_a_type() -> None:
     types = ("Conv_Add_Relu", "LSTM", "IsNaN", "ScatterND", "ReduceL2", "Abracadabra")
-    assert [operator_row(operator_of(name)).operator_class for name in types] == [
+    assert [operator_row(operator_in_type(name)).operator_class for name in types] == [
         "convolution", "recurrent", "elementwise", "gather", "reduction", "other"]
-    assert operator_of("Conv_Add_Relu") == "Conv"
+    assert operator_in_type("Conv_Add_Relu") == "Conv"
     assert class_names("Tile") == ("class part", "class movement", ANY)
     assert class_names("Conv_Relu") == ("class convolution", "class convolution", ANY)
     assert kind_code("Softmax") == kind_code("BiasSoftmax") != kind_code("LayerNormalization")
@@ -88,7 +87,7 @@ def test_classes_go_by_the_operator_of_a_type() -> None:
 
 def test_an_unknown_operator_takes_as_long_as_its_class(rows: TrainingSet, made: tuple[Workspace, dict[str, Kernel]]) -> None:
     """The roofline of all kernels can't tell a reduction from an activation; the classes can."""
-    measured_rows = rows.rows(np.array([operator_of(str(name)) not in ("Exp", "ReduceMax") for name in rows.types]))
+    measured_rows = rows.rows(np.array([operator_in_type(str(name)) not in ("Exp", "ReduceMax") for name in rows.types]))
     model = fit_kernel_model(measured_rows, "run", {}, CONFIG)
     for op_type in ("Exp", "ReduceMax"):
         kernels = [kernel for kernel in made[1].values() if kernel.op_type == op_type and true_ms(kernel) > 0.01]
@@ -144,14 +143,11 @@ def test_operators_left_out(rows: TrainingSet, made: tuple[Workspace, dict[str, 
     summary = summary_rows(operators)
     assert [(row["class"], row["operators"], row["below_30_%"]) for row in summary] == [
         ("elementwise", 4, 100.0), ("reduction", 3, 100.0), ("all", 7, 100.0)]
-    page = markdown("made-up", "run", table, summary, [], made[1].values())
-    assert "| elementwise | Exp | float32 | 30 | – |" in page
+    page = operator_page("made-up", "run", table, summary, [], made[1].values())
+    assert "| elementwise | Exp | float16, float32 | 30, 30 | –, – |" in page
     assert f"{7 * EACH} kernels of 7 operators." in page
-    assert "is predicted by the operator's class" in page
     assert "- recurrent: GRU, LSTM, RNN" in page
     assert "- no row: Affine, BiasDropout" in page
-    assert ADDING in page
-    assert ADDING in (ROOT / "docs/operators.md").read_text(encoding="utf-8")
     assert " Sigmoid," not in page.split("## Not measured")[1]
 
 
@@ -166,13 +162,13 @@ def test_the_report_of_a_target(made: tuple[Workspace, dict[str, Kernel]], rows:
         kernels=(KernelError(kernel=measured, families=(), measured_ms=1.0, predicted_ms=1.25),)))
     operator_report(made[0], TARGET.name, CONFIG, page, lambda rows, title: None)
     assert not caplog.messages
-    assert "| elementwise | Exp | float32 | 30 | 25.0 |" in page.read_text()
+    assert "| elementwise | Exp | float16, float32 | 30, 30 | –, 25.0 |" in page.read_text()
     made[0].kernel_errors(TARGET.name).unlink()
     report = operator_report(made[0], TARGET.name, CONFIG, page, lambda rows, title: titles.append(title))
     assert "no such file, so the table has no cross-validated errors" in caplog.text
     assert [row["class"] for row in report["classes"]] == ["elementwise", "reduction", "all"]
     assert len(titles) == 2  # no launches were measured
-    assert page.read_text().startswith("# Operators\n")
+    assert page.read_text().startswith("# Measured operators\n")
 
 
 def test_a_class_whose_sizes_mislead_takes_its_median(rows: TrainingSet) -> None:

@@ -10,19 +10,21 @@ import pytest
 from command import printed
 from made_up_dataset import TARGET, chain, draw_kernels, true_ms, write_workspace
 
-from hase.learned.composition.fitted import Candidate, Kind, composition_path, latency_ms, read_composition
-from hase.learned.composition.formulas import fit_line, leave_out
-from hase.learned.composition.host_side import DEFAULT_COSTS, host_costs_path, host_sha256
-from hase.learned.composition.intervals import error_range_of
+from hase.learned import target_files
+from hase.learned.composition.fitted import Candidate, Kind, latency_ms, read_composition
+from hase.learned.composition.host_side import DEFAULT_COSTS, host_sha256
 from hase.learned.kernels import estimators
-from hase.learned.kernels.settings import ForestSettings, TrainingConfig, XgboostSettings
-from hase.learned.kernels.sidecar import read_sidecar, sidecar_path
+from hase.learned.kernels.interface import ForestSettings, TrainingConfig, TrainingSet, XgboostSettings
+from hase.learned.kernels.sidecar import read_sidecar
 from hase.records.dataset_files import model_table_path, note_tables
+from hase.training.composition.calibration import error_range_of
 from hase.training.composition.fitting import Tried, choose, exceeds_noise, fit_target, kept_composition, try_line
+from hase.training.composition.formulas import fit_line, leave_out
 from hase.training.composition.held_out import predict_out_of_fold
 from hase.training.composition.measured_models import MeasuredModel, kernels_overlap, left_out_groups, measured_models, tracks
+from hase.training.kernels import fitting
 from hase.training.kernels.label_training import train_label
-from hase.training.kernels.training_set import TrainingSet, read_training_set
+from hase.training.kernels.training_set import read_training_set
 from hase.training.train_kernel_model import save
 from hase.utils import files
 from hase.utils.errors import UserError
@@ -225,7 +227,7 @@ def test_kernels_of_the_left_out_family_are_in_no_training(trained: Workspace, m
     rows, sidecar = read_training_set(trained, TARGET.name), read_sidecar(trained.predictors(TARGET.name))
     models = measured_models(trained, TARGET.name, sidecar)
     trained_ids: list[set[str]] = []
-    fit = estimators.fit_kernel_model
+    fit = fitting.fit_kernel_model
 
     def spy(rows: TrainingSet, *options: object) -> estimators.KernelModel:
         trained_ids.append(set(rows.ids))
@@ -267,7 +269,7 @@ def test_one_model_alone(workspace: Workspace, caplog: pytest.LogCaptureFixture)
     assert composition.beta_ms == 0.0
     assert composition.candidates[0].cv_mape is None
     assert "one model measured" in caplog.text
-    files.write_json(composition_path(workspace.predictors(TARGET.name)), composition)
+    files.write_json(target_files.COMPOSITION.path(workspace.predictors(TARGET.name)), composition)
     assert read_composition(workspace.predictors(TARGET.name)) == composition
 
 
@@ -289,9 +291,9 @@ def test_a_stale_composition_is_refused(trained: Workspace, workspace: Workspace
     folder = workspace.predictors(TARGET.name)
     with pytest.raises(UserError, match="no composition"):
         read_composition(folder)
-    files.write_json(composition_path(folder), fit_target(trained, TARGET.name, QUICK))
-    sidecar = json.loads(sidecar_path(trained.predictors(TARGET.name)).read_text())
-    files.write_json(sidecar_path(folder), sidecar | {"dataset_sha256": "other"})
+    files.write_json(target_files.COMPOSITION.path(folder), fit_target(trained, TARGET.name, QUICK))
+    sidecar = json.loads(target_files.PREDICTORS.path(trained.predictors(TARGET.name)).read_text())
+    files.write_json(target_files.PREDICTORS.path(folder), sidecar | {"dataset_sha256": "other"})
     with pytest.raises(UserError, match="fit it anew"):
         read_composition(folder)
 
@@ -344,7 +346,7 @@ def test_a_composition_is_fitted_again_once_something_else_is_known_of_the_host(
     printed("training/fit_composition.py", "--workspace", trained.root)
     folder = trained.predictors(TARGET.name)
     assert kept_composition(trained, TARGET.name) is not None
-    files.write_json(host_costs_path(folder), DEFAULT_COSTS)
+    files.write_json(target_files.HOST.path(folder), DEFAULT_COSTS)
     try:
         assert kept_composition(trained, TARGET.name) is None
         printed("training/fit_composition.py", "--workspace", trained.root)
@@ -352,7 +354,7 @@ def test_a_composition_is_fitted_again_once_something_else_is_known_of_the_host(
         assert kept is not None
         assert kept.host_sha256 == host_sha256(folder) != ""
     finally:
-        host_costs_path(folder).unlink()
+        target_files.HOST.path(folder).unlink()
 
 
 def test_an_interval_covers_nine_of_ten() -> None:

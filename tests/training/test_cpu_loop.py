@@ -6,7 +6,7 @@ import pytest
 
 from hase.learned.llm import GenerationLoop
 from hase.records.generations import PHASES, Phase
-from hase.training.llm.cpu_loop import LoopStep, fit_loop, fit_on_cpu
+from hase.training.fits.generation import LoopStep, fit_loop, fit_on_cpu
 
 LOOP = GenerationLoop(step_ms=0.02, sequence_ms=0.004, first_ms=0.3, first_layer_ms=0.01, first_sequence_ms=0.05,
                       million_logits_ms=0.6, million_other_logits_ms=0.8)

@@ -8,9 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from hase.learned.data_sheet.adjusted import adjust
-from hase.learned.data_sheet.ratios import BASE, MOST_REACHED, CardRatios
-from hase.learned.data_sheet.saved import Range, read_sheet, write_sheet
+from hase.learned.data_sheet.ratios import BASE, MOST_REACHED, CardRatios, SheetRange, read_sheet
 from hase.learned.data_sheet.work import (
     DTYPES,
     KINDS,
@@ -20,14 +18,12 @@ from hase.learned.data_sheet.work import (
     peaks_flop_s,
     ratio_of_bounds,
 )
-from hase.records.gpu_catalogue import Gpu, gpu_named
-from hase.training.data_sheet.choosing import most_useful
-from hase.training.data_sheet.fit import learn
-from hase.training.data_sheet.tables import COLUMNS, read_tables
+from hase.records.devices import GpuDataSheet, gpu_named
+from hase.training.fits.data_sheets import COLUMNS, adjust, learn, most_useful, read_tables, write_sheet
 from hase.utils.errors import UserError
 
 
-def card(name: str) -> Gpu:
+def card(name: str) -> GpuDataSheet:
     gpu = gpu_named(name)
     assert gpu is not None
     return gpu
@@ -89,7 +85,8 @@ def test_the_booster_learns_how_far_a_card_stays_behind_its_sheet(tmp_path: Path
         carried = ratios.times_ms(table.work, table.ms[BASE], card(BASE), card(name), table.name)
         assert np.abs(carried / table.ms[name] - 1).mean() < 0.02, name
     assert ratios.times_ms(table.work, table.ms[BASE], card(BASE), card(BASE)) is table.ms[BASE]
-    write_sheet(tmp_path, ratios, "base", ("h200", "a100"), ("h200",), Range(low=0.9, high=1.1), Range(low=0.8, high=1.3))
+    write_sheet(tmp_path, ratios, "base", ("h200", "a100"), ("h200",), SheetRange(low=0.9, high=1.1),
+                SheetRange(low=0.8, high=1.3))
     model, again = read_sheet(tmp_path)
     assert (model.cards, model.alike.high, model.unlike.low) == (("h200", "a100"), 1.1, 0.8)
     here = again.times_ms(table.work, table.ms[BASE], card(BASE), card("a100"), table.name)

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from made_up_dataset import TARGET, conv, draw_kernels, relu, write_dataset
 
-from hase.inference.core.uncertainty import DOUBTFUL, KernelUncertainty, Span, uncertainty_warnings
+from hase.inference.prediction.uncertainty import DOUBTFUL, KernelUncertainty, Span, uncertainty_warnings
 from hase.learned.composition.intervals import KNOWN, Novelty, sources
 from hase.learned.kernels.estimators import KernelModel, predict_kernels
+from hase.learned.kernels.interface import TrainingSet
 from hase.records.kernel_record import Kernel
 from hase.records.measurement import GPU_LABEL
-from hase.training.kernels.doubt import LARGEST, LAUNCH_MS, learn_doubt
-from hase.training.kernels.training_set import TrainingSet, read_training_set
+from hase.training.kernels.left_out import LARGEST, LAUNCH_MS, learn_doubt
+from hase.training.kernels.training_set import read_training_set
 from hase.utils.paths import Workspace
 
 

@@ -19,14 +19,15 @@ import pytest
 from command import run_script
 from made_up_dataset import chain, conv, gemm, relu, tensor
 
+from hase.learned import target_files
 from hase.learned.composition.fitted import read_composition
-from hase.learned.energy import EnergyModel, Part, energy_path, read_energy, without_types, work_of_run
+from hase.learned.energy import EnergyModel, Part, without_types, work_of_run
 from hase.learned.kernels.predictors import read_predictors
 from hase.records.dataset_files import header_path, model_table_path
 from hase.records.kernel_record import Kernel, Tensor
 from hase.records.kernel_record_files import read_model_record, record_path
 from hase.records.kernel_types import describe_kernel
-from hase.training.energy.fitting import MeasuredEnergy, fit_coefficients, fit_energy, parts_of
+from hase.training.fits.energy import MeasuredEnergy, fit_coefficients, fit_energy, parts_of
 from hase.utils import files
 from hase.utils.errors import UserError
 from hase.utils.paths import SHIPPED, Workspace
@@ -160,7 +161,7 @@ def energies(once: Once, h200_workspace: Workspace) -> Path:
         files.write_bytes(header, header_path(h200_workspace.dataset(TARGET)).read_bytes())
         workspace, folder = Workspace(root), Workspace(root).predictors(TARGET)
         shutil.copytree(SHIPPED / TARGET, folder)
-        energy_path(folder).unlink(missing_ok=True)
+        target_files.ENERGY.path(folder).unlink(missing_ok=True)
         predictors = read_predictors(folder)
         composition = read_composition(folder)
         draw, rows = np.random.default_rng(0), []
@@ -184,7 +185,7 @@ def energies(once: Once, h200_workspace: Workspace) -> Path:
 def fitted(energies: Path) -> tuple[EnergyModel, subprocess.CompletedProcess[str]]:
     done = run_script("training/fit_energy.py", "--workspace", energies, "--json")
     assert done.returncode == 0, done.stderr
-    return read_energy(Workspace(energies).predictors(TARGET)), done
+    return target_files.ENERGY.needed(Workspace(energies).predictors(TARGET)), done
 
 
 @pytest.mark.slow
@@ -267,7 +268,7 @@ def test_without_energy_the_answer_is_as_before_and_a_load_is_refused(
 def test_predictors_without_energy_say_how_to_get_it(record: Path, tmp_path: Path) -> None:
     folder = Workspace(tmp_path).predictors(TARGET)
     shutil.copytree(SHIPPED / TARGET, folder)
-    energy_path(folder).unlink()
+    target_files.ENERGY.path(folder).unlink()
     done = predict(tmp_path, "--model", record, "--energy")
     assert done.returncode == 1
     assert "nothing was learned of its energy; measure models there with energy_s: 3" in done.stderr

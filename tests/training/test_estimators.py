@@ -17,21 +17,21 @@ import trained_workspace
 from command import run_script
 from conftest import Once
 
-from hase.inference.core.predictor import Predictor
+from hase.inference.library.predictor import Predictor
+from hase.learned import target_files
 from hase.learned.kernels import admitted
 from hase.learned.kernels.admitted import VARIABLE, find_estimator, find_estimators
-from hase.learned.kernels.interface import EnvironmentPattern
+from hase.learned.kernels.interface import EnvironmentPattern, TrainingConfig
 from hase.learned.kernels.saved_form import CLASS, Saved, open_estimator, save_estimator
-from hase.learned.kernels.settings import TrainingConfig
 from hase.ort_analysis.graph.analysis import analyze
 from hase.records.kernel_record import Kernel
 from hase.records.kernel_record_files import record_path
 from hase.runtimes import local_target
-from hase.training.admission.checking import task_for
+from hase.training.kernels.checking import task_for
 from hase.training.kernels.training_set import read_training_set
 from hase.utils import files
 from hase.utils.errors import UserError
-from hase.utils.paths import ADMITTED, ROOT, Workspace
+from hase.utils.paths import ROOT, Workspace
 
 CHECK = "training/check_estimator.py"
 NAME = "softmax_by_bytes"
@@ -165,7 +165,7 @@ def test_an_estimator_that_is_not_better_is_admitted_only_if_forced(mine: Worksp
     done = check(mine, "worse", "--estimators", worse(mine))
     assert done.returncode == 1
     assert "not admitted for Softmax: its error on held-out kernels is 700.0%" in done.stderr
-    assert not (folder_of(mine) / ADMITTED).exists()
+    assert not (target_files.ESTIMATORS.path(folder_of(mine))).exists()
     assert check(mine, "worse", "--estimators", worse(mine), "--force").returncode == 0
     forced = Predictor(mine, strict=True, estimators=[worse(mine)]).predict("mine.onnx")
     assert [used.forced for used in forced.estimators] == [True]
@@ -254,7 +254,7 @@ def test_nothing_is_loaded_where_none_is_admitted(mine: Workspace) -> None:
     program = f"""
 import sys
 from pathlib import Path
-from hase.inference.core.predictor import Predictor
+from hase.inference.library.predictor import Predictor
 from hase.utils.paths import Workspace
 predictor = Predictor(Workspace(Path({str(mine.root)!r})))
 answer = predictor.predict("mine.onnx")
@@ -304,7 +304,7 @@ def test_all_estimators_in_one_table(mine: Workspace) -> None:
     for_all = ["what is in use", "roofline", "neural_network", "random_forest", "xgboost"]
     assert sorted(by_type["all"]) == sorted(by_type["Gemm"]) == sorted(for_all)
     assert sorted(by_type["Softmax"]) == sorted([*for_all, NAME])
-    assert not (folder_of(mine) / ADMITTED).exists()
+    assert not (target_files.ESTIMATORS.path(folder_of(mine))).exists()
 
 
 @pytest.fixture

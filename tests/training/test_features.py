@@ -12,7 +12,7 @@ from made_up_dataset import conv, gemm, relu, tensor
 from hase.learned.kernels.features import KERNEL_FEATURES, OP_CLASSES, kernel_features
 from hase.ort_analysis.graph.analysis import analyze
 from hase.records.kernel_record import Kernel, KernelInput, Tensor
-from hase.records.kernel_types import describe_kernel, form_of
+from hase.records.kernel_types import describe_kernel, kernel_form
 
 
 def named(kernel: Kernel) -> dict[str, float]:
@@ -208,12 +208,12 @@ def numbers(*values: int) -> KernelInput:
     (conv(channels=32, out=32, group=4), "float32 of rank 4, grouped, window to 3"),
     (relu(), "float32 of rank 4"), (gemm(), "float32")])
 def test_forms_are_named(kernel: Kernel, form: str) -> None:
-    assert form_of(kernel) == form
+    assert kernel_form(kernel) == form
 
 
 def test_forms_of_reductions_name_their_axes() -> None:
     def reduced(*axes: int) -> str:
-        return form_of(describe_kernel("ReduceMax", "", 20, {}, [tensor(2, 3, 4), numbers(*axes)],
+        return kernel_form(describe_kernel("ReduceMax", "", 20, {}, [tensor(2, 3, 4), numbers(*axes)],
                                        [Tensor(dtype="float32", shape=(2, 1, 1))]))
 
     assert reduced(-1) == reduced(1, 2) == "float32 of rank 3, along the last axis"

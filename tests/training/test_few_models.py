@@ -9,11 +9,10 @@ import pytest
 from made_up_dataset import chain, draw_kernels
 
 from hase.graph_model.simulation.pipeline import Tracks
-from hase.learned.composition.formulas import latencies_ms
-from hase.learned.kernels.settings import LAUNCHES
-from hase.records.measurement import GPU_LABEL
-from hase.training.composition.default_composition import shipped_costs
+from hase.learned.default_predictors import shipped_costs
+from hase.records.measurement import GPU_LABEL, LAUNCHES
 from hase.training.composition.fitting import fit_pace, try_few_models
+from hase.training.composition.formulas import latencies_ms
 from hase.training.composition.measured_models import MeasuredModel, MeasuredTracks, tracks
 
 KERNELS = draw_kernels(30)

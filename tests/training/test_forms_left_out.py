@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from made_up_dataset import TARGET, conv, draw_kernels, relu, write_dataset
 
-from hase.kernel_model.sampling.cliffs import Cliff, Timed
+from hase.kernel_model.sampling.cliffs import Cliff, TimedKernel
 from hase.kernel_model.sampling.free_shapes.forms import inferred
 from hase.kernel_model.sampling.free_shapes.sizes import tensor
-from hase.learned.kernels.settings import ForestSettings, TrainingConfig, XgboostSettings
-from hase.learned.kernels.uncertainty import DEFAULT_RANGES, OTHER_FORM_OF, Uncertainty, ranges_of
-from hase.records.kernel_types import form_of
-from hase.training.kernels.form_table import cliff_rows, form_report, form_rows, left_out_rows, markdown, never_measured
-from hase.training.kernels.forms_left_out import LeftOutForm, leave_forms_out
+from hase.learned.kernels.interface import ForestSettings, TrainingConfig, XgboostSettings
+from hase.learned.kernels.uncertainty import DEFAULT_RANGES, OTHER_FORM_OF, Uncertainty
+from hase.records.kernel_types import kernel_form
+from hase.training.kernels.left_out import LeftOutForm, leave_forms_out, ranges_of
+from hase.training.kernels.left_out_tables import cliff_rows, form_error_rows, form_page, form_report, form_rows, never_measured
 from hase.training.kernels.training_set import read_training_set
 from hase.utils.errors import UserError
 from hase.utils.paths import Workspace
@@ -35,11 +35,11 @@ def test_each_form_is_left_out_once(tmp_path: Path) -> None:
     rows = read_training_set(Workspace(tmp_path), TARGET.name)
     forms = leave_forms_out(rows, "run", {"Conv": "Conv"}, CONFIG)
     several = {kernel.type for kernel in kernels.values()
-               if len({form_of(other) for other in kernels.values() if other.type == kernel.type}) > 1}
+               if len({kernel_form(other) for other in kernels.values() if other.type == kernel.type}) > 1}
     assert {form.type for form in forms} == several
     assert len({(form.type, form.form) for form in forms}) == len(forms)
     for form in forms:
-        of_form = [kernel for kernel in kernels.values() if (kernel.type, form_of(kernel)) == (form.type, form.form)]
+        of_form = [kernel for kernel in kernels.values() if (kernel.type, kernel_form(kernel)) == (form.type, form.form)]
         assert len(form.ratios) == len(of_form)
         assert np.isfinite(form.ratios).all()
     with pytest.raises(UserError, match="has no label gpu"):
@@ -48,7 +48,7 @@ def test_each_form_is_left_out_once(tmp_path: Path) -> None:
 
 def test_errors_of_classes() -> None:
     forms = [left_out("Conv", "a", [1.0, 2.0, 0.5, 1.1]), left_out("Relu", "b", [1.0, 3.0])]
-    rows = {row["class"]: row for row in left_out_rows(forms)}
+    rows = {row["class"]: row for row in form_error_rows(forms)}
     assert (rows["convolution"]["forms"], rows["convolution"]["kernels"]) == (1, 4)
     assert rows["convolution"]["off_by_over_30_%"] == 50
     assert (rows["all"]["kernels"], rows["all"]["off_by_over_30_%"]) == (6, 50)
@@ -63,26 +63,27 @@ def test_the_range_of_a_form_is_learned_from_many() -> None:
     assert ranges_of([left_out("Conv", "a", [1.0])], DEFAULT_RANGES, 3)["convolution"] == DEFAULT_RANGES[
         "convolution"].model_copy(update={"operators": 1})
     seen = conv()
-    learned = Uncertainty(dataset_sha256="", ranges={}, forms={seen.type: (form_of(seen),)}, form_ranges={"gpu": many})
+    learned = Uncertainty(dataset_sha256="", ranges={}, forms={seen.type: (kernel_form(seen),)}, form_ranges={"gpu": many})
     wide = conv(window=31)
-    assert learned.of_other_form(seen, "gpu") is None
-    assert learned.of_other_form(wide, "gpu") == many["convolution"]
-    assert learned.of_other_form(wide, "run") == OTHER_FORM_OF["convolution"]
+    assert learned.other_form_range(seen, "gpu") is None
+    assert learned.other_form_range(wide, "gpu") == many["convolution"]
+    assert learned.other_form_range(wide, "run") == OTHER_FORM_OF["convolution"]
     assert not learned.knows_form(wide)
 
 
 def test_the_page() -> None:
-    slow, fast = Timed(conv(window=9), 5.0, (), "Memset (Device)|void wide<float>(int)"), Timed(conv(window=7), 0.1, (), "fast")
+    slow = TimedKernel(conv(window=9), 5.0, (), "Memset (Device)|void wide<float>(int)")
+    fast = TimedKernel(conv(window=7), 0.1, (), "fast")
     cliffs = [Cliff(slow, fast, 30.25)]
     (row,) = cliff_rows(cliffs)
     assert (row["times"], row["slower_ran"], row["faster_ran"], row["edge"]) == (30.2, "wide", "fast", "between")
-    neighbours = [Timed(inferred("Relu", [tensor("float32", size)]), 1.0) for size in (8, 9)]
+    neighbours = [TimedKernel(inferred("Relu", [tensor("float32", size)]), 1.0) for size in (8, 9)]
     assert cliff_rows([Cliff(neighbours[0], neighbours[1], 30.0)])[0]["edge"] == "known"
-    forms = form_rows([slow, fast, Timed(relu(), 0.1)])
+    forms = form_rows([slow, fast, TimedKernel(relu(), 0.1)])
     assert {row["type"]: (row["kernels"], row["forms"]) for row in forms} == {"Conv": (2, 2), "Relu": (1, 1)}
-    page = markdown("here", forms, left_out_rows([left_out("Conv", "a", [1.0])]), cliffs)
+    page = form_page("here", forms, form_error_rows([left_out("Conv", "a", [1.0])]), cliffs)
     assert "3 kernels in 3 forms, 0 of which have at least 12 kernels." in page
-    assert "1 pairs of neighbours are left" in page
+    assert "1 pairs of neighbours (each kernel" in page
     assert "| 30.2 | Conv_" in page
     missing = never_measured({"Conv", "Relu"})
     assert {"Gemm", "Softmax"} <= set(missing)

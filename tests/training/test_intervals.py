@@ -15,25 +15,18 @@ from made_up_dataset import TARGET, conv, gemm, relu, write_workspace
 
 from hase.graph_model.simulation.pipeline import OffGpu
 from hase.inference import predict
-from hase.inference.core.targets import fitted_for
+from hase.inference.prediction.targets import fitted_for
 from hase.learned.composition.host_side import NodesOffGpu
-from hase.learned.composition.intervals import (
-    ALWAYS,
-    KNOWN,
+from hase.learned.composition.intervals import ALWAYS, KNOWN, CalibratedInterval, Novelty, Sources, for_any_host, sources
+from hase.records.measurement import GPU_LABEL, LAUNCHES
+from hase.training.composition.calibration import (
     LEAST_FAMILIES,
-    CalibratedInterval,
-    Case,
-    Novelty,
-    Sources,
+    HeldOutCase,
     calibrate,
     fitted_to,
-    for_any_host,
     interval_score,
     intervals_held_out,
-    sources,
 )
-from hase.learned.kernels.settings import LAUNCHES
-from hase.records.measurement import GPU_LABEL
 from hase.training.composition.held_out import Fold, HeldOut, folds_of, novelties_of
 from hase.training.composition.measured_models import MeasuredModel
 from hase.training.kernels.training_set import read_training_set
@@ -42,7 +35,7 @@ from hase.utils.paths import Workspace
 H200 = "nvidia-h200-cuda-ort1.31-all"
 
 
-def made_up_cases(collections: int, families: int, each: int, seed: int = 0) -> list[Case]:
+def made_up_cases(collections: int, families: int, each: int, seed: int = 0) -> list[HeldOutCase]:
     """Errors of a known size: 2 %, and more where unmeasured operators have a larger share of the latency."""
     draw = np.random.default_rng(seed)
     cases = []
@@ -52,7 +45,7 @@ def made_up_cases(collections: int, families: int, each: int, seed: int = 0) -> 
             for _ in range(each):
                 share = float(draw.choice([0.0, 0.0, 0.3, 0.6]))
                 error = common + draw.laplace(0, math.hypot(0.02, 0.4 * share))
-                cases.append(Case(str(collection), f"{collection} {family}", Sources(1 - share, share), error))
+                cases.append(HeldOutCase(str(collection), f"{collection} {family}", Sources(1 - share, share), error))
     return cases
 
 
@@ -82,10 +75,10 @@ def test_one_collection_leaves_families_out_and_few_families_give_none() -> None
     assert calibrate(made_up_cases(1, LEAST_FAMILIES - 1, 10)) is None
 
 
-def laplace_cases(families: int, models: int, spread: float) -> list[Case]:
+def laplace_cases(families: int, models: int, spread: float) -> list[HeldOutCase]:
     """Predictions of which nothing but their errors is made up."""
     generator = np.random.default_rng(0)
-    return [Case("", f"f{family}", Sources(predicted=1.0), float(generator.laplace(0.0, spread)))
+    return [HeldOutCase("", f"f{family}", Sources(predicted=1.0), float(generator.laplace(0.0, spread)))
             for family in range(families) for _ in range(models)]
 
 
@@ -109,7 +102,8 @@ def test_the_doubt_about_a_known_pace_is_learned_from_runs_at_many() -> None:
     """Made-up runs whose host works for most of the time: those at twice its usual pace err three times as much."""
     generator, interval = np.random.default_rng(1), calibrate(laplace_cases(40, 25, 0.1))
     assert interval is not None
-    cases = [Case("", f"f{number % 51}", sources([("a", 1.0, KNOWN)], 2.0, 1.4, pace), float(generator.laplace(0.0, spread)))
+    cases = [HeldOutCase("", f"f{number % 51}", sources([("a", 1.0, KNOWN)], 2.0, 1.4, pace),
+                         float(generator.laplace(0.0, spread)))
              for number in range(2000) for pace, spread in [((1.0, 0.05), (0.5, 0.15))[number % 2]]]
     fitted = fitted_to(interval, cases)
     assert fitted is not None
@@ -122,7 +116,7 @@ def test_the_doubt_about_a_known_pace_is_learned_from_runs_at_many() -> None:
 
 def test_a_large_family_counts_as_much_as_a_small_one() -> None:
     """A hundred models of one family, each with an error of a half, widen the interval no more than one such model."""
-    usual, odd = made_up_cases(1, 40, 3), Case("0", "odd", Sources(predicted=1.0), math.log(1.5))
+    usual, odd = made_up_cases(1, 40, 3), HeldOutCase("0", "odd", Sources(predicted=1.0), math.log(1.5))
     single, hundred = calibrate([*usual, odd]), calibrate([*usual, *[odd] * 100])
     assert single is not None
     assert hundred is not None

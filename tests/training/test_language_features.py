@@ -11,8 +11,8 @@ import pytest
 from hase.graph_model.simulation.pipeline import NodeKind, PipelineCosts, Runs, Tracks, node_kind, pipeline_ms
 from hase.kernel_model.sampling.free_shapes.sizes import ABSENT, CONTRIB, kernel, tensor
 from hase.kernel_model.sampling.free_shapes.table import draw_free_kernel
-from hase.learned.kernels.language_features import LANGUAGE_GROUPS, language_features
-from hase.ort_analysis.cuda.language_kernels import (
+from hase.learned.kernels.features import LANGUAGE_GROUPS, language_features
+from hase.ort_analysis.cuda.kernel_choice import (
     ALGORITHMS,
     Gpu,
     attention_algorithm,
@@ -20,7 +20,7 @@ from hase.ort_analysis.cuda.language_kernels import (
     product_algorithm,
     splits,
 )
-from hase.records.attention import attended_by, with_lengths
+from hase.records.attention import kernel_grouped_query_sizes, with_lengths
 from hase.records.kernel_record import Kernel, KernelInput
 
 
@@ -50,7 +50,7 @@ def product(rows: int, bits: int = 4, depth: int = 4096, columns: int = 4096, bl
     ({"head_size": 512}, "memory efficient"), ({"head_size": 260}, "unfused"), ({"dtype": "float32"}, "")])
 def test_attention_on_hopper(sizes: dict[str, Any], algorithm: str) -> None:
     described = attention(**sizes)
-    attended = attended_by(described)
+    attended = kernel_grouped_query_sizes(described)
     assert attended is not None
     assert attention_algorithm(described, attended) == algorithm
 
@@ -59,13 +59,13 @@ def test_norms_keep_attention_from_decoding_in_place() -> None:
     described = attention(softcap=50.0)
     weights = [ABSENT] * 7 + [tensor("float16", 128, constant=True)] * 2
     normed = described.model_copy(update={"inputs": (*described.inputs, *weights)})
-    chosen = [attention_algorithm(each, sizes) for each in (described, normed) if (sizes := attended_by(each))]
+    chosen = [attention_algorithm(each, sizes) for each in (described, normed) if (sizes := kernel_grouped_query_sizes(each))]
     assert chosen == ["flash decoding", "flash"]
 
 
 def test_cudnn_is_chosen_from_hopper_on_alone() -> None:
     described = attention(queries=1024, total=1024)
-    attended = attended_by(described)
+    attended = kernel_grouped_query_sizes(described)
     assert attended is not None
     assert attention_algorithm(described, attended, Gpu(capability=8.0)) == "flash"
 
@@ -122,7 +122,7 @@ def test_numbers_are_added_in_place_only_where_they_are_aligned() -> None:
 
 def test_long_texts_are_split_where_they_would_not_fill_the_gpu() -> None:
     def parts(**sizes: Any) -> int:
-        attended = attended_by(attention(softcap=50.0, **sizes))
+        attended = kernel_grouped_query_sizes(attention(softcap=50.0, **sizes))
         assert attended is not None
         return splits(attended, "flash decoding")
 

@@ -9,14 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hase.learned import target_files
 from hase.learned.composition.fitted import read_composition
 from hase.learned.kernels.features import KERNEL_FEATURES
-from hase.learned.kernels.settings import TrainingConfig
+from hase.learned.kernels.interface import TrainingConfig
 from hase.learned.kernels.sidecar import copy_predictors, read_sidecar, write_sidecar
-from hase.learned.sharing.mps import learned_mps, read_mps, write_mps
+from hase.learned.sharing import learned_mps, write_mps
 from hase.records.dataset_files import read_header
 from hase.training.fit_mps import fit_target
-from hase.training.sharing.mps_fit import MeasuredWay, MpsFit, candidates, measured_widths, read_way, records_of
+from hase.training.fits.mps import MeasuredWay, MpsFit, candidates, measured_widths, read_way, records_of
 from hase.utils.errors import UserError
 from hase.utils.paths import SHIPPED, Workspace
 from hase.utils.sharing_mode import GpuSharing
@@ -80,7 +81,7 @@ def test_the_shipped_rules_hold_for_what_an_h100_measured(measured: Path) -> Non
     assert ways[0].idle_ms["resnet50@batch=16"] == pytest.approx(3.48, abs=0.01)
     assert ways[0].beside["resnet50@batch=16", "resnet50_16"][0] == pytest.approx(6.09, abs=0.01)
     assert ways[1].looped["resnet50_16_twice"] == ("resnet50@batch=16", 2)
-    shipped, composition = read_mps(SHIPPED / TARGET), read_composition(SHIPPED / TARGET)
+    shipped, composition = target_files.MPS.read(SHIPPED / TARGET), read_composition(SHIPPED / TARGET)
     assert shipped
     assert composition.costs
     header = read_header(Workspace(measured / "mps").dataset(CARD))

@@ -10,13 +10,13 @@ import pytest
 from command import run_script
 from conftest import steady_canary
 from onnx import TensorProto, helper
-from recipes.h200.host_models import held_out_kernels, on_cpu, uses_host
 
 from hase.benchmark.ort.profile import CONDITION_MS
 from hase.graph_model.simulation.pipeline import NodeKind, OffGpu, PipelineCosts, Tracks, dispatched_ms, pipeline_ms, timeline
 from hase.inference import Predictor, predict
-from hase.inference.core.answers import Prediction
-from hase.inference.core.model_run import trace_of
+from hase.inference.prediction.answers import Prediction
+from hase.inference.prediction.run import trace_of
+from hase.learned import target_files
 from hase.learned.composition.cuda_nodes import (
     EIGHT_BIT_FLOPS_PER_MS,
     HOST_KERNEL_MS,
@@ -30,31 +30,22 @@ from hase.learned.composition.cuda_nodes import (
     selects_in_rows,
 )
 from hase.learned.composition.fitted import read_composition
-from hase.learned.composition.formulas import latencies_ms
-from hase.learned.composition.host_side import (
-    DEFAULT_COSTS,
-    GPU_NODE_MS,
-    HOST_NODE_MS,
-    CopyCurve,
-    HostSide,
-    Step,
-    fit_copies,
-    read_host_side,
-    simulated_ms,
-)
+from hase.learned.composition.host_side import DEFAULT_COSTS, CopyCurve, HostSide, read_host_side
+from hase.learned.default_predictors import shipped_costs
+from hase.learned.kernels.measured import measured_times
 from hase.learned.kernels.sidecar import copy_predictors
 from hase.ort_analysis.graph.analysis import analyze
-from hase.records.copies import CopyTimes, MeasuredCopies, WaitTimes, copies_path, read_copies
+from hase.records.dataset_files import CopyTimes, MeasuredCopies, WaitTimes, copies_path, read_copies
 from hase.records.kernel_record import Kernel, KernelInput, ModelRecord, Tensor
 from hase.records.kernel_record_files import record_path
 from hase.records.kernel_types import describe_kernel
 from hase.runtimes import local_target
-from hase.training.composition.default_composition import shipped_costs
+from hase.training.composition.formulas import latencies_ms
+from hase.training.composition.host_fit import GPU_NODE_MS, HOST_NODE_MS, Step, fit_copies, simulated_ms
 from hase.training.composition.measured_models import MeasuredModel, tracks
-from hase.training.kernels.training_set import measured_times
 from hase.utils import files
 from hase.utils.fingerprint import machine
-from hase.utils.paths import ROOT, SHIPPED, SIDECAR, Workspace
+from hase.utils.paths import ROOT, SHIPPED, Workspace
 
 TARGET = "nvidia-h200"
 COSTS = PipelineCosts(node_ms=0.002, view_ms=0.001, launch_ms=0.004, start_ms=0.03, gap_ms=0.001, lead_ms=-0.003, end_ms=0.005)
@@ -160,7 +151,7 @@ def with_host(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     """The H200's predictors, those of Sinh and Unique learned on this machine's CPU, and made-up costs of copies."""
     workspace = Workspace(tmp_path_factory.mktemp("gpu"))
     host = Workspace(workspace.root / "host")
-    [target] = [path.parent.name for path in SHIPPED.glob(f"*{TARGET}*/{SIDECAR}")]
+    [target] = [path.parent.name for path in SHIPPED.glob(f"*{TARGET}*/{target_files.PREDICTORS.name}")]
     copy_predictors(SHIPPED / target, workspace.predictors(target))
     for size in range(1, 25):
         record = chain("Relu", "Sinh" if size % 2 else "Unique", "Sigmoid", size=4096 * size)
@@ -245,21 +236,6 @@ def test_the_host_waits_inside_a_node_whose_output_size_depends_on_data() -> Non
     alone = HostSide().off_gpu(run.record)
     assert alone is not None
     assert alone.run.waits.tolist() == [False, True]
-
-
-@pytest.mark.slow
-def test_a_model_is_judged_with_kernels_learned_without_its_family(with_host: Workspace) -> None:
-    plain, mixed = chain("Relu", "Sigmoid"), chain("Relu", "Sinh", "Sigmoid", size=4096 * 7)
-    assert [uses_host(record) for record in (plain, mixed)] == [False, True]
-    assert [on_cpu(record) for record in (plain, mixed)] == [0, 3]
-    run_kernels = Predictor(with_host, TARGET).run(mixed).run.known
-    everywhere = {mixed.model: dict.fromkeys(mixed.kernels, 0.5)}
-    on_host = {mixed.model: dict.fromkeys(mixed.kernels, 0.25)}
-    kernels = held_out_kernels(run_kernels, mixed, {"gpu": everywhere, "launches": everywhere}, on_host, lambda group: {"Sinh"})
-    of_type = {mixed.kernels[name].type: kernel for (name, _), kernel in kernels.items()}
-    assert {kind: (kernel.latency_ms, kernel.launches) for kind, kernel in of_type.items() if "Memcpy" not in kind} == {
-        "Relu": (0.5, 0.5), "Sinh": (0.25, 0.0), "Sigmoid": (0.5, 0.5)}
-    assert of_type["MemcpyToHost"].latency_ms == pytest.approx(0.02, abs=2e-4)
 
 
 def test_boxes_are_selected_one_after_another() -> None:

@@ -20,17 +20,18 @@ import pytest
 import xgboost
 from made_up_dataset import METRIC, TARGET, conv, draw_kernels, gemm, relu, tensor, true_ms, write_workspace
 
-from hase.kernel_model.sampling.free_shapes.products import recurrent_layer
+from hase.kernel_model.sampling.free_shapes.layers import recurrent_layer
+from hase.learned import target_files
 from hase.learned.kernels import estimators, sidecar
 from hase.learned.kernels import predictors as predictors_module
-from hase.learned.kernels.boosters import LEAF_STEP, SavedBoosters, as_arrays, from_arrays
+from hase.learned.kernels.interface import ForestSettings, TrainingConfig, XgboostSettings
+from hase.learned.kernels.measured import MeasuredTimes
 from hase.learned.kernels.predictors import as_label_has_it, read_predictors, whole_launches
-from hase.learned.kernels.settings import LAUNCHES, ForestSettings, TrainingConfig, XgboostSettings
-from hase.learned.kernels.sidecar import MeasuredTimes, sidecar_path
-from hase.learned.kernels.uncertainty import uncertainty_path
+from hase.learned.kernels.saved_form import LEAF_STEP, SavedBoosters, as_arrays, from_arrays
 from hase.records.kernel_record import Kernel, Tensor
 from hase.records.kernel_types import describe_kernel
-from hase.records.measurement import GPU_LABEL
+from hase.records.measurement import GPU_LABEL, LAUNCHES
+from hase.training.kernels import fitting
 from hase.training.kernels.label_training import train_label
 from hase.training.kernels.training_set import read_training_set
 from hase.training.train_kernel_model import save
@@ -197,10 +198,10 @@ def test_a_truncated_or_missing_file_is_noticed(folder: Path) -> None:
 
 def plant(folder: Path, data: bytes) -> None:
     """Puts `data` in the place of a predictor, with a sidecar that vouches for it."""
-    sidecar = json.loads(sidecar_path(folder).read_text())
+    sidecar = json.loads(target_files.PREDICTORS.path(folder).read_text())
     (folder / sidecar["labels"]["run"]["file"]).write_bytes(data)
     sidecar["labels"]["run"]["sha256"] = hashlib.sha256(data).hexdigest()
-    files.write_json(sidecar_path(folder), files.with_digest(sidecar))
+    files.write_json(target_files.PREDICTORS.path(folder), files.with_digest(sidecar))
 
 
 class _Attack:
@@ -249,7 +250,8 @@ def test_an_archive_without_the_boosters_is_refused(folder: Path) -> None:
       for name in ("", "a/b", "a\1b")),
 ])
 def test_foreign_sidecars_are_refused(folder: Path, change: dict[str, object], message: str) -> None:
-    files.write_json(sidecar_path(folder), files.with_digest(files.read_json(sidecar_path(folder)) | change))
+    path = target_files.PREDICTORS.path(folder)
+    files.write_json(path, files.with_digest(files.read_json(path) | change))
     with pytest.raises(UserError, match=rf"{message}.*train_kernel_model"):
         read_predictors(folder)
 
@@ -308,7 +310,8 @@ def test_training_again_replaces_the_files_and_a_full_disk_keeps_the_old(
             sidecar.save_predictors(folder, models, {"run": ()}, {}, about)
     assert read_predictors(folder).predict(NEW, {}, "run").latency_ms == before
     sidecar.save_predictors(folder, models, {"run": ()}, {}, about)
-    assert sorted(path.name for path in folder.glob("*.json")) == [sidecar_path(folder).name, uncertainty_path(folder).name]
+    assert sorted(path.name for path in folder.glob("*.json")) == [
+        target_files.PREDICTORS.name, target_files.UNCERTAINTY.name]
     sidecar.write_sidecar(folder, read_predictors(folder).sidecar)  # which names the same files: those of the old one go
     assert sorted(path.suffix for path in folder.iterdir() if path.suffix != ".json") == [".gz", ".npz"]
     assert read_predictors(folder).predict(NEW, {}, "run").latency_ms == predictors.predict(NEW, {}, "kernel_time").latency_ms
@@ -356,7 +359,7 @@ def test_loading_imports_neither_pandas_nor_sklearn_nor_xgboost(trained: Workspa
 @pytest.mark.parametrize("command", [True, False])
 def test_sklearn_is_hidden_only_while_a_command_imports_xgboost(command: bool) -> None:
     """A program that imports Hase has xgboost's API of scikit-learn."""
-    code = ("import sys; from hase.learned.kernels.boosters import import_xgboost; from utils import cli\n"
+    code = ("import sys; from hase.learned.kernels.saved_form import import_xgboost; from hase.utils import cli\n"
             "def main():\n"
             "    xgboost = import_xgboost()\n"
             "    print('sklearn' in sys.modules, xgboost.compat.SKLEARN_INSTALLED)\n"
@@ -388,10 +391,10 @@ def test_a_models_kernels_are_predicted_together(folder: Path, monkeypatch: pyte
 def test_a_saved_booster_predicts_the_same_as_the_trained_one(trained: Workspace) -> None:
     """Every row reaches the same leaf, also where a feature is missing; the leaves are rounded."""
     rows = read_training_set(trained, TARGET.name)
-    problem = estimators.learning_problem(rows, "run")
+    problem = fitting.learning_problem(rows, "run")
     matrix = problem.matrix.copy()
     matrix[::7, ::5] = np.nan
-    booster = estimators.train_booster(matrix, problem.log_ratios, QUICK.booster("run"), seed=3)
+    booster = fitting.train_booster(matrix, problem.log_ratios, QUICK.booster("run"), seed=3)
     numbers, arrays = as_arrays(booster)
     assert "missing_left" in arrays
     saved = from_arrays(numbers, arrays)

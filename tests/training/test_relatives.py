@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from made_up_dataset import TARGET, gemm, tensor, write_dataset
 
-from hase.learned.kernels.class_boosters import RELATED_WEIGHT, related_types, row_weights
-from hase.learned.kernels.estimators import fit_kernel_model, predict_kernels
-from hase.learned.kernels.settings import TrainingConfig, XgboostSettings
+from hase.learned.kernels.estimators import predict_kernels
+from hase.learned.kernels.interface import TrainingConfig, TrainingSet, XgboostSettings
 from hase.records.kernel_record import Kernel, Tensor
 from hase.records.kernel_types import describe_kernel
 from hase.records.measurement import GPU_LABEL
-from hase.training.kernels.training_set import TrainingSet, read_training_set
+from hase.training.kernels.fitting import RELATED_WEIGHT, fit_kernel_model, related_types, row_weights
+from hase.training.kernels.training_set import read_training_set
 from hase.utils.paths import Workspace
 
 QUICK = XgboostSettings(trees=30, learning_rate=0.3, depth=5, objective="squarederror", own_predictors="all")
@@ -76,7 +76,7 @@ def test_a_large_product_is_predicted_from_products_of_another_type(rows: Traini
 
 
 def test_a_type_with_many_rows_gets_more_trees(rows: TrainingSet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hase.learned.kernels.estimators.MANY_ROWS", 200)
+    monkeypatch.setattr("hase.training.kernels.fitting.MANY_ROWS", 200)
     counts = {(label, name): fit_kernel_model(rows, label, {name: name}, CONFIG).boosters[name].num_boosted_rounds()
               for label, name in ((GPU_LABEL, "Gemm"), ("run", "Gemm"))}
     assert counts == {(GPU_LABEL, "Gemm"): 60, ("run", "Gemm"): 30}

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from hase.graph_model.simulation.pipeline import NodeKind, PipelineCosts, Tracks, pipeline_ms
-from hase.learned.composition.formulas import fit_graph_replay, fit_host_io
 from hase.records.kernel_record import ModelRecord, Tensor
+from hase.training.composition.formulas import fit_graph_replay, fit_host_io
 from hase.training.composition.measured_models import MeasuredModel, MeasuredTracks
 from hase.utils.fingerprint import Flavour
 

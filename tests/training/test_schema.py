@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from made_up_dataset import METRIC, TARGET, conv, gemm, relu, tensor, write_workspace
 
-from hase.learned.kernels.estimators import SHARED, fit_kernel_model, predict_kernels, table_counts
-from hase.learned.kernels.features import KERNEL_FEATURES
+from hase.learned.kernels.estimators import SHARED, predict_kernels, table_counts
+from hase.learned.kernels.features import KERNEL_FEATURES, FeatureSchema, times_beyond
+from hase.learned.kernels.interface import ForestSettings, TrainingConfig, TrainingSet, XgboostSettings
 from hase.learned.kernels.predictors import read_predictors
-from hase.learned.kernels.schema import FeatureSchema, times_beyond
-from hase.learned.kernels.settings import ForestSettings, TrainingConfig, XgboostSettings
 from hase.learned.kernels.sidecar import read_sidecar, save_predictors
 from hase.records.dataset_files import read_kernels
 from hase.records.kernel_record import Kernel, Tensor
 from hase.records.kernel_types import describe_kernel
-from hase.training.kernels.training_set import TrainingSet, read_training_set
+from hase.training.kernels.fitting import fit_kernel_model
+from hase.training.kernels.training_set import read_training_set
 from hase.training.train_kernel_model import head
 from hase.utils.errors import UserError
 from hase.utils.paths import SHIPPED, Workspace

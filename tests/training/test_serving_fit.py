@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hase.benchmark.serving.results import Requests
+from hase.benchmark.serving.sets import ModelRequests
 from hase.graph_model.simulation.pipeline import NodeKind, PipelineCosts, Tracks
-from hase.learned.sharing.serving import read_serving
+from hase.learned import target_files
 from hase.records.host_pace import Stalls
-from hase.training.sharing.serving_fit import (
-    ServedRuns,
+from hase.training.fits.serving import (
+    PacedRuns,
     host_pace_us,
     learned_from,
     learned_host,
@@ -30,7 +30,7 @@ ARCHIVE = Path(__file__).parents[2] / "recipes/h200/served-nvidia-h100.tar.xz"
 TARGET = "nvidia-h200-cuda-ort1.31-all"
 
 
-def made_up(seed: int, runs: int = 4000) -> ServedRuns:
+def made_up(seed: int, runs: int = 4000) -> PacedRuns:
     """Runs of a model that takes 1 ms at the usual pace. The pace is 1.2 or 1.8, for 30 ms on average; after 5 to 20 ms of idle
     time the host takes 1.25 times as long; one run in 200 stalls for 10 ms."""
     generator = np.random.default_rng(seed)
@@ -44,7 +44,7 @@ def made_up(seed: int, runs: int = 4000) -> ServedRuns:
         times.append(felt + (10.0 if generator.random() < 0.005 else 0.0))
         idle.append(generator.choice([0.1, 12.0]))
         starts.append(starts[-1] + times[-1] + idle[-1])
-    return ServedRuns(np.array(starts[:-1]), np.array(times), np.array(idle[:-1]), np.array(paces), of_host=True)
+    return PacedRuns(np.array(starts[:-1]), np.array(times), np.array(idle[:-1]), np.array(paces), of_host=True)
 
 
 def test_made_up_runs() -> None:
@@ -79,7 +79,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 def test_what_ships_was_learned_from_an_h100(served: Workspace, tmp_path: Path) -> None:
     own = Workspace(tmp_path)
     shutil.copytree(SHIPPED / TARGET, own.predictors(TARGET))
-    learned, shipped = learned_from(served, own.predictors(TARGET)), read_serving(SHIPPED / TARGET)
+    learned, shipped = learned_from(served, own.predictors(TARGET)), target_files.SERVING.read(SHIPPED / TARGET)
     assert shipped is not None
     assert learned.paces == pytest.approx(shipped.paces)
     assert learned.slower == pytest.approx(shipped.slower)
@@ -115,9 +115,9 @@ def test_runs_that_meet_no_other_count() -> None:
     tracks = Tracks(np.full(4, 0.1), np.ones(4), np.full(4, NodeKind.OWN))
     costs = PipelineCosts(node_ms=0.5, view_ms=0.0, launch_ms=0.0, start_ms=0.0, gap_ms=0.0, lead_ms=0.0, end_ms=0.0)
 
-    def requests(starts_s: Sequence[float], took_s: float) -> Requests:
+    def requests(starts_s: Sequence[float], took_s: float) -> ModelRequests:
         starts = tuple(starts_s)
-        return Requests(arrivals_s=starts, starts_s=starts, ends_s=tuple(start + took_s for start in starts),
+        return ModelRequests(arrivals_s=starts, starts_s=starts, ends_s=tuple(start + took_s for start in starts),
                         counts=(1,) * len(starts))
 
     first, other = served_runs([requests([0.0, 0.01, 0.02, 0.03], 0.004), requests([0.008, 0.023, 0.04], 0.003)],

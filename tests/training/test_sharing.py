@@ -15,7 +15,8 @@ import pytest
 
 from hase.graph_model.simulation.pipeline import NodeKind, PipelineCosts, Tracks, pipeline_ms
 from hase.graph_model.simulation.sharing import CoRunner, gpu_work_ms, shared_runs_ms
-from hase.learned.sharing.slices import (
+from hase.learned import target_files
+from hase.learned.sharing import (
     DEFAULT_SWITCH_MS,
     Sharing,
     TracksAndCosts,
@@ -25,16 +26,13 @@ from hase.learned.sharing.slices import (
     co_runner_seen,
     co_runner_summarised,
     in_a_loop,
-    read_sharing,
-    sharing_path,
 )
-from hase.records.backgrounds import Background
-from hase.records.blocks import Block
 from hase.records.dataset_files import DatasetHeader, header_path
-from hase.records.probe_reading import ProbedRuns, ProbeReading, summarised
+from hase.records.measurement import Background, Block
+from hase.records.probe_reading import ProbedRuns, ProbeReading, summarise_probe
 from hase.runtimes import local_target
-from hase.training.fit_sharing import SLICES_MS, Evaluation, backgrounds_of
-from hase.training.sharing.shared_runs import (
+from hase.training.fit_sharing import SLICES_MS, SharingEvaluation, backgrounds_of
+from hase.training.fits.time_slices import (
     Pairs,
     SharedRuns,
     Simulated,
@@ -156,7 +154,7 @@ def test_a_summary_gives_the_same_as_its_reading(archive: str, border_runs: int)
     alone, at_the_border = alone_ms(blocks), 0
     for block in blocks:
         assert block.probe is not None
-        probed, summary = co_runner_probed(block.probe, alone), summarised(block.probe)
+        probed, summary = co_runner_probed(block.probe, alone), summarise_probe(block.probe)
         from_summary = co_runner_summarised(summary, alone)
         assert (from_summary.busy_ms == 0.0, from_summary.quiet_ms == 0.0) == (probed.busy_ms == 0.0, probed.quiet_ms == 0.0)
         assert from_summary.busy_ms == pytest.approx(probed.busy_ms, rel=0.05)
@@ -172,7 +170,7 @@ def test_a_summary_gives_the_same_as_its_reading(archive: str, border_runs: int)
 def test_a_summary_where_even_the_shortest_run_waited() -> None:
     """Alone the runs take 0.5 ms. Among these runs of 2 to 3 ms, some seem to wait and some not."""
     reading = long_runs([2.0, 2.1, 3.0, 2.9, 2.0, 2.05, 3.0] * 5)
-    summary = summarised(reading)
+    summary = summarise_probe(reading)
     assert summary.busy_ms > 0
     assert summary.quiet_ms > 0
     from_summary, probed = (co_runner_summarised(summary, SHARING.alone_ms), co_runner_probed(reading, SHARING.alone_ms))
@@ -181,11 +179,11 @@ def test_a_summary_where_even_the_shortest_run_waited() -> None:
 
 
 def test_summaries_without_waiting_and_with_little_else() -> None:
-    nothing = summarised(long_runs([0.5] * 30 + [0.6]))
+    nothing = summarise_probe(long_runs([0.5] * 30 + [0.6]))
     assert (nothing.waited_ms, nothing.busy_ms, nothing.quiet_ms) == ((), 0.0, pytest.approx(15.6))
     assert (nothing.latencies_ms[0], nothing.latencies_ms[-1], len(nothing.latencies_ms)) == (0.5, 0.6, 21)
     assert co_runner_summarised(nothing, SHARING.alone_ms)[:2] == (0.0, 1.0)
-    always = summarised(long_runs([2.9] * 30 + [0.5] + [2.9] * 30))
+    always = summarise_probe(long_runs([2.9] * 30 + [0.5] + [2.9] * 30))
     assert (always.busy_ms, always.quiet_ms) == (pytest.approx(60 * 2.9 + 0.5), 0.0)
     from_summary = co_runner_summarised(always, SHARING.alone_ms)
     assert from_summary[:2] == (1.0, 0.0)
@@ -195,7 +193,7 @@ def test_summaries_without_waiting_and_with_little_else() -> None:
 @pytest.mark.parametrize("mode", ["mps", "mig"])
 def test_a_summary_of_a_gpu_in_another_sharing_mode(mode: SharingMode) -> None:
     with pytest.raises(UserError, match=f"sharing mode {mode}: .* measured in time slices only"):
-        co_runner_summarised(summarised(long_runs([0.5], mode)), SHARING.alone_ms)
+        co_runner_summarised(summarise_probe(long_runs([0.5], mode)), SHARING.alone_ms)
 
 
 def test_metrics_show_how_busy_the_gpu_is() -> None:
@@ -219,13 +217,13 @@ def test_a_guessed_load_like_a_probed_one_has_its_waits_and_phases() -> None:
 
 
 def test_learned_sharing_is_read_as_written(tmp_path: Path) -> None:
-    assert read_sharing(tmp_path) is None
-    files.write_json(sharing_path(tmp_path), SHARING)
-    assert read_sharing(tmp_path) == SHARING
-    sharing_path(tmp_path).write_text(sharing_path(tmp_path).read_text().replace('"version": 3', '"version": 4').replace(
-        '"version":3', '"version":4'))
+    assert target_files.SHARING.read(tmp_path) is None
+    files.write_json(target_files.SHARING.path(tmp_path), SHARING)
+    assert target_files.SHARING.read(tmp_path) == SHARING
+    path = target_files.SHARING.path(tmp_path)
+    path.write_text(path.read_text().replace('"version": 3', '"version": 4').replace('"version":3', '"version":4'))
     with pytest.raises(UserError, match=r"version 4, .*fit_sharing\.py"):
-        read_sharing(tmp_path)
+        target_files.SHARING.read(tmp_path)
 
 
 def shared(model: str, machine: str, latencies_ms: list[float], wait_ms: float = 0.7) -> SharedRuns:
@@ -291,7 +289,7 @@ def test_a_slice_at_the_edge_of_the_tried_ones_gives_a_warning(slice_ms: float, 
     model = Simulated(track(7.3), COSTS)
     run = shared("a", "one", [1.0], 2.4)
     run = replace(run, idle_ms=model.idle_ms(), samples_ms=model.next_to(run.co_runner, slice_ms)[:1])
-    evaluation = Evaluation([run], SimulatedModels({"a": model}, {"a": model}, {"a": "a"}, {}), SHARING.alone_ms)
+    evaluation = SharingEvaluation([run], SimulatedModels({"a": model}, {"a": model}, {"a": "a"}, {}), SHARING.alone_ms)
     with caplog.at_level("WARNING"):
         assert evaluation.learned().slice_ms == slice_ms
     assert [record.levelname for record in caplog.records] == (["WARNING"] if warns else [])

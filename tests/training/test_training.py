@@ -14,14 +14,17 @@ from command import printed, run_script
 from made_up_dataset import METRIC, NOISE, TARGET, conv, draw_kernels, gemm, relu, true_ms, write_dataset, write_workspace
 
 from hase.learned.kernels import estimators
-from hase.learned.kernels.boosters import from_forest
-from hase.learned.kernels.estimators import FOREST, SHARED, fit_roofline
-from hase.learned.kernels.saved_form import open_estimator, save_estimator
-from hase.learned.kernels.schema import KernelRows
-from hase.learned.kernels.settings import LAUNCHES, ForestSettings, TrainingConfig, XgboostSettings
+from hase.learned.kernels.estimators import FOREST, SHARED
+from hase.learned.kernels.features import KernelRows
+from hase.learned.kernels.interface import ForestSettings, TrainingConfig, TrainingSet, XgboostSettings
+from hase.learned.kernels.measured import measured_times
+from hase.learned.kernels.saved_form import from_forest, open_estimator, save_estimator
 from hase.records.dataset_files import header_path, kernel_table_path, note_tables, read_header
-from hase.training.kernels.label_training import LeftOut, choose_predictors, cross_validate, train_label, type_errors
-from hase.training.kernels.training_set import TrainingSet, measured_times, read_training_set
+from hase.records.measurement import LAUNCHES
+from hase.training.kernels import fitting
+from hase.training.kernels.fitting import fit_roofline
+from hase.training.kernels.label_training import HeldOutTimes, choose_predictors, cross_validate, train_label, type_errors
+from hase.training.kernels.training_set import read_training_set
 from hase.utils import files
 from hase.utils.config import read_config
 from hase.utils.errors import UserError
@@ -84,7 +87,7 @@ def test_numbers_of_launches_have_no_rows_by_time(rows: TrainingSet) -> None:
     """Made-up rows like those of a GPU: launches are not milliseconds, so none is longer than 20 µs."""
     launches = (1 + np.arange(len(rows)) % 3).astype(np.float64)
     counted = replace(rows, times_ms={**rows.times_ms, LAUNCHES: launches})
-    left_out = LeftOut(*(np.full(len(rows), 2.0),) * 4)
+    left_out = HeldOutTimes(*(np.full(len(rows), 2.0),) * 4)
 
     def sets_of(label: str) -> list[str]:
         return list(dict.fromkeys(e.rows_of for e in type_errors(counted, label, left_out, {}, short_ms=0.02)))
@@ -94,15 +97,15 @@ def test_numbers_of_launches_have_no_rows_by_time(rows: TrainingSet) -> None:
 
 
 def test_load_makes_kernels_slower(rows: TrainingSet) -> None:
-    model = estimators.fit_kernel_model(rows, "run", {}, QUICK)
+    model = fitting.fit_kernel_model(rows, "run", {}, QUICK)
     idle = rows.rows(rows.idle)
-    without = estimators.predict_rows(model, idle)
+    without = model.predict_ms(idle.kernels)
     loaded = model.predict_ms(replace(idle.kernels, load=np.full((len(idle), 1), 50.0)))
     assert np.median(loaded / without) == pytest.approx(1.5, rel=0.05)
 
 
 def test_folds_keep_a_kernel_on_one_side(rows: TrainingSet) -> None:
-    folds = estimators.assign_folds(rows.ids, rows.types, 5, seed=7)
+    folds = fitting.assign_folds(rows.ids, rows.types, 5, seed=7)
     assert all(len(set(folds[rows.ids == name])) == 1 for name in set(rows.ids))
     for name in set(rows.types):
         counts = np.bincount(folds[rows.types == name], minlength=5)
@@ -123,14 +126,14 @@ def test_cross_validation_does_not_see_the_answer(rows: TrainingSet) -> None:
 def test_a_type_gets_its_own_predictor_only_where_that_helps(rows: TrainingSet) -> None:
     truth = rows.times_ms["run"]
     conv_rows = rows.types == "Conv"
-    better = LeftOut(shared_ms=truth * 1.2, dedicated_ms=np.where(conv_rows, truth * 1.1, truth * 1.3), forest_ms=truth,
+    better = HeldOutTimes(shared_ms=truth * 1.2, dedicated_ms=np.where(conv_rows, truth * 1.1, truth * 1.3), forest_ms=truth,
                      roofline_ms=truth)
     assert choose_predictors(rows, "run", better, ["Conv", "Relu"], QUICK) == {"Conv": "Conv"}
 
 
 def test_a_forest_predicts_types_where_it_is_clearly_better(rows: TrainingSet) -> None:
     truth, conv_rows = rows.times_ms["run"], rows.types == "Conv"
-    left_out = LeftOut(shared_ms=truth * 1.2, dedicated_ms=truth * 1.1, roofline_ms=truth,
+    left_out = HeldOutTimes(shared_ms=truth * 1.2, dedicated_ms=truth * 1.1, roofline_ms=truth,
                        forest_ms=truth * np.where(conv_rows, 1.05, 1.0999))
     both = QUICK.model_copy(update={"estimators": ("xgboost", "random_forest")})
     assert choose_predictors(rows, "run", left_out, ["Conv", "Relu", "Gemm"], both) == {
@@ -147,7 +150,7 @@ def test_types_with_few_kernels_get_the_forest_together(rows: TrainingSet) -> No
     truth, relu_rows = rows.times_ms["run"], rows.types == "Relu"
     both = QUICK.model_copy(update={"estimators": ("xgboost", "random_forest")})
     for ratio, expected in ((1.25, {"Gemm": FOREST, "Relu": FOREST}), (1.9, {})):  # Gemm: 1.05, clearly better than 1.2
-        left_out = LeftOut(shared_ms=truth * 1.2, dedicated_ms=np.full(len(truth), np.nan), roofline_ms=truth,
+        left_out = HeldOutTimes(shared_ms=truth * 1.2, dedicated_ms=np.full(len(truth), np.nan), roofline_ms=truth,
                            forest_ms=truth * np.where(relu_rows, ratio, np.where(rows.types == "Conv", 1.3, 1.05)))
         assert choose_predictors(rows, "run", left_out, ["Conv"], both) == expected
 
@@ -159,7 +162,7 @@ def test_a_forest_that_is_chosen_is_saved(rows: TrainingSet, tmp_path: Path) -> 
     assert set(trained.model.predictor_of.values()) == {FOREST}
     saved = save_estimator(tmp_path, "run", trained.model)
     reopened = open_estimator(saved, estimators.KernelModel, tmp_path, "")
-    assert estimators.predict_rows(reopened, rows) == pytest.approx(estimators.predict_rows(trained.model, rows), rel=1e-4)
+    assert reopened.predict_ms(rows.kernels) == pytest.approx(trained.model.predict_ms(rows.kernels), rel=1e-4)
     assert (tmp_path / str(saved.file)).stat().st_size < 200_000
 
 
@@ -177,7 +180,7 @@ def test_a_forest_as_a_booster_predicts_what_scikit_learn_does() -> None:
 
 
 def test_types_are_numbered_by_speed() -> None:
-    codes = estimators.encode_types(["a", "b", "c", "b"], np.array([0.5, 2.0, -1.0, 3.0]))
+    codes = fitting.encode_types(["a", "b", "c", "b"], np.array([0.5, 2.0, -1.0, 3.0]))
     assert codes == {"c": 0.0, "a": 1.0, "b": 2.0}
 
 
@@ -199,7 +202,7 @@ def test_a_launch_for_each_table() -> None:
 
 
 def test_an_unknown_type_gets_the_scaled_roofline_where_no_classes_were_learned(rows: TrainingSet) -> None:
-    model = estimators.fit_kernel_model(rows.rows(rows.types == "Conv"), "run", {}, QUICK)
+    model = fitting.fit_kernel_model(rows.rows(rows.types == "Conv"), "run", {}, QUICK)
     model = replace(model, boosters={SHARED: model.boosters[SHARED]})
     kernels = KernelRows(types=np.array(["Gemm"]), features=np.zeros((1, rows.features.shape[1])),
                          flops=np.array([float(gemm().flops)]), bytes_moved=np.array([1e5]), load=np.zeros((1, 1)))
@@ -283,7 +286,7 @@ def test_a_kernel_of_several_machines(workspace: Workspace) -> None:
     note_tables(path.parent)
     rows = read_training_set(workspace, TARGET.name)
     assert len(rows) == 3 * len(table)
-    folds = estimators.assign_folds(rows.ids, rows.types, 3, seed=7)
+    folds = fitting.assign_folds(rows.ids, rows.types, 3, seed=7)
     assert all(len(set(folds[rows.ids == name])) == 1 for name in kernels)
     looked_up = measured_times(workspace, TARGET.name)
     assert {name: looked_up[name]["run"] for name in kernels} == pytest.approx({name: alone[name]["run"] for name in kernels})

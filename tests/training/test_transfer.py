@@ -12,16 +12,16 @@ import pytest
 from command import printed, run_script
 from made_up_dataset import TARGET, conv, draw_kernels, relu, true_ms, write_dataset, write_workspace
 
-from hase.learned.kernels.estimators import KernelModel, fit_kernel_model, predict_kernels
+from hase.learned.kernels.estimators import CORRECTION_FEATURES, KernelModel, OtherPredictors, Transferred, predict_kernels
 from hase.learned.kernels.features import KERNEL_FEATURES
+from hase.learned.kernels.interface import ForestSettings, TrainingConfig, TrainingSet, XgboostSettings
 from hase.learned.kernels.predictors import StartFrom, read_predictors
-from hase.learned.kernels.settings import ForestSettings, TrainingConfig, XgboostSettings
 from hase.learned.kernels.sidecar import copy_predictors, read_sidecar
-from hase.learned.kernels.transfer import CORRECTION_FEATURES, OtherPredictors, Transferred, as_ratios, fit_transferred, learner
 from hase.training.composition.held_out import predict_as_learned
 from hase.training.composition.measured_models import measured_models
+from hase.training.kernels.fitting import as_ratios, fit_kernel_model, fit_transferred, learner
 from hase.training.kernels.label_training import train_label
-from hase.training.kernels.training_set import TrainingSet, read_training_set
+from hase.training.kernels.training_set import read_training_set
 from hase.utils.errors import UserError
 from hase.utils.paths import Workspace
 
@@ -139,7 +139,7 @@ def test_held_out_times_are_learned_like_the_predictors(workspace: Workspace, mo
         row_counts.append(len(of_fold))
         return fit_transferred(of_fold, *options)
 
-    monkeypatch.setattr("hase.learned.kernels.transfer.fit_transferred", fit)
+    monkeypatch.setattr("hase.training.kernels.fitting.fit_transferred", fit)
     groups = [model.group for model in models]
     times_by_label = predict_as_learned(predictors, ("run",), rows, models, groups, "family", QUICK, "leaving out")
     assert len(row_counts) == len(set(groups)) == 3
@@ -176,7 +176,7 @@ def test_a_missing_target_to_start_from(workspace: Workspace) -> None:
     assert refused.returncode == 1
     assert refused.stderr.startswith("error: --start-from nowhere: no predictors of that target")
     shipped = StartFrom.named(workspace, "nvidia-h200-cuda-ort1.31-all")
-    assert shipped.of(shipped.target, "gpu") is None, "it can't start from itself"
-    of_run = shipped.of(TARGET.name, "run")
+    assert shipped.for_label(shipped.target, "gpu") is None, "it can't start from itself"
+    of_run = shipped.for_label(TARGET.name, "run")
     assert of_run is not None
     assert (of_run.target, of_run.model) == (shipped.target, shipped.predictors.kernel_model("gpu"))

@@ -14,7 +14,7 @@ pytest.importorskip("resource", reason="counts page faults, which Windows does n
 FAULTS = """
 import resource
 import numpy as np
-from hase.utils.allocator import keep_freed_memory
+from hase.utils.processes import keep_freed_memory
 
 def page_faults() -> int:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

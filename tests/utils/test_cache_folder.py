@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hase.utils import cache_folder
-from hase.utils.cache_folder import keeping_no_json, kept_json, key_of, read_entry, write_entry
+from hase.utils.cache_folder import entry_key, keeping_no_json, kept_json, read_entry, write_entry
 
 
 @pytest.fixture
@@ -36,11 +36,11 @@ def test_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_entry_is_read_back_and_a_damaged_one_is_not(folder: Path) -> None:
-    key = key_of("model", 1, ("a", "b"))
+    key = entry_key("model", 1, ("a", "b"))
     assert read_entry(key) is None
     write_entry(key, b"something")
     assert read_entry(key) == b"something"
-    assert key_of("model", 1, ("a", "b")) == key != key_of("model", 1, ("a", "c"))
+    assert entry_key("model", 1, ("a", "b")) == key != entry_key("model", 1, ("a", "c"))
     assert [path.name for path in folder.iterdir()] == [key]
     for damage in (b"", b"short", (folder / key).read_bytes()[:-1], (folder / key).read_bytes() + b"x"):
         (folder / key).write_bytes(damage)

@@ -131,12 +131,12 @@ def test_yaml_that_contains_itself_is_refused(folder: Path) -> None:
         read_config(folder / "mine" / "mine.yaml", Outer)
 
 
-@pytest.mark.parametrize("module", ["hase.benchmark.collector", "hase.runtimes.tvm.operator_sampler", "hase.training.train_kernel_model"])
+@pytest.mark.parametrize("module", ["benchmark.collector", "runtimes.tvm.operator_sampler", "training.train_kernel_model"])
 def test_help_shows_how_a_config_is_changed(module: str, capsys: pytest.CaptureFixture[str],
                                             monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [module, "--help"])
     with pytest.raises(SystemExit):
-        importlib.import_module(module).main()
+        importlib.import_module(f"hase.{module}").main()
     assert "for example --set '" in " ".join(capsys.readouterr().out.split())
 
 
@@ -144,7 +144,7 @@ def test_every_config_of_a_command_line_can_be_changed() -> None:
     """`--config` is added together with `--set`, and both are read."""
     for path in ROOT.rglob("*.py"):
         parts = path.relative_to(ROOT).parts
-        if not parts[0].startswith(".") and parts[0] != "tests" and path.name != "options.py":  # environments begin with a dot
+        if not parts[0].startswith(".") and parts[0] != "tests" and path.name != "cli.py":  # environments begin with a dot
             text = path.read_text(encoding="utf-8")
             assert 'add_argument("--config"' not in text, path
             assert "read_config(args.config" not in text or "args.changes)" in text, path

@@ -22,22 +22,22 @@ from command import run_script
 
 from hase.benchmark.collecting.config import CollectorConfig
 from hase.benchmark.collecting.units import start_workers
-from hase.inference.core.run_modes import AS_USUAL
 from hase.inference.evaluation.evaluate import EvaluationLoads, MeasuringPlan, measure_all
-from hase.inference.evaluation.evaluated_models import Failures
+from hase.inference.evaluation.models import Failures
+from hase.inference.prediction.conditions import AS_USUAL
 from hase.runtimes import local_target
-from hase.utils import cli, locks
-from hase.utils.errors import UserError
+from hase.utils import locks
+from hase.utils.errors import UserError, explain
+from hase.utils.files import remove_left_over, shared_folder, temporary_folder
 from hase.utils.locks import measuring, sole_writer
 from hase.utils.paths import ROOT, Workspace
-from hase.utils.temporary import remove_left_over, shared_folder, temporary_folder
 from tests.conftest import build_workspace, small_model
 
 HOLDER = """
 import subprocess, sys, time
 from pathlib import Path
 from hase.utils.locks import measuring, sole_writer
-from hase.utils.temporary import temporary_folder
+from hase.utils.files import temporary_folder
 with sole_writer(Path(sys.argv[1])), measuring("cpu"), temporary_folder() as folder:
     (folder / "large").write_bytes(bytes(1000))
     child = subprocess.Popen(["sleep", "60"])  # outlives its parent
@@ -139,9 +139,10 @@ def test_every_script_locks_what_it_writes_or_measures(script: str, built: Works
 
 def test_measuring_locks_the_device(tmp_path: Path) -> None:
     fitted: Any = SimpleNamespace(target=local_target("cpu"))
+    models: Any = [SimpleNamespace()]
     with holder(tmp_path / "other") as (process, _):
         with pytest.raises(UserError, match=f"device cpu: it is in use by process {process.pid} "):
-            measure_all([], fitted, AS_USUAL, EvaluationLoads(), MeasuringPlan(), Workspace(tmp_path), False, Failures())
+            measure_all(models, fitted, AS_USUAL, EvaluationLoads(), MeasuringPlan(), Workspace(tmp_path), False, Failures())
         with pytest.raises(UserError, match="in use"), start_workers(CollectorConfig(), "cpu", ()):
             pass
 
@@ -158,7 +159,8 @@ def test_files_half_written_before_a_kill_are_removed(tmp_path: Path) -> None:
 def test_a_process_may_hold_a_lock_several_times(tmp_path: Path) -> None:
     with sole_writer(tmp_path), sole_writer(tmp_path):
         pass
-    done = subprocess.run([sys.executable, "-c", "import sys; from pathlib import Path; from hase.utils.locks import sole_writer\n"
+    done = subprocess.run([sys.executable, "-c", "import sys\nfrom pathlib import Path\n"
+                           "from hase.utils.locks import sole_writer\n"
                            "with sole_writer(Path(sys.argv[1])): print('mine')", str(tmp_path)],
                           cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "mine\n", done.stderr
@@ -219,7 +221,7 @@ def test_a_folder_that_only_another_user_may_write(shared: Path) -> None:
     (shared / "data").mkdir(mode=0o755)
     with another_user(), pytest.raises(PermissionError) as raised, sole_writer(shared / "data"):
         pass
-    assert cli.explain(raised.value).startswith(f"{shared / 'data' / locks.WRITER}: no permission; choose another --workspace")
+    assert explain(raised.value).startswith(f"{shared / 'data' / locks.WRITER}: no permission; choose another --workspace")
 
 
 @only_root
@@ -286,7 +288,7 @@ def test_a_folder_that_is_just_being_made_stays(tmp_path: Path, monkeypatch: pyt
 
 SHARER = """
 import sys
-from hase.utils.temporary import shared_folder
+from hase.utils.files import shared_folder
 with shared_folder("together") as folder:
     (folder / sys.argv[1]).touch()
     print(folder, flush=True)

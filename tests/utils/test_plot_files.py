@@ -11,19 +11,18 @@ from pathlib import Path
 import pytest
 
 from hase.utils import cli
-from hase.utils.pages.page import Axis, Bar, Bars, Chart, Limit, Series
-from hase.utils.pages.plot_files import write_plot
-from hase.utils.pages.scales import scale_of, scales_of
-from hase.utils.pages.svg import BOTTOM, HEIGHT, LEFT, NAMES, RIGHT, TOP, WIDTH, drawing_of
+from hase.utils.pages.charts import BOTTOM, HEIGHT, LEFT, NAMES, RIGHT, TOP, WIDTH, chart_svg, write_plot
+from hase.utils.pages.page import Bar, Bars, Chart, ChartAxis, ChartSeries, Limit, scale_of, scales_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def chart(names: int = 1, log: bool = False) -> Chart:
     """Lines with intervals, and a limit."""
-    series = [Series(f"a rather long name {place}", [1, 2, 4], [3.0 + place, 4, 9], [2.5, 3, 7], [4.0, 6, 12], marked=[2])
+    series = [ChartSeries(f"a rather long name {place}", [1, 2, 4], [3.0 + place, 4, 9], [2.5, 3, 7], [4.0, 6, 12], marked=[2])
               for place in range(names)]
-    return Chart("Latency", Axis("batch", log=True), Axis("ms", log=log, zero=not log), series, [Limit("5 ms", 5.0)], [1, 2, 4])
+    across, up = ChartAxis("batch", log=True), ChartAxis("ms", log=log, zero=not log)
+    return Chart("Latency", across, up, series, [Limit("5 ms", 5.0)], [1, 2, 4])
 
 
 def drawn(path: Path) -> ET.Element:
@@ -33,7 +32,7 @@ def drawn(path: Path) -> ET.Element:
 @pytest.mark.parametrize("log", [False, True])
 def test_points_and_intervals_lie_where_their_numbers_are(log: bool) -> None:
     one = chart(log=log)
-    element = ET.fromstring(drawing_of(one))
+    element = ET.fromstring(chart_svg(one))
     across, up = scales_of(one)
 
     def at(x: float, y: float) -> tuple[float, float]:
@@ -60,7 +59,7 @@ def test_several_charts_stand_below_each_other(tmp_path: Path) -> None:
 
 
 def test_many_names_take_several_rows_and_cover_nothing() -> None:
-    element = ET.fromstring(drawing_of(chart(names=8)))
+    element = ET.fromstring(chart_svg(chart(names=8)))
     names = [(float(text.attrib["x"]), float(text.attrib["y"]), str(text.text)) for text in element.iter(f"{SVG}text")
              if str(text.text).startswith("a rather")]
     assert len(names) == 8
@@ -73,14 +72,14 @@ def test_many_names_take_several_rows_and_cover_nothing() -> None:
 
 
 def test_bars_of_negative_numbers_begin_at_zero() -> None:
-    bars = Bars("Difference", Axis("ms", zero=True), [Bar("less", -2.0), Bar("more", 3.0, 1.0, 4.0)])
-    element = ET.fromstring(drawing_of(bars))
+    bars = Bars("Difference", ChartAxis("ms", zero=True), [Bar("less", -2.0), Bar("more", 3.0, 1.0, 4.0)])
+    element = ET.fromstring(chart_svg(bars))
     zero = NAMES + scale_of(bars).share(0.0) * (WIDTH - RIGHT - NAMES)
     less, more = ((float(rect.attrib["x"]), float(rect.attrib["width"])) for rect in element.iter(f"{SVG}rect"))
     assert sum(less) == pytest.approx(zero, abs=0.2)
     assert more[0] == pytest.approx(zero, abs=0.2)
     assert scale_of(bars).high >= 4.0
-    below = Bars("Difference", Axis("ms", zero=True), [Bar("less", -2.0), Bar("least", -5.0)])
+    below = Bars("Difference", ChartAxis("ms", zero=True), [Bar("less", -2.0), Bar("least", -5.0)])
     assert scale_of(below).high >= 0.0
 
 

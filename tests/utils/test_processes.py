@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from hase.inference.evaluation.evaluated_models import Failures, models_of
+from hase.inference.evaluation.models import Failures, models_of
 from hase.ort_analysis.isolated.analysis import analyze_all
-from hase.ort_analysis.isolated.messages import Reply, Task
+from hase.ort_analysis.isolated.messages import AnalysisReply, AnalysisTask
 from hase.runtimes import flavour_of
 from hase.utils.errors import UserError
 from hase.utils.paths import ROOT, Workspace
-from hase.utils.processes import each_in_a_process
-from hase.utils.worker_process import WorkerFailed, WorkerProcess
+from hase.utils.processes import WorkerFailed, WorkerProcess, each_in_a_process
 from tests.conftest import small_model
 
 
@@ -41,7 +40,7 @@ def test_a_crash_costs_only_one_item(jobs: int) -> None:
 CHILD = """
 import time
 from hase.utils.processes import begin_child
-from hase.utils.temporary import temporary_folder
+from hase.utils.files import temporary_folder
 begin_child()
 try:
     with temporary_folder() as folder:
@@ -66,7 +65,7 @@ def test_a_child_that_is_asked_to_end_raises_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def asked_or_dead(worker: WorkerProcess[Task, Reply], task: Task) -> Reply:
+def asked_or_dead(worker: WorkerProcess[AnalysisTask, AnalysisReply], task: AnalysisTask) -> AnalysisReply:
     """Asks the child that analyses models, which dies at a model named `dies`."""
     if task.model.stem == "dies":
         worker.stop()
@@ -93,7 +92,7 @@ def test_folder_runs_survive_a_crash(workspace: Workspace, monkeypatch: pytest.M
 @pytest.mark.skipif(os.name != "posix", reason="pipes that break")
 def test_a_worker_whose_parent_has_gone_ends_without_a_traceback() -> None:
     """Its parent ended before it could ask to end with it; a request waits in its pipe."""
-    program = ("from utils import processes; processes.die_with_parent = lambda: None; "
+    program = ("from hase.utils import processes; processes.die_with_parent = lambda: None; "
                "processes.serve_lines(lambda line: 'reply')")
     reading, writing = os.pipe()
     os.close(reading)

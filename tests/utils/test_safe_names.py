@@ -15,10 +15,11 @@ from onnx import TensorProto, helper, numpy_helper
 from pydantic import TypeAdapter, ValidationError
 
 from hase.benchmark.ort.runner import open_runner
-from hase.inference.core.sources import record_of
-from hase.kernel_model.building.kernel_models import built_kernel
-from hase.learned.kernels.sidecar import read_sidecar, sidecar_path
+from hase.inference.prediction.sources import record_of
+from hase.learned import target_files
+from hase.learned.kernels.sidecar import read_sidecar
 from hase.ort_analysis.graph.analysis import analyze
+from hase.ort_analysis.graph.source import built_kernel
 from hase.records.kernel_record import record_name
 from hase.records.kernel_record_files import index_path, kernels_in_file, read_model_record, record_path
 from hase.runtimes import flavour_of
@@ -100,9 +101,9 @@ def test_a_model_s_and_a_flavour_s_name_are_checked(old: str, new: str, built: W
 
 
 def test_files_of_a_sidecar_are_beside_it(tmp_path: Path) -> None:
-    source = sidecar_path(next(SHIPPED.glob("*")))
+    source = target_files.PREDICTORS.path(next(SHIPPED.glob("*")))
     measured = json.loads(source.read_text())["measured"]
-    renamed(source, sidecar_path(tmp_path), measured, "../../measured.json.xz")
+    renamed(source, target_files.PREDICTORS.path(tmp_path), measured, "../../measured.json.xz")
     with pytest.raises(UserError, match=r"damaged at measured: .*can't be the name of a file"):
         read_sidecar(tmp_path)
 
@@ -190,4 +191,4 @@ def test_a_changed_number_in_a_record_is_noticed(built: Workspace, tmp_path: Pat
 def test_shipped_files_have_digests() -> None:
     for path in SHIPPED.glob("*/*.json"):
         document = files.read_json(path)
-        assert document.pop(files.DIGEST) == files.digest_of(document), path
+        assert document.pop(files.DIGEST) == files.content_digest(document), path

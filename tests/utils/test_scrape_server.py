@@ -17,8 +17,8 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_stand import drips_until_disconnected, serving
 
-from hase.utils import scrape_server as module
-from hase.utils.scrape_server import ScrapeServer, scrape_server
+from hase.utils import web_server as module
+from hase.utils.web_server import ScrapeServer, scrape_server
 
 SERIES = 20_000  # more than a socket's buffer holds
 

@@ -24,7 +24,9 @@ from hase.utils import cli, files, fingerprint, logger, timing
 from hase.utils.config import Config
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import Flavour, Target, has_cuda, resolve_device, slug
+from hase.utils.logger import progress
 from hase.utils.paths import ROOT, Workspace, as_file_name, model_files
+from hase.utils.text import distinct, names_by_warning
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "somewhere")
 
@@ -109,7 +111,7 @@ def test_append_to_a_disk_that_takes_half_a_line(tmp_path: Path) -> None:
     script = f"""
 import resource
 from pathlib import Path
-from utils import files
+from hase.utils import files
 path = Path({str(path)!r})
 files.append_line(path, "a" * 40)
 _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -223,7 +225,7 @@ def test_cache_forgets_the_oldest() -> None:
 
 def run_script(body: str, *arguments: str, workspace: Path | None = None) -> subprocess.CompletedProcess[str]:
     """A script whose main parses the shared options and does `body`."""
-    lines = ["from utils import cli", "from hase.utils.errors import UserError", "from pathlib import Path",
+    lines = ["from hase.utils import cli", "from hase.utils.errors import UserError", "from pathlib import Path",
              "def main():", "    parser = cli.parser('what', 'an example')", "    args = parser.parse_args()",
              "    workspace = cli.start(args)", *(f"    {line}" for line in body.splitlines()), "cli.run(main)"]
     where = [] if "--workspace" in arguments else ["--workspace", str(workspace or "/proc")]  # no log can be written there
@@ -278,7 +280,7 @@ def test_a_bug_keeps_its_traceback() -> None:
 def test_an_unwritable_folder_is_reported(tmp_path: Path) -> None:
     """A file where a folder is needed: this stops root too, unlike permissions."""
     (tmp_path / "models").write_text("a file")
-    done = run_script("from utils import files\nfiles.write_text(workspace.root / 'models' / 'x.json', '{}')",
+    done = run_script("from hase.utils import files\nfiles.write_text(workspace.root / 'models' / 'x.json', '{}')",
                       workspace=tmp_path)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
@@ -288,13 +290,13 @@ def test_an_unwritable_folder_is_reported(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() == 0, reason="permissions do not stop root")
 def test_a_folder_without_permission_is_reported(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    done = run_script("from utils import files\nfiles.write_text(workspace.root / 'x.json', '{}')", workspace=tmp_path)
+    done = run_script("from hase.utils import files\nfiles.write_text(workspace.root / 'x.json', '{}')", workspace=tmp_path)
     assert done.returncode == 1
     assert "no permission" in done.stderr
 
 
 def test_a_reader_that_closed_its_pipe_is_no_error() -> None:
-    script = "from utils import cli\ncli.run(lambda: print('line\\n' * 100000))"
+    script = "from hase.utils import cli\ncli.run(lambda: print('line\\n' * 100000))"
     done = subprocess.run(f'"{sys.executable}" -c "{script}" | head -1; echo "${{PIPESTATUS[0]}}"', shell=True, cwd=ROOT,
                           executable="/bin/bash", capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("line\n0\n", "")
@@ -347,14 +349,14 @@ def test_json_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_progress_passes_all_items_on() -> None:
-    assert list(cli.progress(iter(range(5)), "counting")) == list(range(5))
+    assert list(progress(iter(range(5)), "counting")) == list(range(5))
 
 
 @pytest.mark.parametrize("quiet", [False, True])
 def test_quiet_draws_no_progress_on_a_terminal(quiet: bool) -> None:
     """In a process whose stderr is a terminal."""
     pty = pytest.importorskip("pty")
-    shown = "from utils import cli, logger; logger.configure(None, quiet={}); print(sum(cli.progress(range(5), 'counting')))"
+    shown = "from hase.utils import logger; logger.configure(None, quiet={}); print(sum(logger.progress(range(5), 'counting')))"
     ours, its = pty.openpty()
     done = subprocess.run([sys.executable, "-c", shown.format(quiet)], cwd=ROOT, stdout=subprocess.PIPE, stderr=its, text=True)
     os.close(its)
@@ -550,8 +552,8 @@ def test_no_time_left_to_wait_keeps_the_core(monkeypatch: pytest.MonkeyPatch) ->
 def test_warnings_that_differ_in_nothing_but_numbers_are_one() -> None:
     of_a = ["3 of its kernels, 4.8%, are less sure: Conv_3x3_in1x64 …", "Relu: never measured"]
     of_b = ["12 of its kernels, 20%, are less sure: Gemm_in1x8_fp32_0c2d …", "Tanh: never measured"]
-    assert cli.warned_of([("a", of_a), ("b", of_b), ("a", of_a)]) == {
+    assert names_by_warning([("a", of_a), ("b", of_b), ("a", of_a)]) == {
         f"{of_a[0]} (and 1 like it)": ["a", "b"], "Relu: never measured": ["a"], "Tanh: never measured": ["b"]}
-    assert cli.distinct([*of_a, *of_b]) == [*of_a, of_b[1]]
+    assert distinct([*of_a, *of_b]) == [*of_a, of_b[1]]
     others = ["float16: never measured", "bfloat16: never measured", "Col2Im: never measured", "Im2Col: never measured"]
-    assert cli.distinct(others) == others
+    assert distinct(others) == others

@@ -38,11 +38,10 @@ from prometheus_stand import (
 )
 
 from hase.inference.live.watch import Watch, export
-from hase.utils import web_config
+from hase.utils import web_server as web_config
 from hase.utils.errors import UserError
 from hase.utils.lazy import bcrypt
-from hase.utils.scrape_server import ScrapeServer, scrape_server
-from hase.utils.web_config import WebAccess
+from hase.utils.web_server import ScrapeServer, WebAccess, scrape_server
 
 pytestmark = pytest.mark.slow
 
@@ -179,7 +178,7 @@ def test_changes_count_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert get(server, folder / "stranger.pem", auth=(USER, PASSWORD)).status_code == 401
         assert get(server, folder / "stranger.pem", auth=("other", PASSWORD)).status_code == 200
         said = Mock()
-        monkeypatch.setattr("hase.utils.scrape_server.log.warning", said)
+        monkeypatch.setattr("hase.utils.web_server.log.warning", said)
         written(folder, "tls_server_config: [")
         for _ in range(2):
             with pytest.raises(requests.ConnectionError):
@@ -196,7 +195,7 @@ def test_a_file_that_asks_for_less_than_at_the_start_lets_nobody_in(folder: Path
                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     """An editor may have emptied it a moment ago. Neither TLS nor passwords are given up."""
     said = Mock()
-    monkeypatch.setattr("hase.utils.scrape_server.log.warning", said)
+    monkeypatch.setattr("hase.utils.web_server.log.warning", said)
     with served(written(folder, {"tls_server_config": TLS, "basic_auth_users": USERS})) as server:
         written(folder, left)
         for url in (server.url, server.url.replace("https", "http")):
@@ -217,7 +216,7 @@ def test_a_client_that_never_shakes_hands_delays_nobody(folder: Path) -> None:
 
 def test_a_client_that_drips_its_request_over_tls_is_disconnected(folder: Path, monkeypatch: pytest.MonkeyPatch,
                                                                   capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("hase.utils.scrape_server._Quiet.timeout", 0.3)
+    monkeypatch.setattr("hase.utils.web_server._Quiet.timeout", 0.3)
     context = ssl.create_default_context(cafile=str(folder / "ca.pem"))
     with served(written(folder, {"tls_server_config": TLS})) as server, \
             socket.create_connection(("127.0.0.1", server.server_port)) as plain, \

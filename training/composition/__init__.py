@@ -1,1 +1,1 @@
-"""How a model's latency follows from the times of its kernels."""
+"""Fits how a model's latency follows from the times of its kernels."""

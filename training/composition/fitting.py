@@ -1,14 +1,13 @@
-"""Fits a target's composition: tries candidates on its measured models, and uses the simplest one that is possible, unless a
-richer one is clearly better.
+"""Fits a target's composition: the simplest possible candidate, unless a richer one is clearly better.
 
 Candidates are a line for each label and kind of sum, and on a GPU its two tracks.
 
-Lines are fitted to kernels as measured. Where few were measured, those held out are predicted badly, and constants that are
-fitted to such times are bad even for models whose kernels are all known. A candidate is judged by the errors of held-out
-models both with their kernels predicted and with their kernels as measured, since answers rest on both.
+Lines are fitted to measured kernels. If few were measured, held-out ones are predicted badly, and constants fitted to such
+times are bad even for models whose kernels are all known. A candidate is judged by its errors on held-out models both with
+predicted and with measured kernels, since predictions use both.
 
 A handful of models can't separate many constants. On a CPU they get no time for each node. On a GPU the costs of a run are
-taken from the GPU whose predictors come with Hase, and one number is fitted: how many times as long this host takes.
+those of the GPU whose predictors come with Hase, and only this host's pace is fitted.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hase.graph_model.simulation.dag import build_dag, calculate_latency
 from hase.graph_model.simulation.pipeline import PipelineCosts
+from hase.learned import target_files
 from hase.learned.composition.fitted import (
     KINDS,
     Candidate,
@@ -32,12 +31,23 @@ from hase.learned.composition.fitted import (
     Kind,
     Line,
     Mask,
-    composition_path,
+    compose,
     latency_ms,
     read_composition,
     working_nodes,
 )
-from hase.learned.composition.formulas import (
+from hase.learned.composition.host_side import host_sha256
+from hase.learned.default_predictors import shipped_costs
+from hase.learned.kernels.interface import TrainingConfig
+from hase.learned.kernels.measured import measured_times
+from hase.learned.kernels.predictors import ON_GPU, read_predictors
+from hase.learned.kernels.sidecar import read_sidecar
+from hase.learned.target_files import TRAIN
+from hase.records.dataset_tables import read_model_table
+from hase.records.host_pace import usual_probe_us
+from hase.records.measurement import GPU_LABEL, LAUNCHES
+from hase.training.composition.calibration import error_range_of
+from hase.training.composition.formulas import (
     can_fit,
     each_left_out,
     fit_graph_replay,
@@ -49,16 +59,6 @@ from hase.learned.composition.formulas import (
     left_out_ms,
     mape,
 )
-from hase.learned.composition.host_side import host_sha256
-from hase.learned.composition.intervals import error_range_of
-from hase.learned.kernels.predictors import ON_GPU, read_predictors
-from hase.learned.kernels.settings import LAUNCHES, TrainingConfig
-from hase.learned.kernels.sidecar import TRAIN, read_sidecar
-from hase.records.dataset_tables import read_model_table
-from hase.records.host_pace import usual_probe_us
-from hase.records.kernel_record import ModelRecord
-from hase.records.measurement import GPU_LABEL
-from hase.training.composition.default_composition import shipped_costs
 from hase.training.composition.held_out import calibrated_interval, predict_as_learned
 from hase.training.composition.measured_models import (
     MeasuredModel,
@@ -71,7 +71,7 @@ from hase.training.composition.measured_models import (
     models_sha256,
     tracks_of,
 )
-from hase.training.kernels.training_set import measured_times, read_training_set
+from hase.training.kernels.training_set import read_training_set
 from hase.utils.errors import UserError
 from hase.utils.lazy import scipy
 from hase.utils.logger import get_logger
@@ -85,23 +85,14 @@ PACES = (0.2, 10.0)  # of a host, as multiples of the pace of the host whose GPU
 # that predicts all with a mean error of 2.5 % (4.1 % at the 95th percentile of 200 draws); without this, 16 % (59 %). If the
 # host were 1.4 times as slow, it would be 6.0 % with and 13.5 % without.
 PULL = 0.05
-GRID = 40  # paces that are tried before the search between two of them
+GRID = 40  # paces to try before the search between two of them
 
 
 def fit_target(workspace: Workspace, target: str, config: TrainingConfig, few_models: bool = False,
                forced: Kind | None = None) -> Composition:
-    """The composition of a target, from its dataset and predictors.
-
-    Args:
-        workspace, target: whose dataset and predictors are read.
-        config: of the trainings without held-out families.
-        few_models: fit fewer constants, and to kernels as measured (`try_few_models`).
-        forced: the kind to use; None: it is chosen (`choose`).
-
-    Raises:
-        UserError: no predictors, no dataset, no measured models, predictors of another state of the dataset, or no candidate of
-            kind `forced`.
-    """
+    """Fits a target's composition from its dataset and predictors. With `few_models`, fewer constants are fitted, and to
+    measured kernels (`try_few_models`). `forced` is the kind to use; None: `choose` it. Raises UserError: no predictors,
+    dataset or measured models, predictors of another state of the dataset, or no candidate of kind `forced`."""
     sidecar = read_sidecar(workspace.predictors(target))
     rows = read_training_set(workspace, target)
     if rows.sha256 != sidecar.dataset_sha256:
@@ -137,10 +128,9 @@ def fit_target(workspace: Workspace, target: str, config: TrainingConfig, few_mo
 
 
 def kept_composition(workspace: Workspace, target: str, forced: Kind | None = None) -> Composition | None:
-    """The composition on disk, if a new fit would give the same: of the present predictors and models, and of the kind `forced`
-    or else chosen. None where it would not."""
+    """The composition on disk if a new fit would give the same; else None. `forced` as in `fit_target`."""
     folder = workspace.predictors(target)
-    if not composition_path(folder).is_file():
+    if not target_files.COMPOSITION.path(folder).is_file():
         return None
     try:
         kept, sidecar = read_composition(folder), read_sidecar(folder)
@@ -153,19 +143,15 @@ def kept_composition(workspace: Workspace, target: str, forced: Kind | None = No
 
 
 class Tried(NamedTuple):
-    """A candidate, and the latency (ms) that it predicts for each model of the fit.
-
-    Attributes:
-        predicted_ms: with kernels predicted, and the constants fitted without the model's group (if groups are held out).
-        known_ms: the same with kernels as measured.
-    """
+    """A candidate, and its predicted latency (ms) for each model of the fit, from predicted and from measured (`known_ms`)
+    kernels. If groups are held out, the constants are fitted without the model's group."""
 
     candidate: Candidate
     predicted_ms: Floats
     known_ms: Floats
 
     def errors(self, measured_ms: Floats) -> Floats:
-        """How far it is off for each model, a ratio: the mean of its errors with kernels predicted and as measured."""
+        """The error for each model, a ratio: the mean of those with predicted and with measured kernels."""
         return np.asarray((np.abs(self.predicted_ms / measured_ms - 1) + np.abs(self.known_ms / measured_ms - 1)) / 2)
 
 
@@ -174,12 +160,9 @@ def judge(formula: Formula, measured_ms: Floats, predicted_ms: Floats, known_ms:
     """A formula as a candidate, with its errors.
 
     Args:
-        formula: fitted to all models.
-        measured_ms: the latency of each model.
-        predicted_ms, known_ms: the latency of each model with kernels predicted, and with kernels as measured.
-        fitted_ms: what the formula says of the models that it was fitted to.
+        predicted_ms, known_ms: the latency of each model with predicted kernels, and with measured ones.
+        fitted_ms: the formula's latencies of the models in the fit.
         plain_ms: the sums or longest paths themselves.
-        held_out: whether groups were held out for `predicted_ms` and `known_ms`.
     """
     errors = np.abs(predicted_ms / measured_ms - 1)
     return Tried(Candidate(
@@ -191,38 +174,29 @@ def judge(formula: Formula, measured_ms: Floats, predicted_ms: Floats, known_ms:
 
 def choose(tried: Sequence[Tried], measured_ms: Floats, groups: Sequence[str] | None, overlap: bool,
            forced: Kind | None = None) -> Tried:
-    """The candidate to use: the simplest one, unless a richer one errs less by more than the noise of the comparison.
+    """The candidate to use: the simplest one, unless a richer one is better by more than the noise of the comparison.
 
-    Of each kind, the label with the smallest error (`Tried.errors`) competes; between equals the first. From the simplest on, a
-    kind gives way to a richer one whose error is smaller. With kernels as measured, where their predictions add no noise, it
-    must also be better by more than one standard error of the paired difference, in which each group of models counts once
-    (after the one-standard-error rule: Breiman et al., Classification and Regression Trees, 1984, section 3.4.3). Where nothing
-    was held out there is no such comparison, and the simplest kind is used.
-
-    Args:
-        tried: the candidates.
-        measured_ms: the latency of each model.
-        groups: of each model, held out together; None: nothing was held out.
-        overlap: whether kernels of some model overlap; where none do, a run takes longer than its longest path.
-        forced: the kind to use, even if it is worse or not possible.
-
-    Raises:
-        UserError: no candidate is of the kind that is forced.
+    Of each kind, the label with the smallest error (`Tried.errors`) competes. From the simplest on, a richer kind with a
+    smaller error wins if, with measured kernels, whose predictions add no noise, it is also better by more than one standard
+    error of the paired difference, in which each group counts once (after the one-standard-error rule: Breiman et al.,
+    Classification and Regression Trees, 1984, section 3.4.3). If nothing was held out (no `groups`), the simplest kind is used.
+    Without `overlap` of kernels, a run takes longer than its longest path. `forced` is used even if it is worse or not
+    possible.
     """
     errors = [attempt.errors(measured_ms) for attempt in tried]
     alone = [np.abs(attempt.known_ms / measured_ms - 1) for attempt in tried]
     best_of: dict[Kind, int] = {}
-    for place in sorted(range(len(tried)), key=lambda place: (round(float(errors[place].mean()), 6), place)):
-        best_of.setdefault(tried[place].candidate.kind, place)
+    for index in sorted(range(len(tried)), key=lambda index: (round(float(errors[index].mean()), 6), index)):
+        best_of.setdefault(tried[index].candidate.kind, index)
     if forced:
         if forced not in best_of:
             raise UserError(f"composition {forced} can't be fitted here; possible are: {', '.join(sorted(best_of))}")
         return tried[best_of[forced]]
     used, *richer = (best_of[kind] for kind in SIMPLEST_FIRST if kind in best_of and (overlap or kind != "critical_path"))
-    for place in richer:
-        better = errors[place].mean() < errors[used].mean()
-        if groups is not None and better and exceeds_noise(alone[used] - alone[place], groups):
-            used = place
+    for index in richer:
+        better = errors[index].mean() < errors[used].mean()
+        if groups is not None and better and exceeds_noise(alone[used] - alone[index], groups):
+            used = index
     return tried[used]
 
 
@@ -233,23 +207,11 @@ def exceeds_noise(differences: Floats, groups: Sequence[str]) -> bool:
     return bool(means.mean() > means.std(ddof=1) / np.sqrt(len(means)))
 
 
-def compose(record: ModelRecord, times_ms: Mapping[str, float]) -> dict[Kind, float]:
-    """Σ and longest path (ms) of a model whose kernels take `times_ms` by id, by the kind of line that is over it."""
-    dag = build_dag(record)
-    by_node = {node.name: times_ms[node.kernel_id] for node in record.nodes}
-    return {kind: calculate_latency(dag, by_node, "critical_path" if kind == "critical_path" else "sum") for kind in KINDS}
-
-
 def try_all(models: Sequence[MeasuredModel], times: Mapping[str, TimesOfModels], measured: TimesOfModels,
             groups: Sequence[str] | None) -> list[Tried]:
-    """A line for each label and kind of sum, and a GPU's two tracks where both are known of enough models.
-
-    Args:
-        models: of the fit.
-        times: of their kernels, predicted without the model's group, by label, model and kernel id.
-        measured: measured times by kernel id and label.
-        groups: of each model, held out together; None: nothing is held out.
-    """
+    """A line for each label and kind of sum, and a GPU's two tracks if both are known for enough models. `times` are predicted
+    without the model's group, by label, model and kernel id; `measured` are by kernel id and label. Without `groups`, nothing
+    is held out."""
     known = known_times(times, measured)
     tried = try_lines(models, times, known, KINDS, groups)
     if groups is not None and set(ON_GPU) <= set(times) and can_fit(tracks := tracks_of(models, times)):
@@ -259,42 +221,25 @@ def try_all(models: Sequence[MeasuredModel], times: Mapping[str, TimesOfModels],
 
 def try_lines(models: Sequence[MeasuredModel], predicted: Mapping[str, TimesOfModels], known: Mapping[str, TimesOfModels],
               kinds: Sequence[Kind], groups: Sequence[str] | None) -> list[Tried]:
-    """A line for each label and some kinds of sum.
-
-    Args:
-        models: of the fit.
-        predicted, known: times of their kernels by label, model and kernel id: predicted without the model's group, and as
-            measured.
-        kinds: of sums.
-        groups: of each model, held out together; None: nothing is held out.
-    """
+    """A line for each label and some kinds of sum. `predicted` (without the model's group) and `known` (measured) are kernel
+    times by label, model and kernel id."""
     latency = np.array([model.latency_ms for model in models])
     nodes = np.array([working_nodes(model.record) for model in models], dtype=float)
 
-    def composed(of_models: TimesOfModels) -> dict[Kind, Floats]:
-        of_each = [compose(model.record, of_models[model.record.model]) for model in models]
-        return {kind: np.array([sums[kind] for sums in of_each]) for kind in kinds}
+    def composed(times_of_models: TimesOfModels) -> dict[Kind, Floats]:
+        composed_models = [compose(model.record, times_of_models[model.record.model]) for model in models]
+        return {kind: np.array([sums[kind] for sums in composed_models]) for kind in kinds}
 
-    of_labels = {label: (composed(predicted[label]), composed(known[label])) for label in predicted if label != LAUNCHES}
+    by_label = {label: (composed(predicted[label]), composed(known[label])) for label in predicted if label != LAUNCHES}
     return [try_line(label, kind, predicted_ms[kind], known_ms[kind], latency, nodes, groups)
-            for label, (predicted_ms, known_ms) in of_labels.items() for kind in kinds]
+            for label, (predicted_ms, known_ms) in by_label.items() for kind in kinds]
 
 
 def try_line(label: str, kind: Kind, predicted_ms: Floats, known_ms: Floats, measured_ms: Floats, nodes: Floats,
              groups: Sequence[str] | None) -> Tried:
-    """A line over the sums or longest paths of models.
-
-    Where Σ itself is nearer to the models held out than the lines fitted without them are, it is taken as it is (α = 1, β = 0):
-    few models can mislead a line.
-
-    Args:
-        label: of the kernels' times.
-        kind: of the sums.
-        predicted_ms, known_ms: the sum of each model with its kernels predicted, and with its kernels as measured.
-        measured_ms: its latency.
-        nodes: its number of working nodes.
-        groups: of each model, held out together; None: nothing is held out.
-    """
+    """A line over the sums or longest paths of models. If the plain sum (α = 1, β = 0) has a smaller error on held-out models
+    than lines fitted without them, it is used instead: few models can mislead a line. `predicted_ms` and `known_ms` are the
+    sums with predicted and with measured kernels."""
     counted = nodes if kind == "sum_nodes" else None
     line = fit_line(known_ms, measured_ms, counted)
     fitted = latency_ms(line, known_ms, nodes)
@@ -310,13 +255,8 @@ def try_line(label: str, kind: Kind, predicted_ms: Floats, known_ms: Floats, mea
 
 
 def try_two_tracks(predicted: Sequence[MeasuredTracks], known: Sequence[MeasuredTracks], groups: Sequence[str]) -> Tried:
-    """A GPU's two tracks, at the host's usual pace.
-
-    Args:
-        predicted: the models, with kernels predicted without their group.
-        known: the same models with measured kernels where there are any, to see the error of the composition alone.
-        groups: of each model, held out together.
-    """
+    """A GPU's two tracks, at the host's usual pace. `predicted` has the models with kernels predicted without their group,
+    `known` with measured kernels if available, to see the error of the composition alone."""
     costs = fit_pipeline(predicted)
     without_group, known_without_group = (left_out_ms(models, groups).usual_ms for models in (predicted, known))
     return _judge_two_tracks(costs, known, without_group, latencies_ms(predicted, costs), True, known_without_group)
@@ -324,7 +264,7 @@ def try_two_tracks(predicted: Sequence[MeasuredTracks], known: Sequence[Measured
 
 def _judge_two_tracks(costs: PipelineCosts, known: Sequence[MeasuredTracks], predicted_ms: Floats, fitted_ms: Floats,
                       held_out: bool, known_ms: Floats) -> Tried:
-    """`judge` for a GPU's two tracks; `known` are the models with their kernels as measured."""
+    """`judge` for a GPU's two tracks; `known` has the models with measured kernels."""
     return judge(Formula(label=GPU_LABEL, kind="pipeline", alpha=1.0, beta_ms=0.0, costs=costs),
                  np.array([model.latency_ms for model in known]), predicted_ms, known_ms, fitted_ms,
                  np.array([model.tracks.gpu_ms.sum() for model in known]), held_out)
@@ -332,11 +272,8 @@ def _judge_two_tracks(costs: PipelineCosts, known: Sequence[MeasuredTracks], pre
 
 def try_few_models(models: Sequence[MeasuredModel], times: Mapping[str, TimesOfModels], measured: TimesOfModels,
                    groups: Sequence[str] | None) -> list[Tried]:
-    """The candidates for a handful of models: on a GPU its two tracks, else a line over the sum of kernel times for each label.
-
-    Args:
-        models, times, measured, groups: as for `try_all`.
-    """
+    """The candidates for a handful of models: a GPU's two tracks, or for each label a line over the sum. Arguments as of
+    `try_all`."""
     known = known_times(times, measured)
     if set(ON_GPU) <= set(times):
         return [_few_two_tracks(tracks_of(models, times), tracks_of(models, known), groups)]
@@ -345,7 +282,7 @@ def try_few_models(models: Sequence[MeasuredModel], times: Mapping[str, TimesOfM
 
 def _few_two_tracks(predicted: Sequence[MeasuredTracks], known: Sequence[MeasuredTracks],
                     groups: Sequence[str] | None) -> Tried:
-    """A GPU's two tracks with the costs of the GPU that comes with Hase, at the pace of this host."""
+    """A GPU's two tracks with the costs of the GPU that comes with Hase, at this host's pace."""
     shipped = shipped_costs()
     costs = shipped.at_pace(fit_pace(known, shipped))
 
@@ -360,10 +297,8 @@ def _few_two_tracks(predicted: Sequence[MeasuredTracks], known: Sequence[Measure
 
 
 def fit_pace(models: Sequence[MeasuredTracks], costs: PipelineCosts) -> float:
-    """How many times as long as `costs` say the host takes: the pace with the least mean error of some models' latencies.
-
-    Models that are limited by the GPU say nothing of it, and leave it at 1.
-    """
+    """The host's pace, as a multiple of the times in `costs`, with the least mean error of the models' latencies. Models
+    limited by the GPU don't show it, and leave it at 1."""
     latency = np.array([model.latency_ms for model in models])
 
     def error(pace: float) -> float:

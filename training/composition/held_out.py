@@ -1,7 +1,7 @@
-"""Models that are held out of all training: the times of their kernels, how novel these are, and the models' latencies.
+"""Holds models out of all training, and predicts their latencies and the times of their kernels.
 
-A group of models is a family or a collection. Without it, predictors are trained and a GPU's two tracks are fitted; then its
-kernels and models are predicted.
+A group of models is a family or a collection. Predictors and a GPU's two tracks are fitted without it; then its kernels and
+models are predicted, and the novelty of its kernels is found.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
-from hase.learned.composition.formulas import LeftOut, can_fit, left_out_ms
-from hase.learned.composition.intervals import KNOWN, CalibratedInterval, Case, Novelty, Sources, calibrate, sources
-from hase.learned.kernels.estimators import fit_kernel_model, parallel_map, predict_kernels
-from hase.learned.kernels.interface import Estimator
+from hase.learned.composition.intervals import KNOWN, CalibratedInterval, Novelty, Sources, sources
+from hase.learned.kernels.estimators import predict_kernels
+from hase.learned.kernels.features import times_beyond
+from hase.learned.kernels.interface import TimePredictor, TrainingConfig, TrainingSet
+from hase.learned.kernels.measured import measured_times
 from hase.learned.kernels.predictors import ON_GPU, Predictors, as_label_has_it, read_predictors
-from hase.learned.kernels.schema import times_beyond
-from hase.learned.kernels.settings import TrainingConfig
 from hase.learned.kernels.sidecar import read_sidecar
-from hase.learned.kernels.transfer import learner
 from hase.learned.kernels.uncertainty import Uncertainty
 from hase.records.measurement import GPU_LABEL
+from hase.training.composition.calibration import HeldOutCase, calibrate
+from hase.training.composition.formulas import HeldOutLatencies, can_fit, left_out_ms
 from hase.training.composition.measured_models import (
     MeasuredModel,
     MeasuredTracks,
@@ -34,11 +34,11 @@ from hase.training.composition.measured_models import (
     measured_models,
     tracks_of,
 )
+from hase.training.kernels.fitting import fit_kernel_model, learner, parallel_map
 from hase.training.kernels.targets import trained_targets
-from hase.training.kernels.training_set import TrainingSet, measured_times, read_training_set
-from hase.utils import cli
+from hase.training.kernels.training_set import read_training_set
 from hase.utils.errors import UserError
-from hase.utils.logger import get_logger
+from hase.utils.logger import get_logger, progress
 from hase.utils.paths import Workspace
 from hase.utils.timing import time_weighted_error
 
@@ -47,22 +47,15 @@ if TYPE_CHECKING:
 
 log = get_logger("composition")
 NO_DOUBTS: Mapping[str, float] = {}
-HeldOutKind = Literal["family", "collection", "model", "nothing"]  # what a group of models is that is held out together
-LEAST_KERNELS = 20  # to learn from when a group is held out; predictions by fewer would mean nothing
+HeldOutKind = Literal["family", "collection", "model", "nothing"]  # groups of models that are held out together
+LEAST_KERNELS = 20  # to learn from when a group is held out; predictions from fewer are meaningless
 Floats = npt.NDArray[np.float64]
 PLURAL = {"family": "families", "collection": "collections"}
 
 
 @dataclass(frozen=True)
 class Fold:
-    """Groups of models that are held out together.
-
-    Attributes:
-        groups: their names.
-        models: their models.
-        kernels: of these models, by id.
-        seen: the rows of the training set that may be learned from.
-    """
+    """Groups of models that are held out together; `seen` masks the rows of the training set that may be learned from."""
 
     groups: frozenset[str]
     models: tuple[MeasuredModel, ...]
@@ -71,26 +64,24 @@ class Fold:
 
 
 def owners_of(rows: TrainingSet, left_out: HeldOutKind) -> tuple[frozenset[str], ...]:
-    """The groups that each row of the training set belongs to, so that it is held out with each of them; none where the groups
-    are single models, whose kernels are held out by their ids."""
+    """The groups of each row of the training set; the row is held out with any of them. Empty if the groups are single models,
+    whose kernels are held out by their ids."""
     return {"family": rows.groups, "collection": rows.collections}.get(left_out, (frozenset(),) * len(rows))
 
 
 def folds_of(rows: TrainingSet, models: Sequence[MeasuredModel], groups: Sequence[str], left_out: HeldOutKind,
              most: int) -> list[Fold]:
-    """At most `most` folds, so that every group is held out once; where there are more groups, several share a fold.
-
-    Where families or collections are held out, kernels that were sampled near the shapes of one are held out with it.
-    """
+    """At most `most` folds in which every group is held out once; with more groups, several share a fold. Kernels sampled near
+    the shapes of a held-out family or collection are held out with it."""
     names, owners = sorted(set(groups)), owners_of(rows, left_out)
     folds = []
     for fold in range(min(most, len(names))):
-        held_out = frozenset(name for place, name in enumerate(names) if place % most == fold)
-        of_fold = tuple(model for model, group in zip(models, groups, strict=True) if group in held_out)
-        kernels = {kernel.id: kernel for model in of_fold for kernel in model.record.kernels.values()}
+        held_out = frozenset(name for index, name in enumerate(names) if index % most == fold)
+        fold_models = tuple(model for model, group in zip(models, groups, strict=True) if group in held_out)
+        kernels = {kernel.id: kernel for model in fold_models for kernel in model.record.kernels.values()}
         seen = ~np.isin(rows.ids, list(kernels))
-        seen &= np.array([not (of_row & held_out) for of_row in owners], dtype=bool)
-        folds.append(Fold(held_out, of_fold, kernels, seen))
+        seen &= np.array([not (row_groups & held_out) for row_groups in owners], dtype=bool)
+        folds.append(Fold(held_out, fold_models, kernels, seen))
     return folds
 
 
@@ -101,19 +92,9 @@ def by_model(fold: Fold, times_ms: Mapping[str, float]) -> dict[str, dict[str, f
 
 def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], groups: Sequence[str], left_out: HeldOutKind,
                         label: str, chosen: Mapping[str, str], config: TrainingConfig,
-                        learn: Callable[[TrainingSet], Estimator] | None = None) -> dict[str, dict[str, float]]:
-    """For each model, the idle times (ms) of its kernels by id, predicted by a training without them (see `folds_of`).
-
-    Args:
-        rows: to learn from.
-        models: those whose kernels are predicted.
-        groups: of each model, held out together.
-        left_out: what a group is.
-        label: the label whose times are learned.
-        chosen: as in `fit_kernel_model`.
-        config: of the training.
-        learn: a training in place of Hase's own; takes the rows to learn from.
-    """
+                        learn: Callable[[TrainingSet], TimePredictor] | None = None) -> dict[str, dict[str, float]]:
+    """For each model, the idle times (ms) of its kernels by id, predicted by a training without them (see `folds_of`). `learn`
+    replaces Hase's own training, and takes the rows to learn from."""
     rows = rows.rows(np.isfinite(rows.times_ms[label]))
     idle_load = list(rows.idle_load.values())
 
@@ -123,7 +104,7 @@ def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], grou
             log.warning("%s: too few kernels are left to learn from without %s, so its kernels stay in the training, and the "
                         "errors below are too optimistic", label, ", ".join(sorted(fold.groups)))
             seen = np.ones(len(rows), dtype=bool)
-        fitted: Estimator = (
+        fitted: TimePredictor = (
             learn(rows.rows(seen)) if learn else fit_kernel_model(rows.rows(seen), label, chosen, config))
         listed = list(fold.kernels.values())
         times = predict_kernels(fitted, listed, rows.schema.matrix(listed), idle_load)
@@ -137,17 +118,10 @@ def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], grou
 def predict_as_learned(predictors: Predictors, labels: Sequence[str], rows: TrainingSet, models: Sequence[MeasuredModel],
                        groups: Sequence[str], left_out: HeldOutKind, config: TrainingConfig,
                        doing: str) -> dict[str, dict[str, dict[str, float]]]:
-    """`predict_out_of_fold` for each of some labels, learned in the same way as the predictors of a target: kernel types have
-    the same own predictors, and what starts from another target does so without a group, too. Times by label, model and id.
-
-    Args:
-        predictors: of the target.
-        labels: those of `predictors`.
-        rows, models, groups, left_out, config: as for `predict_out_of_fold`.
-        doing: what the progress bar says.
-    """
+    """`predict_out_of_fold` for some labels, learned as a target's predictors were; times by label, model and id. Kernel types
+    have the same predictors, and corrections of another target are also learned without the group."""
     times = {}
-    for label in cli.progress(labels, doing):
+    for label in progress(labels, doing):
         chosen = predictors.sidecar.labels[label].chosen
         learn = learner(predictors.kernel_model(label), label, chosen, config)
         times[label] = predict_out_of_fold(rows, models, groups, left_out, label, chosen, config, learn)
@@ -155,7 +129,7 @@ def predict_as_learned(predictors: Predictors, labels: Sequence[str], rows: Trai
 
 
 def kernel_errors(out_of_fold: TimesOfModels, measured: Mapping[str, Mapping[str, float]], label: str) -> dict[str, float]:
-    """Errors of the kernels of all models, in per cent: mean, median, and mean weighted by time; none where no kernel was
+    """Errors of the kernels of all models, in per cent: mean, median, and mean weighted by time. Empty if no kernel was
     measured. Each kernel counts once per group."""
     pairs = {(kernel, round(time, 9)): (time, measured[kernel][label]) for times in out_of_fold.values()
              for kernel, time in times.items() if time and label in measured.get(kernel, {})}
@@ -168,14 +142,8 @@ def kernel_errors(out_of_fold: TimesOfModels, measured: Mapping[str, Mapping[str
 
 
 def novelties_of(fold: Fold, rows: TrainingSet, label: str, doubts: Mapping[str, float] = NO_DOUBTS) -> dict[str, Novelty]:
-    """How the kernels of a fold differ from those of its training, by id; kernels that do not differ, and of which nothing is
-    doubted, are left out.
-
-    Args:
-        rows: those of which the fold says which may be learned from.
-        label: the label that is learned.
-        doubts: of kernels by id, as far as they are known.
-    """
+    """How the kernels of a fold differ from those in training, by id; without kernels that don't differ and have no doubt.
+    `doubts` are by kernel id, as far as known."""
     seen = fold.seen & np.isfinite(rows.times_ms[label])
     types = set(rows.types[seen].tolist())
     pairs = set(zip(rows.types[seen].tolist(), rows.forms[seen].tolist(), strict=True))
@@ -201,15 +169,8 @@ def novelties_of(fold: Fold, rows: TrainingSet, label: str, doubts: Mapping[str,
 
 def sources_of_model(times_ms: Sequence[tuple[Kernel, float]], novelties: Mapping[str, Novelty], measured: Iterable[str],
                      latency_ms: float, host_work_ms: float) -> Sources:
-    """`sources` of a held-out model.
-
-    Args:
-        times_ms: each kernel with the GPU's time for all its runs.
-        novelties: as `novelties_of` gives them.
-        measured: ids of the kernels whose measured time was taken.
-        latency_ms: the prediction.
-        host_work_ms: how long the host works.
-    """
+    """`sources` of a held-out model. `times_ms` has each kernel with the GPU's time for all its runs, `measured` the ids of
+    kernels whose measured time was used."""
     taken = set(measured)
     return sources(((kernel.id, time_ms, None if kernel.id in taken or not time_ms else novelties.get(kernel.id, KNOWN))
                     for kernel, time_ms in times_ms), latency_ms, host_work_ms)
@@ -217,18 +178,8 @@ def sources_of_model(times_ms: Sequence[tuple[Kernel, float]], novelties: Mappin
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Predictions of a target's measured models, each made without the model's group.
-
-    Attributes:
-        left_out: what a group is.
-        models: the measured models.
-        groups: the group of each, held out together.
-        rows: of the training set.
-        folds: the groups that are held out together, and what is learned from meanwhile.
-        measured: measured times by kernel id and label.
-        strict: times by label, model and kernel id, all predicted.
-        doubts: of the models' kernels by id, as logarithms; empty where that was not learned.
-    """
+    """Predictions of a target's measured models, each made without the model's group. `measured` are times by kernel id and
+    label, `strict` predicted ones by label, model and kernel id, `doubts` logarithms by kernel id (empty if not learned)."""
 
     left_out: HeldOutKind
     models: Sequence[MeasuredModel]
@@ -251,7 +202,7 @@ class HeldOut:
 
     @cached_property
     def known(self) -> dict[str, TimesOfModels]:
-        """As `strict`, but with measured times where there are any."""
+        """Measured times if available, else those of `strict`."""
         return known_times(self.strict, self.measured)
 
     @cached_property
@@ -260,37 +211,37 @@ class HeldOut:
         return tracks_of(self.models, self.strict)
 
     @cached_property
-    def predicted(self) -> LeftOut:
+    def predicted(self) -> HeldOutLatencies:
         """Latencies with all kernels predicted."""
         return left_out_ms(self.strict_tracks, self.groups)
 
     @cached_property
-    def looked_up(self) -> LeftOut:
-        """Latencies where kernels that other groups share have their measured times."""
+    def looked_up(self) -> HeldOutLatencies:
+        """Latencies with measured times of kernels that other groups share."""
         shared = {label: shared_times(times, self.rows, label, self.models, self.groups, self.left_out)
                   for label, times in self.strict.items()}
         return left_out_ms(tracks_of(self.models, shared), self.groups)
 
     @cached_property
-    def as_measured(self) -> LeftOut:
-        """Latencies with all kernels as measured."""
+    def as_measured(self) -> HeldOutLatencies:
+        """Latencies with all kernels measured."""
         return left_out_ms(tracks_of(self.models, self.known), self.groups)
 
     @cached_property
     def on_gpu(self) -> npt.NDArray[np.bool_]:
-        """The models of which the CPU provider runs nothing that takes time: what it runs has ranges of error of its own, which
-        are joined with an interval when a model is predicted."""
+        """A mask of the models whose kernels all run on the GPU. The CPU provider's kernels have error ranges of their own,
+        which are joined with an interval when a model is predicted."""
         return np.array([model.off_gpu is None or not model.off_gpu.run.host_ms[model.off_gpu.off].any()
                          for model in self.models])
 
     @cached_property
     def novelties(self) -> dict[str, dict[str, Novelty]]:
-        """How kernels differ from those that were learned from without a group, by group."""
+        """How kernels differ from those in a training without the group, by group."""
         by_fold = [(fold.groups, novelties_of(fold, self.rows, GPU_LABEL, self.doubts)) for fold in self.folds]
-        return {group: of_fold for groups, of_fold in by_fold for group in groups}
+        return {group: fold_models for groups, fold_models in by_fold for group in groups}
 
-    def cases(self, kernels: Literal["predicted", "measured"]) -> list[Case]:
-        """The error of each model of `on_gpu` at the measured pace of its host, and what it may come from."""
+    def cases(self, kernels: Literal["predicted", "measured"]) -> list[HeldOutCase]:
+        """The error of each model of `on_gpu` at its host's measured pace, and the sources of that error."""
         latencies, times = (self.predicted, self.strict) if kernels == "predicted" else (self.as_measured, self.known)
         cases = []
         for model, group, paced_ms, host_work_ms, judged in zip(
@@ -302,17 +253,13 @@ class HeldOut:
             nodes = [(kernel, node.runs * gpu_ms[kernel.id]) for node, out in zip(model.record.nodes, off, strict=True)
                      for kernel in [model.record.kernel_of(node)] if not out]
             taken = {name for name in gpu_ms if GPU_LABEL in self.measured.get(name, {})} if kernels == "measured" else set()
-            of_model = sources_of_model(nodes, self.novelties[group], taken, paced_ms, host_work_ms)
-            cases.append(Case(model.collection, model.group, of_model, math.log(model.latency_ms / paced_ms)))
+            model_sources = sources_of_model(nodes, self.novelties[group], taken, paced_ms, host_work_ms)
+            cases.append(HeldOutCase(model.collection, model.group, model_sources, math.log(model.latency_ms / paced_ms)))
         return cases
 
 
 def gpu_targets(workspace: Workspace) -> list[str]:
-    """The targets whose predictors have label `gpu`.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The targets whose predictors have label `gpu`."""
     names = [name for name in trained_targets(workspace) if set(ON_GPU) <= set(read_sidecar(workspace.predictors(name)).labels)]
     if not names:
         raise UserError(f"{workspace.predictors('')}: no target has label gpu; the others are judged by "
@@ -321,11 +268,7 @@ def gpu_targets(workspace: Workspace) -> list[str]:
 
 
 def hold_out(workspace: Workspace, target: str, config: TrainingConfig, left_out: HeldOutKind) -> HeldOut:
-    """Holds out each group of a GPU target in turn, several in a fold where there are more than `config.folds`.
-
-    Raises:
-        UserError: no dataset or predictors, only one group, or none of what a GPU's two tracks need.
-    """
+    """Holds out each group of a GPU target in turn, in at most `config.folds` folds."""
     predictors = read_predictors(workspace.predictors(target))
     rows = read_training_set(workspace, target)
     models = measured_models(workspace, target, predictors.sidecar)
@@ -344,7 +287,7 @@ def groups_of(models: Sequence[MeasuredModel], left_out: HeldOutKind) -> list[st
 
 def held_out_of(rows: TrainingSet, models: Sequence[MeasuredModel], measured: Mapping[str, Mapping[str, float]],
                 predictors: Predictors, config: TrainingConfig, left_out: HeldOutKind) -> HeldOut:
-    """`hold_out` for what has been read already."""
+    """`hold_out` for data that have been read already."""
     groups = groups_of(models, left_out)
     strict = predict_as_learned(predictors, ON_GPU, rows, models, groups, left_out, config, f"leaving {PLURAL[left_out]} out")
     return HeldOut(left_out, models, groups, rows, folds_of(rows, models, groups, left_out, config.folds), measured, strict,
@@ -352,21 +295,17 @@ def held_out_of(rows: TrainingSet, models: Sequence[MeasuredModel], measured: Ma
 
 
 def doubts_of(models: Iterable[MeasuredModel], predictors: Predictors) -> dict[str, float]:
-    """The doubts of all kernels of models, by id. The kernels of a model that is held out are among those from whose errors,
-    each held out alone, these were learned."""
+    """The doubts of all kernels of models, by id. Doubts are learned from errors of kernels held out alone, so those of a
+    held-out model are among them."""
     return predictors.doubts(list({kernel.id: kernel for model in models for kernel in model.record.kernels.values()}.values()))
 
 
 def calibrated_interval(rows: TrainingSet, models: Sequence[MeasuredModel], by_family: Mapping[str, TimesOfModels],
                         measured: Mapping[str, Mapping[str, float]], predictors: Predictors,
                         config: TrainingConfig) -> CalibratedInterval | None:
-    """The prediction interval that follows from the errors of models whose collection was held out of everything; their family,
-    where all are of one collection. None where there are too few.
-
-    Args:
-        by_family: predicted times by label, model and kernel id, families held out.
-        measured: measured times by kernel id and label.
-    """
+    """The prediction interval from errors of models with their collection held out of everything; None if there are too few. If
+    all are of one collection, families are held out. `by_family` has predicted times by label, model and kernel id with
+    families held out, `measured` measured times by kernel id and label."""
     if len({model.collection for model in models}) > 1:
         held_out = held_out_of(rows, models, measured, predictors, config, "collection")
     else:
@@ -378,8 +317,8 @@ def calibrated_interval(rows: TrainingSet, models: Sequence[MeasuredModel], by_f
 
 def shared_times(out_of_fold: TimesOfModels, rows: TrainingSet, label: str, models: Sequence[MeasuredModel],
                  groups: Sequence[str], left_out: HeldOutKind) -> dict[str, dict[str, float]]:
-    """The out-of-fold times by model and kernel id, where kernels that another group has too, or that were sampled near no
-    model, have their measured times."""
+    """The out-of-fold times by model and kernel id, or measured times of kernels that are not the group's alone. Those are
+    kernels that another group has, or that were sampled near no model."""
     times = {str(name): (float(time), owners) for name, time, owners, idle in zip(
         rows.ids, rows.times_ms[label], owners_of(rows, left_out), rows.idle, strict=True) if idle and np.isfinite(time)}
     shared: dict[str, dict[str, float]] = {}

@@ -1,11 +1,9 @@
 """Errors of predictions for groups of models (families or collections) that were held out of everything.
 
-Holds out each group in turn: its kernels, the shapes sampled near them, and its models in the fit of the composition. The same
-split serves the baselines: a line over the sum of kernel times, the roofline, and nn-Meter's random forests, one for each class
-of kernels, on raw shapes.
-
-These follow nn-Meter (Zhang et al., MobiSys 2021), with the settings of the trainer that it published. nn-Meter was made for
-phones and has no batch size among its features; here it is the first of them.
+Each group in turn is held out: its kernels, the shapes sampled near them, and its models in the fit of the composition. The
+same split serves the baselines: a line over the sum of kernel times, the roofline, and random forests on raw shapes for each
+class of kernels. These follow nn-Meter (Zhang et al., MobiSys 2021), with the settings of its published trainer. nn-Meter was
+made for phones and has no batch size among its features; here it is the first of them.
 """
 
 from __future__ import annotations
@@ -17,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from hase.learned.composition.formulas import fit_graph_replay, fit_host_io, leave_out
-from hase.learned.composition.intervals import Case, Sources, for_any_host, interval_score, intervals_held_out
-from hase.learned.kernels.estimators import fit_roofline, parallel_map
+from hase.learned.composition.intervals import Sources, for_any_host
+from hase.learned.kernels.interface import TrainingConfig, TrainingSet
 from hase.learned.kernels.predictors import leaves_gpu_idle
-from hase.learned.kernels.settings import TrainingConfig
 from hase.records.measurement import GPU_LABEL
+from hase.training.composition.calibration import HeldOutCase, interval_score, intervals_held_out
+from hase.training.composition.formulas import fit_graph_replay, fit_host_io, leave_out
 from hase.training.composition.held_out import (
     PLURAL,
     Fold,
@@ -36,8 +34,7 @@ from hase.training.composition.held_out import (
 )
 from hase.training.composition.measured_models import MeasuredModel, TimesOfModels
 from hase.training.kernels import targets
-from hase.training.kernels.training_set import TrainingSet
-from hase.utils import cli
+from hase.training.kernels.fitting import fit_roofline, parallel_map
 from hase.utils.lazy import sklearn
 from hase.utils.paths import Workspace
 from hase.utils.timing import ErrorStatistics, error_statistics
@@ -55,7 +52,7 @@ SIZES = ("batch", "height", "width", "channels", "out_channels", "kernel_height"
 
 
 def parts_of(collections: Sequence[str]) -> dict[str, npt.NDArray[np.bool_]]:
-    """Masks of the models that a table has rows for: all, and those of each collection where there are several."""
+    """Masks of the models for each row of a table: all, and each collection if there are several."""
     every = np.array(collections)
     names = sorted(set(collections)) if len(set(collections)) > 1 else []
     return {ALL: np.ones(len(every), dtype=bool)} | {name or "none": every == name for name in names}
@@ -75,7 +72,7 @@ def row(what: str, part: str, errors: ErrorStatistics) -> dict[str, Any]:
 
 
 def pipeline_rows(held_out: HeldOut) -> list[dict[str, Any]]:
-    """The rows of the two tracks: all kernels predicted, shared ones looked up, and all as measured."""
+    """The rows of the two tracks: all kernels predicted, shared ones looked up, and all measured."""
     return [row for what, predicted_ms in (
         ("two tracks, all kernels predicted", held_out.predicted.usual_ms),
         ("two tracks, all kernels predicted, host's pace as measured", held_out.predicted.paced_ms),
@@ -86,7 +83,7 @@ def pipeline_rows(held_out: HeldOut) -> list[dict[str, Any]]:
 
 
 def run_mode_rows(held_out: HeldOut) -> list[dict[str, Any]]:
-    """The rows of models that were run with numpy arrays or as CUDA graphs; empty where there are none."""
+    """The rows of models run with numpy arrays or as CUDA graphs, if any."""
     models, groups = held_out.models, held_out.groups
     costs = {"numpy in and out": fit_host_io(models, held_out.predicted.usual_ms, groups),
              "a CUDA graph": fit_graph_replay(models, held_out.strict_tracks, groups)}
@@ -96,11 +93,11 @@ def run_mode_rows(held_out: HeldOut) -> list[dict[str, Any]]:
 
 def line_rows(held_out: HeldOut, times: Mapping[str, TimesOfModels]) -> list[dict[str, Any]]:
     """Rows for each entry of `times`, of a line over the sum of a model's kernels, fitted without the model's group."""
-    def sums_ms(of_models: TimesOfModels) -> Floats:
-        return np.array([sum(of_models[model.record.model][node.kernel_id] for node in model.record.nodes)
+    def sums_ms(times_of_models: TimesOfModels) -> Floats:
+        return np.array([sum(times_of_models[model.record.model][node.kernel_id] for node in model.record.nodes)
                          for model in held_out.models])
 
-    return [row for what, of_models in times.items() for sums in [sums_ms(of_models)] for row in model_rows(
+    return [row for what, times_of_models in times.items() for sums in [sums_ms(times_of_models)] for row in model_rows(
         f"α·Σ+β, {what}", leave_out(sums, sums, held_out.latency_ms, held_out.groups), held_out)]
 
 
@@ -114,7 +111,7 @@ def roofline_times(rows: TrainingSet, models: Sequence[MeasuredModel]) -> TimesO
 
 
 def model_table(held_out: HeldOut, config: TrainingConfig, forests: bool) -> list[dict[str, Any]]:
-    """Errors of models, one row for each way of predicting, and one for each collection where there are several."""
+    """Errors of models, one row for each way of predicting and collection."""
     over = {"all kernels predicted": held_out.strict[GPU_LABEL], "kernels as measured": held_out.known[GPU_LABEL],
             "roofline of each kernel": roofline_times(held_out.rows, held_out.models)}
     table = pipeline_rows(held_out) + line_rows(held_out, over) + run_mode_rows(held_out)
@@ -125,7 +122,7 @@ def model_table(held_out: HeldOut, config: TrainingConfig, forests: bool) -> lis
 
 
 def kernel_table(held_out: HeldOut) -> list[dict[str, Any]]:
-    """Errors of the GPU's time of kernels, over all models and for each collection where there are several."""
+    """Errors of the GPU's time of kernels, over all models and for each collection if there are several."""
     table = []
     for part, mask in parts_of(held_out.collections).items():
         names = {model.record.model for model, inside in zip(held_out.models, mask, strict=True) if inside}
@@ -145,9 +142,9 @@ CONDITIONS: dict[str, Callable[[Sources], bool]] = {  # groups of predictions by
 
 
 def interval_table(held_out: HeldOut) -> list[dict[str, Any]]:
-    """How many models lie in their 90 % interval, calibrated on the other collections (or families), how wide it is (the median
-    of its upper over its lower end, less one), and its mean `interval_score`. Over all, for each collection, and by what a
-    prediction rests on. Without models of which the CPU provider runs a part."""
+    """The coverage, width and mean `interval_score` of 90 % intervals calibrated on the other collections (or families). The
+    width is the median of upper over lower end, less one. Over all, for each collection, and by what predictions are based on;
+    without models that run in part on the CPU provider."""
     predicted, measured = (held_out.cases(kernels) for kernels in ("predicted", "measured"))
     held_out_ends = intervals_held_out([*predicted, *measured])
     if not held_out_ends:
@@ -156,7 +153,7 @@ def interval_table(held_out: HeldOut) -> list[dict[str, Any]]:
     for kernels, cases, latencies, ends in (("predicted", predicted, held_out.predicted, held_out_ends[:len(predicted)]),
                                             ("as measured", measured, held_out.as_measured, held_out_ends[len(predicted):])):
         for pace in ("measured", "unknown"):
-            usual_ms, paced_ms, fastest_ms, slowest_ms, _ = (of_pace[held_out.on_gpu] for of_pace in latencies)
+            usual_ms, paced_ms, fastest_ms, slowest_ms, _ = (at_pace[held_out.on_gpu] for at_pace in latencies)
             hosts = zip(fastest_ms, usual_ms, slowest_ms, strict=True)
             spans = ends if pace == "measured" else [for_any_host(end, *host) for end, host in zip(ends, hosts, strict=True)]
             ratios = held_out.latency_ms[held_out.on_gpu] / (paced_ms if pace == "measured" else usual_ms)
@@ -170,18 +167,13 @@ def interval_table(held_out: HeldOut) -> list[dict[str, Any]]:
     return table
 
 
-def _interval_parts(cases: Sequence[Case]) -> dict[str, npt.NDArray[np.bool_]]:
+def _interval_parts(cases: Sequence[HeldOutCase]) -> dict[str, npt.NDArray[np.bool_]]:
     return parts_of([case.collection for case in cases]) | {
         name: np.array([holds(case.sources) for case in cases]) for name, holds in CONDITIONS.items()}
 
 
 def judge_targets(workspace: Workspace, args: argparse.Namespace, config: TrainingConfig, left_out: HeldOutKind) -> None:
-    """Holds out each group of each target, and prints the errors: as tables, or as JSON if `args` says so.
-
-    Raises:
-        UserError: no target has label `gpu`, or one can't be judged: no dataset or predictors, one group only, or none of what
-            a GPU's two tracks need.
-    """
+    """Holds out each group of each target, and prints the errors: as tables, or as JSON if `args` says so."""
     def judge(target: str, show: targets.Show) -> dict[str, Any]:
         held_out = hold_out(workspace, target, config, left_out)
         models, kernels = model_table(held_out, config, not args.without_forests), kernel_table(held_out)
@@ -192,9 +184,7 @@ def judge_targets(workspace: Workspace, args: argparse.Namespace, config: Traini
             show(intervals, f"{target}: 90 % intervals, calibrated without the {left_out} that they are for")
         return {"models": models, "kernels": kernels[0], "kernels_of": kernels, "intervals": intervals}
 
-    results = targets.for_each_target([args.target] if args.target else gpu_targets(workspace), judge, args.json)
-    if args.json:
-        cli.print_json(results)
+    targets.for_each_target([args.target] if args.target else gpu_targets(workspace), judge, args.json)
 
 
 FORESTS: dict[str, tuple[tuple[int, int, float], tuple[str, ...]]] = {  # class: (trees, depth, features per split), features

@@ -33,15 +33,13 @@ LEAST_OVERLAP = 1.05  # kernel times over spans; models on a CPU, where runs are
 
 @dataclass(frozen=True)
 class MeasuredModel:
-    """A model of the fit; times that are not known are NaN.
+    """A model of the fit; unknown times are NaN.
 
     Attributes:
-        group: its family.
         latency_ms: idle, with tensors on the device.
-        host_ms: the host's time of a run.
-        host_io_ms, cuda_graph_ms: latency with numpy arrays in and out, and as a CUDA graph.
-        pace: how many times as long as usual the host took meanwhile, a ratio.
-        off_gpu: its nodes that are no GPU kernels; None where there are none, and on a CPU.
+        host_io_ms, cuda_graph_ms: with numpy arrays in and out, and as a CUDA graph.
+        pace: the host's time as a multiple of its usual time.
+        off_gpu: its nodes that are no GPU kernels; None without any, and on a CPU.
     """
 
     record: ModelRecord
@@ -55,21 +53,13 @@ class MeasuredModel:
 
     @property
     def collection(self) -> str:
-        """Where its architecture comes from; "" where that is not known."""
+        """Where its architecture comes from; "" if unknown."""
         return self.record.collection
 
 
 @dataclass(frozen=True)
 class MeasuredTracks:
-    """A model of the fit.
-
-    Attributes:
-        tracks: its nodes.
-        host_ms: measured time of the host; NaN where it is not known.
-        latency_ms: measured latency.
-        pace: how many times as long as usual the host took meanwhile, a ratio.
-        off_gpu: what its nodes do off the GPU; None where all run on the GPU.
-    """
+    """A measured model with its two tracks; `host_ms` is NaN if unknown, `off_gpu` None if all nodes run on the GPU."""
 
     tracks: Tracks
     host_ms: float
@@ -79,18 +69,9 @@ class MeasuredTracks:
 
 
 def measured_models(workspace: Workspace, target: str, sidecar: Sidecar, for_judging: bool = False) -> list[MeasuredModel]:
-    """The models of the dataset that a composition may be fitted to: measured idle, with a record, of no held-out family, and
-    without Loop, If and Scan.
-
-    Args:
-        workspace, target: whose dataset and predictors are read.
-        sidecar: of the predictors.
-        for_judging: models that no composition is fitted to, too: those with Loop, If and Scan (without what they do off the
-            GPU), and those that were measured next to a disturbed host, at its pace.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The models of the dataset that a composition may be fitted to. They were measured idle, have a record, and are of no
+    held-out family and without Loop, If and Scan. `for_judging` adds those with Loop, If and Scan (without their work off the
+    GPU), and those measured next to a disturbed host, at its pace."""
     models = []
     host = read_host_side(workspace.predictors(target)) if sidecar.target.flavour.device == "cuda" else None
     for name, times in idle_models(read_model_table(workspace, target), for_judging).iterrows():
@@ -115,7 +96,7 @@ def measured_models(workspace: Workspace, target: str, sidecar: Sidecar, for_jud
 
 
 def left_out_groups(models: Sequence[MeasuredModel]) -> tuple[Literal["family", "model", "nothing"], list[str]]:
-    """What is held out at a time, and each model's group: its family, or the model itself where there is only one family."""
+    """The kind of the groups to hold out, and each model's group: its family, or itself if there is one family."""
     if len({model.group for model in models}) > 1:
         return "family", [model.group for model in models]
     return ("model" if len(models) > 1 else "nothing"), [model.record.model for model in models]
@@ -125,8 +106,8 @@ TimesOfModels = Mapping[str, Mapping[str, float]]  # by model and kernel id
 
 
 def known_times(out_of_fold: Mapping[str, TimesOfModels], measured: TimesOfModels) -> dict[str, TimesOfModels]:
-    """Times by label, model and kernel id: the measured ones (by kernel id and label), else those predicted out of fold. A
-    kernel that leaves the GPU idle keeps its zero."""
+    """Times by label, model and kernel id: measured ones, else those predicted out of fold. A kernel that leaves the GPU idle
+    keeps its zero."""
     return {label: {model: {name: measured.get(name, {}).get(label, time) if time else time for name, time in times.items()}
                     for model, times in models.items()}
             for label, models in out_of_fold.items()}
@@ -140,9 +121,9 @@ def tracks(model: MeasuredModel, gpu_ms: Mapping[str, float], launches: Mapping[
     count = [selection_launches(kernel) if selects_boxes(kernel) else launches[kernel.id] for kernel in kernels]
     off_gpu = [False] * len(kernels) if off is None else off.off.tolist()
     kinds = [node_kind(kernel, on_gpu=not is_off) for kernel, is_off in zip(kernels, off_gpu, strict=True)]
-    of_run = Tracks(np.array(gpu) if off is None else np.where(off.off, off.gpu_ms, gpu),
+    both_tracks = Tracks(np.array(gpu) if off is None else np.where(off.off, off.gpu_ms, gpu),
                     np.array(count) if off is None else np.where(off.off, off.launches, count), np.array(kinds, dtype=int))
-    return MeasuredTracks(of_run, host_ms=model.host_ms, latency_ms=model.latency_ms, pace=model.pace,
+    return MeasuredTracks(both_tracks, host_ms=model.host_ms, latency_ms=model.latency_ms, pace=model.pace,
                           off_gpu=None if off is None else off.run)
 
 
@@ -154,13 +135,9 @@ def tracks_of(models: Sequence[MeasuredModel], times: Mapping[str, TimesOfModels
 def kernels_overlap(models: Sequence[MeasuredModel], measured: TimesOfModels) -> bool:
     """Whether the profile of some model shows that its kernels overlap.
 
-    A profile has the time of each node (`kernel_time`) and the time until the next node starts (`node_span`). Where nodes run
-    one after another, as in ONNX Runtime's default execution (on a CPU and in a CUDA stream), none takes longer than its span,
-    so the times add up to no more than the spans. Without these two labels nothing shows an overlap, and the answer is no.
-
-    Args:
-        models: of the fit.
-        measured: measured times (ms) by kernel id and label.
+    A profile has the time of each node (`kernel_time`) and the time until the next node starts (`node_span`). If nodes run one
+    after another, as in ONNX Runtime's default execution (on a CPU and in a CUDA stream), none takes longer than its span, so
+    the times add up to no more than the spans. False without these two labels.
     """
     for model in models:
         profiled = [times for node in model.record.nodes if (times := measured.get(node.kernel_id, {})).keys() >= set(PROFILED)]

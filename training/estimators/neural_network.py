@@ -1,7 +1,7 @@
-"""A small neural network on log(time / roofline): T = F(operator parameters), on the features that the boosters read.
+"""A small neural network that predicts log(time / roofline) from the boosters' features.
 
-Two hidden layers of 64. Sizes are taken as logarithms and all features are standardised. It is saved as its weights, so a
-prediction needs no scikit-learn.
+It has two hidden layers of 64. Sizes are taken as logarithms and all features are standardised. Only its weights are saved, so
+a prediction needs no scikit-learn.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from hase.learned.kernels.estimators import Matrix, OnRoofline, problem_of
+from hase.learned.kernels.estimators import Matrix, OnRoofline
 from hase.learned.kernels.features import KERNEL_FEATURES
-from hase.learned.kernels.interface import Floats, Measured
+from hase.learned.kernels.interface import Estimator, Floats, Measured
+from hase.training.kernels.fitting import problem_of
 from hase.utils.lazy import sklearn
 
 LAYERS = (64, 64)
@@ -22,7 +23,7 @@ EPOCHS = 150
 FURTHEST = 6.0  # standard deviations from the mean: a feature further out is taken as this, or the network runs off to anywhere
 
 
-class NeuralNetwork(OnRoofline):
+class NeuralNetwork(OnRoofline, Estimator):
     """scikit-learn's MLPRegressor with ReLU."""
 
     name = "neural_network"
@@ -64,7 +65,7 @@ class NeuralNetwork(OnRoofline):
 
 
 def _as_sizes(matrix: Matrix) -> Floats:
-    """Logarithms of all features that are none yet; 0 for the code of an unknown type."""
+    """Logarithms of all features that are not yet logarithms; 0 for the code of an unknown type."""
     values = np.nan_to_num(matrix.astype(float))
     is_log = np.append(KERNEL_FEATURES.logarithmic, True)  # the code of the type stays as it is
     return np.where(is_log, values, np.sign(values) * np.log2(1.0 + np.abs(values)))

@@ -1,17 +1,18 @@
-"""The roofline: two rates, a floor and a scale, fitted to the kernels that it is for."""
+"""The roofline as an estimator: two rates, a floor and a scale, fitted to its kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from hase.learned.kernels.estimators import Roofline, fit_roofline
+from hase.learned.kernels.estimators import Roofline
+from hase.learned.kernels.features import KernelRows
 from hase.learned.kernels.interface import Estimator, Floats, Measured
-from hase.learned.kernels.schema import KernelRows
+from hase.training.kernels.fitting import fit_roofline
 
 
 class RooflineEstimator(Estimator):
-    """The time by arithmetic or by memory, whichever is longer, plus a floor; times the median ratio to that."""
+    """The time of arithmetic or memory, whichever is longer, plus a floor; scaled by the median ratio to measured times."""
 
     name = "roofline"
     saved_classes = (Roofline,)

@@ -1,4 +1,4 @@
-"""Trees on log(time / roofline) for all kernels together: XGBoost's boosted ones, and a random forest."""
+"""Trees that predict log(time / roofline) of all kernels together: boosted by XGBoost, or as a random forest."""
 
 from __future__ import annotations
 
@@ -8,31 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hase.learned.kernels.estimators import (
-    FOREST,
-    SHARED,
-    Matrix,
-    OnRoofline,
-    Problem,
-    problem_of,
-    train_booster,
-    train_forest,
-)
-from hase.learned.kernels.interface import Floats, Measured
-from hase.learned.kernels.settings import TrainingConfig
+from hase.learned.kernels.estimators import FOREST, SHARED, Matrix, OnRoofline
+from hase.learned.kernels.interface import Estimator, Floats, Measured, TrainingConfig
+from hase.training.kernels.fitting import Problem, problem_of, train_booster, train_forest
 
 if TYPE_CHECKING:
     import xgboost
 
 
-class Trees(OnRoofline):
-    """Trees whose leaves add up."""
+class Trees(OnRoofline, Estimator):
+    """Learns trees whose leaves add up to log(time / roofline)."""
 
     boosters: Mapping[str, xgboost.Booster]
 
     @abstractmethod
     def train(self, problem: Problem, config: TrainingConfig, label: str) -> xgboost.Booster:
-        """The trees, as a booster."""
+        """Trains the trees and returns them as a booster."""
 
     def fit(self, measured: Measured) -> None:
         problem = problem_of(measured, measured.times_ms, weights=measured.weights)
@@ -51,7 +42,7 @@ class Trees(OnRoofline):
 
 
 class BoostedTrees(Trees):
-    """XGBoost with the settings that the training has for the label."""
+    """XGBoost with the training's settings for the label."""
 
     name = "xgboost"
 
@@ -60,7 +51,7 @@ class BoostedTrees(Trees):
 
 
 class RandomForest(Trees):
-    """scikit-learn's forest, as the settings of the training say. A prediction needs no scikit-learn."""
+    """scikit-learn's forest with the training's settings. A prediction needs no scikit-learn."""
 
     name = FOREST
     version = 2

@@ -1,1 +1,1 @@
-"""Predictors of kernel times."""
+"""Fits predictors of kernel times."""

@@ -1,4 +1,5 @@
-"""Learns the times of one label: cross-validation chooses the predictors and gives their errors, then all rows train them."""
+"""Learns the times of one label: cross-validation chooses the predictors and measures their errors; then all rows train
+them."""
 
 from __future__ import annotations
 
@@ -9,16 +10,29 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hase.learned.kernels import estimators
-from hase.learned.kernels.estimators import FOREST, SHARED, KernelModel, fit_kernel_model
-from hase.learned.kernels.settings import LAUNCHES, TrainingConfig
+from hase.learned.kernels.estimators import (
+    FOREST,
+    SHARED,
+    KernelModel,
+    OtherPredictors,
+    Transferred,
+    design_matrix,
+    table_counts,
+)
+from hase.learned.kernels.interface import TrainingConfig, TrainingSet
 from hase.learned.kernels.sidecar import TypeErrors
-from hase.learned.kernels.transfer import OtherPredictors, Transferred, as_ratios, fit_transferred
-from hase.records.measurement import GPU_LABEL
-from hase.training.kernels.forms_left_out import LeftOutForm, leave_forms_out
-from hase.training.kernels.operators_left_out import LeftOutOperator, leave_operators_out, steady_classes
+from hase.records.measurement import GPU_LABEL, LAUNCHES
+from hase.training.kernels.fitting import (
+    as_ratios,
+    assign_folds,
+    fit_kernel_model,
+    fit_transferred,
+    learning_problem,
+    parallel_map,
+    train_forest,
+)
+from hase.training.kernels.left_out import LeftOutForm, LeftOutOperator, leave_forms_out, leave_operators_out, steady_classes
 from hase.training.kernels.targets import CONFIG
-from hase.training.kernels.training_set import TrainingSet
 from hase.utils.errors import UserError
 from hase.utils.lazy import pandas as pd
 from hase.utils.logger import get_logger
@@ -31,14 +45,8 @@ MARGIN = 0.97  # a type gets another predictor than the shared one only if its e
 
 @dataclass(frozen=True)
 class Trained:
-    """The predictors of one label, and their errors on held-out kernels.
-
-    Attributes:
-        times_ms: of each kernel by id, idle: measured, and predicted by a training without the kernel.
-        left_out: what trainings without an operator make of its kernels.
-        forms_left_out: the same of trainings without a form; of label `gpu` alone, since GPUs' libraries have the most
-            algorithms to choose from.
-    """
+    """The predictors of one label, and their errors on held-out kernels. `times_ms` are measured and out-of-fold idle times by
+    kernel id. Forms are left out only of label `gpu`, since GPUs' libraries have the most algorithms."""
 
     label: str
     model: KernelModel | Transferred
@@ -49,60 +57,58 @@ class Trained:
 
 
 @dataclass(frozen=True)
-class LeftOut:
-    """The times (ms) that each estimator predicts for the rows that were held out of its training; NaN where it has none."""
+class HeldOutTimes:
+    """The times (ms) that each estimator predicts for rows held out of its training; NaN if it predicts none."""
 
     shared_ms: Floats
     dedicated_ms: Floats
     forest_ms: Floats
     roofline_ms: Floats
 
-    def from_ratios(self, other_ms: Floats, plain: LeftOut) -> LeftOut:
-        """The times that predicted ratios to the times of another device give; those of the roofline, which is for comparison
-        alone, are taken from `plain`."""
-        return LeftOut(self.shared_ms * other_ms, self.dedicated_ms * other_ms, self.forest_ms * other_ms, plain.roofline_ms)
+    def from_ratios(self, other_ms: Floats, plain: HeldOutTimes) -> HeldOutTimes:
+        """The times from predicted ratios to the times of another device; the roofline's, for comparison, are those of
+        `plain`."""
+        return HeldOutTimes(self.shared_ms * other_ms, self.dedicated_ms * other_ms, self.forest_ms * other_ms,
+                            plain.roofline_ms)
 
     def shipped(self, rows: TrainingSet, chosen: Mapping[str, str]) -> Floats:
-        """The times by the predictors that are saved if `chosen` ones (see `fit_kernel_model`) are."""
+        """The times by the predictors that are saved with these `chosen` ones (see `fit_kernel_model`)."""
         by_forest = np.isin(rows.types, [name for name, predictor in chosen.items() if predictor == FOREST])
         dedicated = np.isin(rows.types, list(chosen)) & np.isfinite(self.dedicated_ms)
         return np.where(by_forest, self.forest_ms, np.where(dedicated, self.dedicated_ms, self.shared_ms))
 
 
-def cross_validate(rows: TrainingSet, label: str, candidates: Sequence[str], config: TrainingConfig) -> LeftOut:
-    """Predictions of every row by estimators that were trained without the rows of its kernel; dedicated ones for the types in
-    `candidates`."""
-    folds = estimators.assign_folds(rows.ids, rows.types, config.folds, config.seed)
+def cross_validate(rows: TrainingSet, label: str, candidates: Sequence[str], config: TrainingConfig) -> HeldOutTimes:
+    """Predicts every row by estimators trained without the rows of its kernel; dedicated ones for the types in `candidates`."""
+    folds = assign_folds(rows.ids, rows.types, config.folds, config.seed)
 
     def one_fold(fold: int) -> tuple[npt.NDArray[np.bool_], Floats]:
         test = folds == fold
         train, left = rows.rows(~test), rows.rows(test)
-        problem = estimators.learning_problem(train, label)
-        model = estimators.fit_kernel_model(train, label, {name: name for name in candidates}, config, problem)
-        alone = replace(model, predictor_of=dict.fromkeys(problem.type_codes, estimators.SHARED))
-        bound = problem.roofline.bound_ms(left.flops, left.bytes_moved, estimators.table_counts(left.schema, left.features))
-        read = estimators.design_matrix(left.types, left.features, left.load, problem.type_codes)
-        forest = estimators.train_forest(problem.matrix, problem.log_ratios, config.forest, config.seed, problem.weights)
-        is_dedicated = np.array([model.predictor_of.get(name, estimators.SHARED) != estimators.SHARED for name in left.types])
+        problem = learning_problem(train, label)
+        model = fit_kernel_model(train, label, {name: name for name in candidates}, config, problem)
+        alone = replace(model, predictor_of=dict.fromkeys(problem.type_codes, SHARED))
+        bound = problem.roofline.bound_ms(left.flops, left.bytes_moved, table_counts(left.schema, left.features))
+        read = design_matrix(left.types, left.features, left.load, problem.type_codes)
+        forest = train_forest(problem.matrix, problem.log_ratios, config.forest, config.seed, problem.weights)
+        is_dedicated = np.array([model.predictor_of.get(name, SHARED) != SHARED for name in left.types])
         return test, np.column_stack([
-            estimators.predict_rows(alone, left), np.where(is_dedicated, estimators.predict_rows(model, left), np.nan),
+            alone.predict_ms(left.kernels), np.where(is_dedicated, model.predict_ms(left.kernels), np.nan),
             bound * np.exp(forest.inplace_predict(read)), bound * problem.roofline.scale])
 
     predicted = np.full((len(rows), 4), np.nan)
-    for test, times in estimators.parallel_map(one_fold, sorted(set(folds.tolist())), config.workers):
+    for test, times in parallel_map(one_fold, sorted(set(folds.tolist())), config.workers):
         predicted[test] = times
-    return LeftOut(*predicted.T)
+    return HeldOutTimes(*predicted.T)
 
 
-def choose_predictors(rows: TrainingSet, label: str, left_out: LeftOut, candidates: Sequence[str],
+def choose_predictors(rows: TrainingSet, label: str, left_out: HeldOutTimes, candidates: Sequence[str],
                       config: TrainingConfig) -> dict[str, str]:
-    """The predictors that are chosen for kernel types (see `fit_kernel_model`), by their errors on held-out idle rows.
+    """Chooses the predictors of kernel types (see `fit_kernel_model`) by their errors on held-out idle rows.
 
-    One replaces that before it, in the order shared, dedicated and random forest, where its error is clearly smaller. The types
-    with few kernels all get the forest, or none of them. Without xgboost in the settings the forest predicts all types.
-
-    Args:
-        candidates: the types that have enough kernels.
+    In the order shared, dedicated and random forest, one replaces the one before if its error is clearly smaller. Types with
+    few kernels all get the forest, or none of them. Without xgboost in the settings the forest predicts all types. `candidates`
+    are the types with enough kernels.
     """
     types = sorted(set(rows.types.tolist()))
     if "xgboost" not in config.estimators:
@@ -128,10 +134,10 @@ def choose_predictors(rows: TrainingSet, label: str, left_out: LeftOut, candidat
     return chosen
 
 
-def type_errors(rows: TrainingSet, label: str, left_out: LeftOut, chosen_predictors: Mapping[str, str],
+def type_errors(rows: TrainingSet, label: str, left_out: HeldOutTimes, chosen_predictors: Mapping[str, str],
                 short_ms: float) -> tuple[TypeErrors, ...]:
-    """Errors on held-out kernels, of all types together and of each: on idle rows, on idle rows of at least `short_ms` (where
-    the label is a time), on all rows, and on rows under load."""
+    """Errors on held-out kernels, of all types together and of each, for several sets of rows. The sets are idle rows, idle
+    rows of at least `short_ms` (if the label is a time), all rows, and rows under load."""
     measured = rows.times_ms[label]
     shipped = left_out.shipped(rows, chosen_predictors)
     sets: dict[str, Any] = {"idle": rows.idle}
@@ -158,7 +164,7 @@ def type_errors(rows: TrainingSet, label: str, left_out: LeftOut, chosen_predict
 
 
 def idle_times(rows: TrainingSet, label: str, predicted: Floats) -> dict[str, tuple[float, float]]:
-    """The idle times (ms) of each kernel by id: measured, and as in `predicted` (one per row); medians over the machines."""
+    """The idle times (ms) of each kernel by id: measured, and from `predicted` (one per row); medians over the machines."""
     times = pd.DataFrame({"measured": rows.times_ms[label], "predicted": predicted})[rows.idle]
     return {str(name): (float(measured), float(guess))
             for name, measured, guess in times.groupby(rows.ids[rows.idle]).median().itertuples()}
@@ -166,22 +172,18 @@ def idle_times(rows: TrainingSet, label: str, predicted: Floats) -> dict[str, tu
 
 @dataclass(frozen=True)
 class Chosen:
-    """What cross-validation says of one way to learn: its predictions, the predictors that it chose (see `fit_kernel_model`),
-    their errors."""
+    """The outcome of cross-validation for one way to learn: predictions, chosen predictors (see `fit_kernel_model`), their
+    errors."""
 
-    left_out: LeftOut
+    left_out: HeldOutTimes
     predictors: dict[str, str]
     errors: tuple[TypeErrors, ...]
 
 
 def train_label(rows: TrainingSet, label: str, config: TrainingConfig, start_from: OtherPredictors | None = None) -> Trained:
-    """The predictors of one label, chosen by cross-validation and trained on all of its rows, with their errors.
-
-    With the predictors of another target, those that correct them are trained too, and kept if they err less.
-
-    Raises:
-        UserError: there are fewer kernels than folds.
-    """
+    """The predictors of one label, chosen by cross-validation and trained on all of its rows, with their errors. Corrections of
+    the predictors of `start_from`, if given, are trained too, and kept if their error is smaller. Raises UserError: there are
+    fewer kernels than folds."""
     rows = rows.rows(np.isfinite(rows.times_ms[label]))
     kernels = sorted(set(zip(rows.ids.tolist(), rows.types.tolist(), strict=True)))
     if len(kernels) < config.folds:
@@ -193,7 +195,7 @@ def train_label(rows: TrainingSet, label: str, config: TrainingConfig, start_fro
     enough = [name for name, count in counts.items() if count >= config.own_min_kernels]
     dedicated = [] if config.booster(label).own_predictors == "none" or "xgboost" not in config.estimators else enough
 
-    def chosen(left_out: LeftOut) -> Chosen:
+    def chosen(left_out: HeldOutTimes) -> Chosen:
         predictors = choose_predictors(rows, label, left_out, enough, config)
         return Chosen(left_out, predictors, type_errors(rows, label, left_out, predictors, config.short_ms))
 

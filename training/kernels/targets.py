@@ -1,13 +1,13 @@
-"""What the scripts in training/ share: their options, and a loop over targets with one result each."""
+"""Shared by the scripts in training/: their options, and a loop over targets with one result each."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from hase.learned.kernels.sidecar import TRAIN, sidecar_path
+from hase.learned import target_files
+from hase.learned.target_files import TRAIN
 from hase.utils import cli
 from hase.utils.paths import ROOT, Workspace, targets_in
 
@@ -27,24 +27,18 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def trained_targets(workspace: Workspace) -> list[str]:
-    """Every target that has predictors.
-
-    Raises:
-        UserError: none has.
-    """
-    return targets_in(workspace.predictors(""), sidecar_path(Path()).name, f"no predictors; train them with: {TRAIN}")
+    """Every target that has predictors."""
+    return targets_in(workspace.predictors(""), target_files.PREDICTORS.name, f"no predictors; train them with: {TRAIN}")
 
 
-def for_each_target(targets: Iterable[str], work: Callable[[str, Show], Any], as_json: bool) -> dict[str, Any]:
-    """The result of `work` by target, for JSON.
-
-    Args:
-        targets: their names, in the order of work.
-        work: takes a target and a function that prints a table; returns the target's result.
-        as_json: whether tables are not printed, since the caller prints the results as JSON.
-    """
+def for_each_target(targets: Iterable[str], work: Callable[[str, Show], Any], as_json: bool, as_list: bool = False) -> None:
+    """Calls `work` for each target, and prints its tables or, with `as_json`, the results. `work` takes a target and a function
+    that prints a table, and returns the result for JSON. `as_list`: the JSON is a list of the results, else an object by
+    target."""
     def show(rows: Sequence[Mapping[str, Any]], title: str) -> None:
         if not as_json:
             cli.print_table(rows, title)
 
-    return {target: work(target, show) for target in targets}
+    results = {target: work(target, show) for target in targets}
+    if as_json:
+        cli.print_json(list(results.values()) if as_list else results)

@@ -1,1 +1,1 @@
-"""Pages to look at: one HTML file each, which needs no network."""
+"""Writes answers as pages: one HTML file each, which needs no network."""

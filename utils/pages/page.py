@@ -1,28 +1,33 @@
-"""What a page holds: an answer, facts, plots, tables, warnings, and how to make it again. It knows no kernels.
+"""The contents of a page: an answer, facts, plots, tables, warnings, and the command that produces it.
 
-`rendering.py` makes the HTML file; `svg.py` draws `Chart` and `Bars` without a browser.
+`rendering.py` makes the HTML file; `charts.py` draws `Chart` and `Bars` without a browser.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 Tone = Literal["", "good", "bad", "doubtful"]
-OTHER = "other"  # what has no colour of its own
+OTHER = "other"  # names without a colour
 COLOURS = 6  # things that a page tells apart by their colour; the rest is OTHER
+LEAST_TICKS = 4
+LINEAR_TICKS = 6
+LOG_FROM = 20.0  # times the smallest number: from there on, an axis is logarithmic
+MARGIN = 0.05  # of the range, on each side
+TICK_STEPS = (  # within a decade; the coarsest first
+    (1.0,), (1.0, 3.0), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 5.0, 7.0), tuple(1 + n / 2 for n in range(18)),
+    tuple(1 + n / 5 for n in range(45)), tuple(1 + n / 10 for n in range(90)))
 
 
 @dataclass(frozen=True)
 class Fact:
-    """A number that stands out.
+    """A prominent number, with a note below it.
 
     Attributes:
-        name: what it is.
-        value, unit: as they are shown.
-        note: a line below.
-        between: the ends of its interval and the number itself, which are drawn as a line with a dot: low, number, high.
+        between: low, number and high of its interval, drawn as a line with a dot.
     """
 
     name: str
@@ -43,15 +48,14 @@ class Shares:
 
 
 @dataclass(frozen=True)
-class Table:
+class PageTable:
     """Rows as a table that can be sorted and filtered.
 
     Attributes:
-        rows: by column; all have the columns of the first.
-        title: above it; "" for none.
-        bar: the column whose numbers are drawn as bars too; "" for none.
-        coloured: the column whose words have the colours of the page; "" for none.
-        most: number of rows that are shown until the reader asks for all.
+        rows: all have the columns of the first.
+        bar: the column whose numbers are also drawn as bars; "" for none.
+        coloured: the column whose words are coloured; "" for none.
+        most: number of rows shown until the reader asks for all.
     """
 
     rows: Sequence[Mapping[str, Any]]
@@ -63,12 +67,12 @@ class Table:
 
 @dataclass(frozen=True)
 class Grid:
-    """Numbers by two things: a table whose cells are the darker, the larger their numbers are; on a logarithmic scale.
+    """A table of numbers whose cells are darker for larger numbers, on a logarithmic scale.
 
     Attributes:
         down, across: what the rows and the columns are.
-        cells: by row and column; None where there is no number.
-        notes: of the cells, for the reader who points at one, and marked by an asterisk; by row and column.
+        cells: by row and column; None for no number.
+        notes: by row and column, shown at the pointer; such cells have an asterisk.
     """
 
     title: str
@@ -80,7 +84,7 @@ class Grid:
     notes: Mapping[tuple[int, int], str] = field(default_factory=dict)
 
 
-class Axis(NamedTuple):
+class ChartAxis(NamedTuple):
     """An axis of a chart; `log`: whether it is logarithmic; `zero`: whether it begins at 0."""
 
     title: str
@@ -88,15 +92,15 @@ class Axis(NamedTuple):
     zero: bool = False
 
 
-class Series(NamedTuple):
+class ChartSeries(NamedTuple):
     """Points of a chart that belong together.
 
     Attributes:
-        low, high: the intervals of `y`, drawn as a band around a line, or as a whisker at each point; empty where unknown.
-        labels: of the points, for the reader who points at one.
+        low, high: intervals of `y`, drawn as a band or as whiskers; empty if unknown.
+        labels: of the points, shown at the pointer.
         line: whether a line joins the points.
-        dash: how it is drawn: "", "dashed" or "dotted".
-        marked: the places of points that are drawn as crosses.
+        dash: "", "dashed" or "dotted".
+        marked: indices of points drawn as crosses.
     """
 
     name: str
@@ -111,7 +115,7 @@ class Series(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """A horizontal line with a name."""
+    """A named horizontal line."""
 
     name: str
     y: float
@@ -122,14 +126,14 @@ class Chart:
     """Lines with bands, or points with whiskers.
 
     Attributes:
-        ticks: the places of the numbers of the x axis; empty where the axis chooses them.
-        equality: draw the line x = y, and a band around it of this width, a ratio; for axes in the same unit.
+        ticks: numbers on the x axis; empty for automatic ones.
+        equality: draws the line x = y with a band of this relative width; for axes in the same unit.
     """
 
     title: str
-    x: Axis
-    y: Axis
-    series: Sequence[Series]
+    x: ChartAxis
+    y: ChartAxis
+    series: Sequence[ChartSeries]
     limits: Sequence[Limit] = ()
     ticks: Sequence[float] = ()
     equality: float | None = None
@@ -137,7 +141,7 @@ class Chart:
 
 
 class Bar(NamedTuple):
-    """A bar, or its end and its interval."""
+    """A bar: its end and its interval."""
 
     name: str
     value: float
@@ -151,26 +155,21 @@ class Bars:
     """Numbers with intervals side by side, one line each; `limit`: a line across all of them."""
 
     title: str
-    axis: Axis
+    axis: ChartAxis
     bars: Sequence[Bar]
     limit: Limit | None = None
     kind: str = field(default="bars", init=False)
 
 
 @dataclass
-class Part:
-    """A part of a whole that is made of parts. Only those without parts have an `amount` of their own.
-
-    Attributes:
-        group: what it has its colour by.
-        note: for the reader who points at it.
-    """
+class TreeMapPart:
+    """A part of a whole, which may have parts itself; only the smallest have an `amount`. `group` decides its colour."""
 
     name: str
     amount: float = 0.0
     group: str = ""
     note: str = ""
-    parts: dict[str, Part] = field(default_factory=dict)
+    parts: dict[str, TreeMapPart] = field(default_factory=dict)
 
     @property
     def total(self) -> float:
@@ -182,13 +181,13 @@ class TreeMap:
     """A whole as nested areas; `unit`: of the amounts."""
 
     title: str
-    whole: Part
+    whole: TreeMapPart
     unit: str
     kind: str = field(default="treemap", init=False)
 
 
-class Span(NamedTuple):
-    """A stretch of time on a track, in ms; `group`: what it has its colour by."""
+class TimelineSpan(NamedTuple):
+    """A stretch of time on a track, in ms; `group` decides its colour."""
 
     begins: float
     ends: float
@@ -201,16 +200,16 @@ class Timeline:
     """What happens when, on tracks below each other."""
 
     title: str
-    tracks: Mapping[str, Sequence[Span]]
+    tracks: Mapping[str, Sequence[TimelineSpan]]
     kind: str = field(default="timeline", init=False)
 
 
 Plot = Chart | Bars | TreeMap | Timeline
-Piece = Plot | Table | Shares | Grid
+Piece = Plot | PageTable | Shares | Grid
 
 
 @dataclass(frozen=True)
-class Section:
+class PageSection:
     """A part of a page under a heading; `folded`: it is shown when the reader asks for it."""
 
     title: str
@@ -224,15 +223,11 @@ class Page:
     """A page.
 
     Attributes:
-        kind: of answer, as words: `Predicted latency`.
-        title: what it is about; the browser's title too.
-        answer: one sentence.
-        more: sentences below it.
-        facts: the numbers that stand out.
-        sections: in order.
-        warnings: whom each concerns, by its text; empty where it concerns all.
-        basis: what the answer rests on: values by name.
-        colours: what has a colour of its own on this page, in order; COLOURS at most.
+        kind: the kind of answer in words, e.g. `Predicted latency`.
+        title: what it is about; also the browser's title.
+        warnings: by text, the names that each concerns; empty if it concerns all.
+        basis: what the answer is based on, by name.
+        colours: names that have a colour on this page, in order; at most COLOURS.
     """
 
     kind: str
@@ -240,7 +235,80 @@ class Page:
     answer: str
     more: Sequence[str] = ()
     facts: Sequence[Fact] = ()
-    sections: Sequence[Section] = ()
+    sections: Sequence[PageSection] = ()
     warnings: Mapping[str, Sequence[str]] = field(default_factory=dict)
     basis: Mapping[str, str] = field(default_factory=dict)
     colours: Sequence[str] = ()
+
+
+class Scale(NamedTuple):
+    """An axis from `low` to `high`, with numbers at `ticks`."""
+
+    title: str
+    log: bool
+    low: float
+    high: float
+    ticks: tuple[float, ...]
+
+    def share(self, value: float) -> float:
+        """Where a value lies on the axis: 0 at its beginning, 1 at its end."""
+        low, high, at = (math.log(number) for number in (self.low, self.high, max(value, self.low))) if self.log else (
+            self.low, self.high, value)
+        return (at - low) / (high - low)
+
+
+def axis_for(title: str, values: Iterable[float]) -> ChartAxis:
+    """The axis for some numbers: from 0, or logarithmic if the largest is many times the smallest."""
+    positive = [value for value in values if value > 0]
+    log = bool(positive) and max(positive) > LOG_FROM * min(positive)
+    return ChartAxis(title, log, zero=not log)
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Round numbers from `low` to `high` for a logarithmic axis: as few as possible, but at least LEAST_TICKS."""
+    values: list[float] = []
+    for steps in TICK_STEPS:
+        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        values = [value for decade in decades for step in steps if low <= (value := float(f"{step:g}e{decade}")) <= high]
+        if len(values) >= LEAST_TICKS:
+            break
+    return values
+
+
+def linear_ticks(low: float, high: float) -> list[float]:
+    """About LINEAR_TICKS round numbers from `low` to `high`."""
+    rough = (high - low) / LINEAR_TICKS
+    decade = 10.0 ** math.floor(math.log10(rough))
+    step = min((factor * decade for factor in (1.0, 2.0, 2.5, 5.0, 10.0)), key=lambda size: abs(size - rough))
+    first = math.ceil(low / step - 1e-9)
+    return [round(number * step, 12) for number in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def scale(axis: ChartAxis, values: Iterable[float], ticks: Sequence[float] = ()) -> Scale:
+    """The scale of an axis that shows all `values`, with the given `ticks` if any."""
+    known = [value for value in values if math.isfinite(value) and (value > 0 or not axis.log)] or [1.0]
+    low, high = min(known), max(known)
+    if axis.log:
+        factor = max(high / low, 1.2) ** MARGIN
+        low, high = low / factor, high * factor
+        return Scale(axis.title, True, low, high, tuple(ticks or log_ticks(low, high)))
+    low, high = (min(low, 0.0), max(high, 0.0)) if axis.zero else (low, high)
+    margin = MARGIN * ((high - low) or abs(high) or 1.0)
+    low, high = (low if axis.zero and not low else low - margin), (high if axis.zero and not high else high + margin)
+    return Scale(axis.title, False, low, high, tuple(ticks or linear_ticks(low, high)))
+
+
+def scales_of(chart: Chart) -> tuple[Scale, Scale]:
+    """The scales of a chart's x and y axis."""
+    across = [value for series in chart.series for value in series.x]
+    up = [value for series in chart.series for value in (*series.y, *series.low, *series.high)]
+    up += [limit.y for limit in chart.limits]
+    if chart.equality is not None:
+        across = up = [*across, *up]
+    return scale(chart.x, across, chart.ticks), scale(chart.y, up)
+
+
+def scale_of(bars: Bars) -> Scale:
+    """The scale of the bars' axis."""
+    ends = [end for bar in bars.bars for end in (bar.value, bar.low, bar.high) if end is not None]
+    return scale(bars.axis, [*ends, *([bars.limit.y] if bars.limit else ())])

@@ -1,4 +1,4 @@
-"""Makes the HTML file of a page: template, style, script, the plots' data and ECharts, all in one."""
+"""Makes the HTML file of a page (template, style, script, data and ECharts in one), and cards for notebooks."""
 
 from __future__ import annotations
 
@@ -10,51 +10,73 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from hase.utils import cli, files
+from hase.utils import files
 from hase.utils.errors import UserError
 from hase.utils.lazy import jinja2
-from hase.utils.pages.page import COLOURS, OTHER, Bars, Chart, Grid, Page, Part, Piece, Plot, Table, Timeline, TreeMap
-from hase.utils.pages.scales import Scale, scale_of, scales_of
-from hase.utils.pages.svg import drawing_of
+from hase.utils.pages.charts import chart_svg
+from hase.utils.pages.page import (
+    COLOURS,
+    OTHER,
+    Bars,
+    Chart,
+    Grid,
+    Page,
+    PageTable,
+    Piece,
+    Plot,
+    Scale,
+    Shares,
+    Timeline,
+    TreeMap,
+    TreeMapPart,
+    scale_of,
+    scales_of,
+)
 from hase.utils.paths import ROOT
+from hase.utils.text import cell
 
 MOST_BYTES = 2_000_000  # of a page, ECharts included
 FOLDER = Path(__file__).parent
 ECHARTS = FOLDER / "echarts" / "echarts.min.js"
-PACKAGES = ("onnxruntime", "onnxruntime-gpu", "onnx", "numpy", "xgboost-cpu", "xgboost")  # whose versions a page names
+PACKAGES = ("onnxruntime", "onnxruntime-gpu", "onnx", "numpy", "xgboost-cpu", "xgboost")  # packages whose versions a page shows
 LEAST_RATIO = 2.0  # between the numbers of the lightest and the darkest cell of a grid
 DIGITS = 6  # of the numbers in plots
+CARD = ("display:inline-block;border:1px solid rgba(127,127,127,.35);border-radius:8px;padding:10px 14px;max-width:640px;"
+        "font-family:system-ui,sans-serif;font-size:13px;line-height:1.4;text-align:left;white-space:normal")
+FAINT = "opacity:.65;font-size:12px"
+NUMBER = "font-size:18px;font-weight:600"
+FIELD = "display:inline-block;vertical-align:top;margin:6px 22px 0 0"
+DOUBT = "#b7791f"  # readable on white and on black
+NOTED = 3  # notes that a card shows
+CELL = "padding:2px 10px;text-align:{};white-space:nowrap"
 
 
 def write_page(page: Page, path: Path) -> None:
-    """Writes a page as one HTML file, with the command that is running as the one that makes it again.
-
-    Raises:
-        UserError: it would be larger than MOST_BYTES.
-    """
-    html = html_of(page, command_line(), datetime.now(UTC).astimezone())
+    """Writes a page as one HTML file that names the current command as its source."""
+    html = page_html(page, command_line(), datetime.now(UTC).astimezone())
     if (size := len(html.encode())) > MOST_BYTES:
         raise UserError(f"{path}: the page would have {size / 1e6:.1f} MB, more than {MOST_BYTES / 1e6:.0f}: ask for less at "
                         "once")
     files.write_text(path, html)
 
 
-def html_of(page: Page, command: str, made: datetime) -> str:
-    """The page as HTML; `command` makes it again."""
+def page_html(page: Page, command: str, made: datetime) -> str:
+    """The page as HTML; `command` is the command that produces it."""
     plots: list[dict[str, Any]] = []
 
-    def place(plot: Plot) -> int:
+    def index(plot: Plot) -> int:
         plots.append(payload(plot, page.colours))
         return len(plots) - 1
 
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(FOLDER), autoescape=True, trim_blocks=True,
                                      lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    environment.filters |= {"cell": cell, "bar": bar_width, "colour": lambda name: colour_of(str(name), page.colours)}
-    environment.globals |= {"place": place, "drawing": drawing_of, "what": what, "interval": interval_of,
+    environment.filters |= {"cell": page_cell, "bar": bar_width, "colour": lambda name: colour_of(str(name), page.colours)}
+    environment.globals |= {"place": index, "drawing": chart_svg, "what": what, "interval": interval_of,
                             "shades": shades_of}
     body = environment.get_template("page.html").render(
         page=page, command=command, made=made, versions=versions(), script_of=read, colours=_legend(page))
@@ -68,12 +90,12 @@ def read(name: str) -> str:
 
 
 def _legend(page: Page) -> list[tuple[str, int]]:
-    """What has a colour on the page, and its number."""
-    return [(name, place) for place, name in enumerate(page.colours[:COLOURS])] + [(OTHER, -1)]
+    """The names that have a colour on the page, and the colour numbers."""
+    return [(name, index) for index, name in enumerate(page.colours[:COLOURS])] + [(OTHER, -1)]
 
 
 def command_line() -> str:
-    """The command that is running, as one types it in the repository."""
+    """The current command, as typed in the repository."""
     script = Path(sys.argv[0]).resolve()
     name = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script
     return shlex.join(["python", str(name), *sys.argv[1:]])
@@ -92,16 +114,16 @@ def versions() -> dict[str, str]:
 
 def what(piece: Piece) -> str:
     """The kind of a piece, for the template."""
-    return {"Table": "table", "Shares": "shares", "Grid": "grid"}.get(type(piece).__name__, "plot")
+    return {PageTable: "table", Shares: "shares", Grid: "grid"}.get(type(piece), "plot")
 
 
-def cell(value: Any) -> str:
-    """A cell of a table: as the command line prints it; a missing one is empty."""
-    return "" if value is None else cli.cell(value)
+def page_cell(value: Any) -> str:
+    """A table cell, formatted as on the command line; empty for a missing value."""
+    return "" if value is None else cell(value)
 
 
-def bar_width(value: Any, table: Table) -> float:
-    """How long the bar of a cell is, in per cent of the longest."""
+def bar_width(value: Any, table: PageTable) -> float:
+    """The length of a cell's bar, in per cent of the longest."""
     longest = max((number for row in table.rows if (number := _number(row[table.bar])) is not None), default=0.0)
     return 100 * (_number(value) or 0.0) / longest if longest else 0.0
 
@@ -115,7 +137,7 @@ def shades_of(grid: Grid) -> list[list[float]]:
 
 
 def interval_of(between: tuple[float, float, float]) -> list[float]:
-    """Where low end, value and high end of an interval stand on a line from 0 to 100, with a margin."""
+    """Positions of low end, value and high end of an interval on a line from 0 to 100, with a margin."""
     low, value, high = between
     span = (high - low) or 1.0
     return [6.0, 6.0 + 88 * (value - low) / span, 94.0]
@@ -135,7 +157,7 @@ def colour_of(group: str, colours: Sequence[str]) -> int:
 
 
 def payload(plot: Plot, colours: Sequence[str]) -> dict[str, Any]:
-    """A plot as the page's script reads it."""
+    """A plot as data for the page's script."""
     if isinstance(plot, TreeMap):
         return {"kind": plot.kind, "title": plot.title, "unit": plot.unit, "whole": _nested(plot.whole, colours)}
     if isinstance(plot, Timeline):
@@ -159,7 +181,7 @@ def _scale(scale: Scale) -> dict[str, Any]:
     return _rounded(scale._asdict())
 
 
-def _nested(part: Part, colours: Sequence[str]) -> dict[str, Any]:
+def _nested(part: TreeMapPart, colours: Sequence[str]) -> dict[str, Any]:
     document: dict[str, Any] = {"name": part.name, "value": _short(part.total)}
     if part.parts:
         return document | {"children": [_nested(child, colours) for child in part.parts.values()]}
@@ -167,7 +189,7 @@ def _nested(part: Part, colours: Sequence[str]) -> dict[str, Any]:
 
 
 def _rounded(value: Any) -> Any:
-    """The same with shorter numbers; NaN and infinity, which JSON has not, become None."""
+    """The value with shorter numbers; NaN and infinity, which JSON lacks, become None."""
     if isinstance(value, float):
         return _short(value)
     if isinstance(value, Mapping):
@@ -177,3 +199,44 @@ def _rounded(value: Any) -> Any:
 
 def _short(value: float) -> float | None:
     return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+
+
+class CardField(NamedTuple):
+    """A number of a card; `note`: below it."""
+
+    name: str
+    value: str
+    note: str = ""
+
+
+def card(title: str, subtitle: str, fields: Sequence[CardField], notes: Sequence[str] = (), doubt: str = "") -> str:
+    """A card for a notebook.
+
+    Args:
+        title, subtitle: what the answer is about, and its conditions.
+        notes: the first NOTED are shown.
+        doubt: a word that stands out; "" for none.
+    """
+    numbers = "".join(f'<span style="{FIELD}"><span style="{FAINT}">{escape(field.name)}</span><br>'
+                      f'<span style="{NUMBER}">{escape(field.value)}</span><br>'
+                      f'<span style="{FAINT}">{escape(field.note)}</span></span>' for field in fields)
+    mark = f' <span style="color:{DOUBT};font-weight:600">{escape(doubt)}</span>' if doubt else ""
+    more = [f"and {len(notes) - NOTED} more"] if len(notes) > NOTED else []
+    below = "".join(f"<br>{escape(note)}" for note in [*notes[:NOTED], *more])
+    warned = f'<div style="{FAINT};margin-top:6px">Before you rely on it:{below}</div>' if below else ""
+    return (f'<div style="{CARD}"><b>{escape(title)}</b>{mark}<br><span style="{FAINT}">{escape(subtitle)}</span>'
+            f"<div>{numbers}</div>{warned}</div>")
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as a table with the columns of the first one."""
+    if not rows:
+        return "<p>nothing</p>"
+    head = "".join(f'<th style="{CELL.format("left")}">{escape(column)}</th>' for column in rows[0])
+    body = "".join(f"<tr>{''.join(_cell(row[column]) for column in rows[0])}</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _cell(value: Any) -> str:
+    side = "right" if isinstance(value, (int, float)) and not isinstance(value, bool) else "left"
+    return f'<td style="{CELL.format(side)}">{escape(cell(value))}</td>'

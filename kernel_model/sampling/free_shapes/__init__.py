@@ -1,1 +1,1 @@
-"""Kernels of no model, one file for each class of operators."""
+"""Draws kernels of no model: a module per class of operators, and a table of what is drawn how often."""

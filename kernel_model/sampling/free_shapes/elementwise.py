@@ -1,4 +1,4 @@
-"""Operators that work element by element, with one, two or three tensors."""
+"""Draws elementwise operators on one, two or three tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from hase.kernel_model.sampling.free_shapes.sizes import (
     CONTRIB,
     Generator,
-    Sizes,
+    SizesByLetter,
     activation_shape,
     as_float32,
     channels,
@@ -35,7 +35,7 @@ LOWEST = {"float32": float(np.finfo(np.float32).min), "float16": float(np.finfo(
 
 
 def activation(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """One value in, one out; of an image or of tokens."""
+    """An activation of an image or of tokens."""
     near = side(generator)
     image = (batch, channels_at(near, generator), near, near)
     shape = image if generator.random() < 0.75 else (batch, tokens(1, generator)[2], channels(generator, 64, 5120))
@@ -45,7 +45,7 @@ def activation(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def unary(op: str, dtype: str, batch: int, generator: Generator) -> Kernel:
-    """One value in, one out, of any rank."""
+    """An elementwise operator on one tensor of any rank."""
     return _unary(op, dtype, activation_shape(batch, generator))
 
 
@@ -58,7 +58,7 @@ def _unary(op: str, dtype: str, shape: Sequence[int]) -> Kernel:
 
 
 def other_operand(dtype: str, shape: Sequence[int], generator: Generator) -> KernelInput:
-    """What is added to a tensor or multiplied by it: as large, or of size 1 along some axes, which are then broadcast."""
+    """A second operand: of the same shape, or of size 1 along some axes (broadcast)."""
     rank = len(shape)
     kind = str(generator.choice(["same", "number", "last", "channel", "some", "table", "row"],
                                 p=[0.36, 0.16, 0.1, 0.08, 0.2, 0.05, 0.05]))
@@ -80,7 +80,7 @@ def other_operand(dtype: str, shape: Sequence[int], generator: Generator) -> Ker
 
 
 def arithmetic(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Two tensors in: of one shape, a scale for each channel of each image, or a constant for each of the last channels."""
+    """Arithmetic on an image and another image, a scale per channel of each image, or a constant per last channel."""
     near = side(generator)
     wide = channels_at(near, generator)
     shape: tuple[int, ...] = (batch, wide, near, near)
@@ -97,7 +97,7 @@ def arithmetic(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def binary(op: str, dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Two tensors in, of any rank, one of them broadcast or not, or each along its own axis."""
+    """An elementwise operator on two tensors of any rank, with or without broadcasting."""
     shape = activation_shape(batch, generator)
     first, second = tensor(dtype, *shape), other_operand(dtype, shape, generator)
     if len(shape) > 1 and generator.random() < 0.04:  # each along its own axis
@@ -108,29 +108,29 @@ def binary(op: str, dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def power(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """To a constant power."""
+    """Pow with a constant exponent."""
     shape = activation_shape(batch, generator)
     exponent = scalar(dtype, float(generator.choice([2.0, 0.5, 3.0, 1.5], p=[0.6, 0.15, 0.15, 0.1])))
     return kernel("Pow", [tensor(dtype, *shape), exponent], [shape])
 
 
 def several(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """The sum, the largest or the smallest of two to four tensors."""
+    """The sum, maximum or minimum of two to four tensors."""
     shape = activation_shape(batch, generator)
     count = pick([2, 2, 3, 4], generator)
     return kernel(str(generator.choice(["Sum", "Max", "Min"])), [tensor(dtype, *shape)] * count, [shape])
 
 
 def slopes(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """PRelu: a slope for each channel."""
-    shape = Sizes(batch, generator).shape(str(generator.choice(["bcss", "bcl", "bcfss"], p=[0.8, 0.1, 0.1])))
+    """PRelu with a slope per channel."""
+    shape = SizesByLetter(batch, generator).shape(str(generator.choice(["bcss", "bcl", "bcfss"], p=[0.8, 0.1, 0.1])))
     slope = tensor(dtype, shape[1], *[1] * (len(shape) - 2), constant=True)
     return kernel("PRelu", [tensor(dtype, *shape), slope], [shape])
 
 
 def biased_gelu(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """A bias for each of the last channels, then Gelu, or its approximation."""
-    shape = Sizes(batch, generator).shape(str(generator.choice(["btx", "rx", "bssx"])))
+    """A bias for the last axis, then Gelu, or its approximation."""
+    shape = SizesByLetter(batch, generator).shape(str(generator.choice(["btx", "rx", "bssx"])))
     op = str(generator.choice(["BiasGelu", "FastGelu"]))
     return kernel(op, [tensor(dtype, *shape), tensor(dtype, shape[-1], constant=True)], [shape], CONTRIB)
 
@@ -151,8 +151,8 @@ def choice(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def on_masks(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Comparisons of whole numbers and operations on masks, as models make their masks and positions."""
-    sizes = Sizes(batch, generator)
+    """Integer comparisons and mask operations, as models compute masks and positions."""
+    sizes = SizesByLetter(batch, generator)
     shape = sizes.shape(str(generator.choice(WHOLE_SHAPES)))
     op = str(generator.choice(["And", "Or", "Not", "Equal", "Greater", "Less", "Add", "Sub", "Mul", "Where"]))
     whole = str(generator.choice(["int64", "int32"], p=[0.8, 0.2]))
@@ -176,13 +176,13 @@ CODES = {"float32": 1, "int32": 6, "int64": 7, "bool": 9, "float16": 10}
 
 
 def cast(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """From one type to another: between floating types as large as activations are, else of masks and positions."""
+    """Cast: between floating types of tensors as large as activations, or of masks and positions."""
     if generator.random() < 0.55:
         shape = activation_shape(batch, generator)
         before = dtype
         after = "float16" if dtype == "float32" else "float32"
     else:
-        shape = Sizes(batch, generator).shape(str(generator.choice(WHOLE_SHAPES)))
+        shape = SizesByLetter(batch, generator).shape(str(generator.choice(WHOLE_SHAPES)))
         before, after = [(("bool"), dtype), ("int64", dtype), ("int32", dtype), ("int64", "int32"), ("int64", "bool"),
                          ("bool", "int32"), ("int32", "int64"), (dtype, "int64"), (dtype, "bool")][int(generator.integers(9))]
     return kernel("Cast", [tensor(before, *shape)], [Tensor(dtype=after, shape=shape)], to=CODES[after], saturate=1)

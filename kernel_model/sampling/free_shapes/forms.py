@@ -1,8 +1,7 @@
-"""Forms that networks rarely have: any rank, axes, groups, windows, odd and huge sizes.
+"""Draws operators in forms that are rare in networks: any rank, axes, groups, windows, odd and huge sizes.
 
-A library changes its algorithm with such things, and then a kernel may take many times as long as one that looks much like it.
-Here operators are drawn as often as one another, and what ONNX Runtime refuses is drawn again. What a kernel puts out follows
-from its operator's schema.
+A library may use another algorithm for such forms, so that a kernel takes many times as long as a similar one. All operators
+are drawn equally often; what ONNX Runtime refuses is drawn again. Outputs follow from the operators' schemas.
 """
 
 from __future__ import annotations
@@ -13,14 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from hase.kernel_model.sampling.draws import without_large_weights
-from hase.kernel_model.sampling.free_shapes.products import GATES
+from hase.kernel_model.sampling.free_shapes.layers import GATES
 from hase.kernel_model.sampling.free_shapes.sizes import (
     ABSENT,
-    OPSET,
     Generator,
     as_float32,
     indices,
+    inferred,
     kernel,
     log_uniform,
     numbers,
@@ -29,12 +27,9 @@ from hase.kernel_model.sampling.free_shapes.sizes import (
     tensor,
     with_weight,
 )
-from hase.records.kernel_record import Kernel, KernelInput, Tensor, session_dtype, type_code
-from hase.records.kernel_types import default_of, describe_kernel
+from hase.records.kernel_record import Kernel, Tensor, type_code
 from hase.records.operators import TABLE
-from hase.utils.errors import UserError
 from hase.utils.lazy import onnx
-from hase.utils.ort_sessions import outputs_by_schema
 
 LEAST_ELEMENTS, MOST_ELEMENTS = 16.0, 2.0**25  # of a tensor
 ODD = (1, 2, 3, 5, 7, 11, 13, 17, 31, 33, 63, 65, 127, 129, 255, 257, 1000, 1023, 1025, 4095, 4097)
@@ -48,36 +43,8 @@ REDUCTIONS = ("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd",
               "ReduceLogSum", "ReduceLogSumExp")
 
 
-def inferred(op_type: str, inputs: Sequence[KernelInput], **attributes: Any) -> Kernel:
-    """A described kernel of one output, which follows from its operator's schema, as do the attributes that are not given.
-
-    Raises:
-        UserError: the sizes or types do not fit together.
-    """
-    opset, kept = max(OPSET, _schema(op_type).since_version), _defaults(op_type) | attributes
-    asked = describe_kernel(op_type, "", opset, kept, inputs, [Tensor(dtype=inputs[0].dtype, shape=())])
-    found = {value.name: value for value in outputs_by_schema(without_large_weights(asked).SerializeToString())}
-    if "y0" not in found or any(not isinstance(size, int) or size < 1 for size in found["y0"].shape):
-        raise UserError(f"{op_type}: the sizes drawn do not fit together")
-    made = Tensor(dtype=session_dtype(found["y0"].type), shape=tuple(found["y0"].shape))
-    return describe_kernel(op_type, "", opset, kept, inputs, [made])
-
-
-@functools.cache
-def _schema(op_type: str) -> Any:
-    """The newest definition of an operator."""
-    return onnx.defs.get_schema(op_type, onnx.defs.onnx_opset_version(), "")
-
-
-@functools.cache
-def _defaults(op_type: str) -> dict[str, Any]:
-    """The attributes of an operator that have a default value, as ONNX Runtime writes them out."""
-    schema = _schema(op_type)
-    return {name: value for name in schema.attributes if (value := default_of(schema, name)) is not None}
-
-
 def any_size(generator: Generator, most: float = 8192.0) -> int:
-    """A size: 1, odd, a round number or any, small ones as often as large ones."""
+    """A log-uniform size: odd, round or any."""
     kind = generator.random()
     if kind < 0.6:
         fitting = [size for size in (ODD if kind < 0.3 else EVEN) if size <= most]
@@ -86,7 +53,7 @@ def any_size(generator: Generator, most: float = 8192.0) -> int:
 
 
 def any_shape(rank: int, generator: Generator, most: float = MOST_ELEMENTS) -> tuple[int, ...]:
-    """A shape of `rank` axes: evenly or unevenly long ones, of at most about `most` elements together."""
+    """A shape of `rank` axes of similar or different lengths, with at most about `most` elements."""
     if not rank:
         return ()
     logs = np.log(log_uniform(LEAST_ELEMENTS, most, generator)) * generator.dirichlet([pick([1, 4], generator)] * rank)
@@ -107,7 +74,7 @@ def any_axis(shape: Sequence[int], generator: Generator) -> int:
 
 
 def other_type(dtype: str, generator: Generator, others: Sequence[str], chance: float = 0.3) -> str:
-    """The type, or by chance one of others."""
+    """`dtype`, or with probability `chance` one of `others`."""
     return str(generator.choice(others)) if generator.random() < chance else dtype
 
 
@@ -128,7 +95,7 @@ def _window(rank: int, generator: Generator) -> list[int]:
 
 
 def _moved(window: Sequence[int], generator: Generator) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Strides, dilations and pads of a window; and the least size of an image for it, along each axis."""
+    """Strides, dilations and pads of a window, and the minimum image size for it, per axis."""
     rank = len(window)
     strides = list(window) if generator.random() < 0.1 else [pick([1, 1, 1, 1, 2, 2, 3, 4], generator)] * rank
     dilations = [pick([1, 1, 1, 1, 1, 2, 3, 4, 8, 16], generator)] * rank
@@ -138,7 +105,7 @@ def _moved(window: Sequence[int], generator: Generator) -> tuple[list[int], list
 
 
 def _spatial(least: Sequence[int], generator: Generator) -> list[int]:
-    """The sizes of a signal, an image or a volume; often those of all axes are one."""
+    """The sizes of a signal, image or volume, often equal along all axes."""
     most = {1: 65536.0, 2: 512.0, 3: 64.0}[len(least)]
     if generator.random() < 0.6:
         return [max(any_size(generator, most), *least)] * len(least)
@@ -146,7 +113,7 @@ def _spatial(least: Sequence[int], generator: Generator) -> list[int]:
 
 
 def _groups(generator: Generator) -> tuple[int, int, int]:
-    """Channels before and after a convolution, and its groups: dense, grouped, or each channel apart."""
+    """Input and output channels of a convolution, and its groups: dense, grouped or depthwise."""
     kind = str(generator.choice(["dense", "grouped", "depthwise", "several from each"], p=[0.2, 0.4, 0.3, 0.1]))
     if kind == "dense":
         return any_size(generator, 2048), any_size(generator, 2048), 1
@@ -159,7 +126,7 @@ def _groups(generator: Generator) -> tuple[int, int, int]:
 
 
 def convolution(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Of a signal, an image or a volume, in any groups, with windows of any width."""
+    """A convolution of a signal, image or volume, with any groups and windows."""
     rank = int(generator.choice([1, 2, 3], p=[0.35, 0.4, 0.25]))
     window = _window(rank, generator)
     strides, dilations, pads, reach = _moved(window, generator)
@@ -170,7 +137,7 @@ def convolution(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def transposed_convolution(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """The same for one that makes an image larger."""
+    """A transposed convolution of a signal, image or volume, with any groups."""
     rank = any_rank(generator, 1, 3)
     window = _window(rank, generator)
     before, after, group = _groups(generator)
@@ -182,7 +149,7 @@ def transposed_convolution(dtype: str, batch: int, generator: Generator) -> Kern
 
 
 def pool(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Of any window, or of the whole image."""
+    """A pool of any window, or of the whole image."""
     rank = any_rank(generator, 1, 3)
     op = str(generator.choice(["MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool"], p=[0.35, 0.35, 0.15, 0.15]))
     channels = any_size(generator, 2048)
@@ -201,7 +168,7 @@ def pool(dtype: str, batch: int, generator: Generator) -> Kernel:
 # normalisations and reductions ---------------------------------------------------------------------------------------------
 
 def channel_norm(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Of each channel, with huge numbers of rows or channels too."""
+    """A normalisation per channel, also with huge numbers of rows or channels."""
     op = str(generator.choice(["BatchNormalization", "InstanceNormalization"], p=[0.65, 0.35]))
     shape = any_shape(any_rank(generator, 2 if op == "BatchNormalization" else 3, 5), generator)
     scale = tensor(dtype, shape[1], constant=True)
@@ -209,7 +176,7 @@ def channel_norm(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def layer_norm(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Over the last axes, as many as are drawn."""
+    """A layer normalisation over some of the last axes."""
     shape = any_shape(any_rank(generator, 2, 5), generator)
     axis = len(shape) - 1 if generator.random() < 0.6 else any_axis(shape, generator)
     x, scale = tensor(other_type(dtype, generator, ["bfloat16"], 0.15), *shape), shape[axis:]
@@ -220,7 +187,7 @@ def layer_norm(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def other_norm(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Normalisations that few networks have."""
+    """A normalisation that is rare in networks."""
     op = str(generator.choice(["LRN", "LpNormalization", "MeanVarianceNormalization", "GroupNormalization"]))
     shape = any_shape(any_rank(generator, 3, 5) if op != "LRN" else 4, generator)
     if op == "GroupNormalization":
@@ -233,7 +200,7 @@ def other_norm(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def softmax(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Along any axis, of few numbers or very many."""
+    """A softmax along any axis, over few or very many numbers."""
     op = str(generator.choice(["Softmax", "LogSoftmax", "Hardmax"], p=[0.5, 0.4, 0.1]))
     shape = any_shape(any_rank(generator, 1, 5), generator)
     return inferred(op, [tensor(other_type(dtype, generator, ["bfloat16", "float64"], 0.15), *shape)],
@@ -241,7 +208,7 @@ def softmax(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def reduction(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Along any axes, or all of them."""
+    """A reduction along any axes, or all of them."""
     shape = any_shape(any_rank(generator), generator)
     axes = sorted(generator.choice(len(shape), int(generator.integers(1, len(shape) + 1)), replace=False).tolist())
     return inferred(str(generator.choice(REDUCTIONS)),
@@ -250,7 +217,7 @@ def reduction(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def along_an_axis(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """ArgMax, ArgMin, CumSum and TopK along any axis."""
+    """ArgMax, ArgMin, CumSum or TopK along any axis."""
     op = str(generator.choice(["ArgMax", "ArgMin", "CumSum", "TopK"]))
     shape = any_shape(any_rank(generator, 1, 5), generator, 2.0**23)
     axis = any_axis(shape, generator)
@@ -259,7 +226,7 @@ def along_an_axis(dtype: str, batch: int, generator: Generator) -> Kernel:
                         reverse=int(generator.integers(2)))
     if op == "TopK":
         count = min(any_size(generator, 1024), shape[axis])
-        result = tuple(count if place == axis else size for place, size in enumerate(shape))
+        result = tuple(count if index == axis else size for index, size in enumerate(shape))
         return kernel(op, [tensor(dtype, *shape), numbers(count)], [result, Tensor(dtype="int64", shape=result)], axis=axis,
                       largest=int(generator.integers(2)), sorted=1)
     return inferred(op, [tensor(dtype, *shape)], axis=axis, keepdims=int(generator.integers(2)))
@@ -275,16 +242,16 @@ def unary_operators() -> tuple[str, ...]:
 
 
 def unary(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Every operator that takes one tensor, of any rank."""
+    """An elementwise operator on one tensor of any rank."""
     op = str(generator.choice(unary_operators()))
-    of = "bool" if op in LOGICAL else other_type(dtype, generator, [*FLOATS, *WHOLE])
-    return inferred(op, [tensor(of, *any_shape(any_rank(generator, 0, 6), generator))])
+    dtype = "bool" if op in LOGICAL else other_type(dtype, generator, [*FLOATS, *WHOLE])
+    return inferred(op, [tensor(dtype, *any_shape(any_rank(generator, 0, 6), generator))])
 
 
 def binary(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Every operator that takes two tensors: of one shape, or each broadcast along any axes."""
+    """An elementwise operator on two tensors of equal shapes, or broadcast along any axes."""
     op = str(generator.choice(BINARY))
-    of = "bool" if op in LOGICAL else other_type(dtype, generator, [*FLOATS, *WHOLE])
+    dtype = "bool" if op in LOGICAL else other_type(dtype, generator, [*FLOATS, *WHOLE])
     shape = any_shape(any_rank(generator), generator)
     kind = str(generator.choice(["same", "one", "both", "fewer axes", "number"], p=[0.3, 0.25, 0.15, 0.2, 0.1]))
 
@@ -293,20 +260,20 @@ def binary(dtype: str, batch: int, generator: Generator) -> Kernel:
 
     seconds = {"same": shape, "one": thinned(), "both": thinned(), "fewer axes": shape[any_axis(shape, generator):]}
     first, second = shape if kind != "both" else thinned(), seconds.get(kind, ())
-    operands = [tensor(of, *first), tensor(of, *second, constant=bool(generator.random() < 0.3 and kind != "same"))]
+    operands = [tensor(dtype, *first), tensor(dtype, *second, constant=bool(generator.random() < 0.3 and kind != "same"))]
     return inferred(op, operands[::-1] if generator.random() < 0.2 and op != "PRelu" else operands)
 
 
 def choice(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Where, each of its tensors broadcast along any axes."""
+    """Where, with its tensors broadcast along any axes."""
     shape = any_shape(any_rank(generator), generator)
     shapes = [tuple(size if generator.random() < chance else 1 for size in shape) for chance in (0.8, 0.8, 0.5)]
-    of = other_type(dtype, generator, [*FLOATS, *WHOLE])
-    return inferred("Where", [tensor("bool", *shapes[0]), *(tensor(of, *each) for each in shapes[1:])])
+    dtype = other_type(dtype, generator, [*FLOATS, *WHOLE])
+    return inferred("Where", [tensor("bool", *shapes[0]), *(tensor(dtype, *each) for each in shapes[1:])])
 
 
 def cast(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Between any two types."""
+    """A cast between any two types."""
     names = [*FLOATS, *WHOLE, "bool"]
     before, after = generator.choice(names, 2, replace=False).tolist()
     return inferred("Cast", [tensor(before, *any_shape(any_rank(generator), generator))],
@@ -316,32 +283,32 @@ def cast(dtype: str, batch: int, generator: Generator) -> Kernel:
 # movement ------------------------------------------------------------------------------------------------------------------
 
 def transpose(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Any order of up to six axes."""
+    """A transpose to any order of up to six axes."""
     shape = any_shape(any_rank(generator, 2, 6), generator)
     return inferred("Transpose", [tensor(other_type(dtype, generator, [*WHOLE, "bfloat16"]), *shape)],
                     perm=generator.permutation(len(shape)).tolist())
 
 
 def join(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Two to twelve tensors along any axis."""
-    shape, of = any_shape(any_rank(generator), generator, 2.0**22), other_type(dtype, generator, [*WHOLE, "bfloat16"])
+    """Concat of two to twelve tensors along any axis."""
+    shape, dtype = any_shape(any_rank(generator), generator, 2.0**22), other_type(dtype, generator, [*WHOLE, "bfloat16"])
     axis, count, equal = any_axis(shape, generator), pick([2, 2, 3, 4, 8, 12], generator), generator.random() < 0.5
     parts = [shape[axis] if equal else any_size(generator, 2 * shape[axis]) for _ in range(count)]
-    return inferred("Concat", [tensor(of, *shape[:axis], part, *shape[axis + 1:]) for part in parts], axis=axis)
+    return inferred("Concat", [tensor(dtype, *shape[:axis], part, *shape[axis + 1:]) for part in parts], axis=axis)
 
 
 def cut(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Split into equal or unequal parts, along any axis."""
-    shape, of = any_shape(any_rank(generator), generator, 2.0**22), other_type(dtype, generator, [*WHOLE, "bfloat16"])
+    """Split into equal or unequal parts along any axis."""
+    shape, dtype = any_shape(any_rank(generator), generator, 2.0**22), other_type(dtype, generator, [*WHOLE, "bfloat16"])
     axis, count, equal = any_axis(shape, generator), pick([2, 2, 3, 4, 8], generator), generator.random() < 0.5
     parts = [shape[axis] if equal else any_size(generator, 2 * shape[axis]) for _ in range(count)]
     whole = (*shape[:axis], sum(parts), *shape[axis + 1:])
-    return kernel("Split", [tensor(of, *whole), numbers(*parts)],
+    return kernel("Split", [tensor(dtype, *whole), numbers(*parts)],
                   [(*shape[:axis], part, *shape[axis + 1:]) for part in parts], axis=axis)
 
 
 def part(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Slice along some axes, with steps, also backwards."""
+    """Slice along some axes, with steps, perhaps backwards."""
     shape = any_shape(any_rank(generator), generator)
     axes = sorted(generator.choice(len(shape), int(generator.integers(1, len(shape) + 1)), replace=False).tolist())
     steps = [pick([1, 1, 2, 3, -1], generator) for _ in axes]
@@ -353,7 +320,7 @@ def part(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def pad(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Around any axes, of zeros, mirrored or repeated."""
+    """Pad around any axes: zeros, mirrored or repeated."""
     shape = any_shape(any_rank(generator, 1, 5), generator)
     wide = [[min(pick([1, 3, 16], generator), size - 1) if generator.random() < 0.5 else 0 for size in shape] for _ in range(2)]
     return inferred("Pad", [tensor(dtype, *shape), numbers(*wide[0], *wide[1])],
@@ -361,30 +328,30 @@ def pad(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def repeat(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Expand and Tile along any axes."""
-    shape, of = any_shape(any_rank(generator, 1, 5), generator, 2.0**20), other_type(dtype, generator, [*WHOLE, "bfloat16"])
+    """Expand or Tile along any axes."""
+    shape, dtype = any_shape(any_rank(generator, 1, 5), generator, 2.0**20), other_type(dtype, generator, [*WHOLE, "bfloat16"])
     times = [pick([1, 1, 2, 5, 16], generator) for _ in shape]
     if generator.random() < 0.5:
-        return inferred("Tile", [tensor(of, *shape), numbers(*times)])
+        return inferred("Tile", [tensor(dtype, *shape), numbers(*times)])
     thin = tuple(1 if count > 1 else size for size, count in zip(shape, times, strict=True))
-    return inferred("Expand", [tensor(of, *thin), numbers(*shape)])
+    return inferred("Expand", [tensor(dtype, *thin), numbers(*shape)])
 
 
 def taken(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Gather and GatherElements along any axis, and values put there by ScatterElements."""
+    """Gather, GatherElements or ScatterElements along any axis."""
     op = str(generator.choice(["Gather", "GatherElements", "ScatterElements"]))
-    shape, of = any_shape(any_rank(generator, 1, 5), generator, 2.0**22), other_type(dtype, generator, ["int64"], 0.15)
+    shape, dtype = any_shape(any_rank(generator, 1, 5), generator, 2.0**22), other_type(dtype, generator, ["int64"], 0.15)
     axis = any_axis(shape, generator)
     if op == "Gather":
-        return inferred(op, [tensor(of, *shape), indices(any_shape(any_rank(generator, 0, 2), generator, 4096.0), shape[axis])],
-                        axis=axis)
-    wanted = tuple(any_size(generator, size) if place == axis else size for place, size in enumerate(shape))
-    more = [tensor(of, *wanted)] if op == "ScatterElements" else []
-    return inferred(op, [tensor(of, *shape), indices(wanted, shape[axis]), *more], axis=axis)
+        taken_shape = any_shape(any_rank(generator, 0, 2), generator, 4096.0)
+        return inferred(op, [tensor(dtype, *shape), indices(taken_shape, shape[axis])], axis=axis)
+    wanted = tuple(any_size(generator, size) if index == axis else size for index, size in enumerate(shape))
+    more = [tensor(dtype, *wanted)] if op == "ScatterElements" else []
+    return inferred(op, [tensor(dtype, *shape), indices(wanted, shape[axis]), *more], axis=axis)
 
 
 def resize(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """A signal, an image or a volume made larger or smaller, in any of the modes."""
+    """A Resize of a signal, an image or a volume, in any of the modes."""
     rank = any_rank(generator, 1, 3)
     shape = (batch, any_size(generator, 512), *_spatial([1] * rank, generator))
     times = pick([1, 2, 2, 3, 4], generator)
@@ -398,10 +365,10 @@ def resize(dtype: str, batch: int, generator: Generator) -> Kernel:
 # products and recurrent layers ---------------------------------------------------------------------------------------------
 
 def matrix_product(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Of one to five axes, of vectors too, with odd depths, and batches that are broadcast along any axis."""
+    """A product of one to five axes, perhaps of vectors, with odd depths and batches broadcast along any axis."""
     rows, depth, columns = (any_size(generator, most) for most in (8192, 8192, 8192))
     lead = any_shape(any_rank(generator, 0, 3), generator, 512.0)
-    of = other_type(dtype, generator, ["bfloat16", "float64"], 0.25)
+    dtype = other_type(dtype, generator, ["bfloat16", "float64"], 0.25)
     left, right = (*lead, rows, depth), (*lead, depth, columns)
     kind = str(generator.choice(["both", "weight", "broadcast", "vector"], p=[0.35, 0.35, 0.2, 0.1]))
     if kind == "weight":
@@ -410,23 +377,23 @@ def matrix_product(dtype: str, batch: int, generator: Generator) -> Kernel:
         left = (*(size if generator.random() < 0.5 else 1 for size in lead), rows, depth)
     elif kind == "vector":
         left, right = ((depth,), right) if generator.random() < 0.5 else (left, (depth,))
-    return inferred("MatMul", [tensor(of, *left), tensor(of, *right, constant=kind == "weight")])
+    return inferred("MatMul", [tensor(dtype, *left), tensor(dtype, *right, constant=kind == "weight")])
 
 
 def gemm(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Either operand transposed, of odd sizes, with a bias of any shape that fits."""
+    """A Gemm of odd sizes, with either operand transposed, and a bias of any shape that fits."""
     rows, depth, columns = (any_size(generator, 8192) for _ in range(3))
-    of, turned = other_type(dtype, generator, ["bfloat16", "float64"], 0.25), generator.random(2) < 0.5
-    inputs = [tensor(of, *((depth, rows) if turned[0] else (rows, depth))),
-              tensor(of, *((columns, depth) if turned[1] else (depth, columns)), constant=bool(generator.random() < 0.7))]
+    dtype, turned = other_type(dtype, generator, ["bfloat16", "float64"], 0.25), generator.random(2) < 0.5
+    inputs = [tensor(dtype, *((depth, rows) if turned[0] else (rows, depth))),
+              tensor(dtype, *((columns, depth) if turned[1] else (depth, columns)), constant=bool(generator.random() < 0.7))]
     bias: list[tuple[int, ...]] = [(columns,), (1, columns), (rows, 1), (rows, columns), ()]
     if generator.random() < 0.7:
-        inputs.append(tensor(of, *bias[int(generator.integers(len(bias)))], constant=True))
+        inputs.append(tensor(dtype, *bias[int(generator.integers(len(bias)))], constant=True))
     return inferred("Gemm", inputs, transA=int(turned[0]), transB=int(turned[1]))
 
 
 def recurrent(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """A layer of any width, forwards, backwards or both."""
+    """A recurrent layer of any width, forwards, backwards or both."""
     op, direction = str(generator.choice(list(GATES))), str(generator.choice(["forward", "reverse", "bidirectional"]))
     steps, rows, wide, hidden = (any_size(generator, most) for most in (256, 128, 1024, 1024))
     ways, gates = 2 if direction == "bidirectional" else 1, GATES[op] * hidden

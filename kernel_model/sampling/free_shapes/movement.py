@@ -1,11 +1,11 @@
-"""Operators that move numbers and change none, and those that read or write at given positions or resize an image."""
+"""Draws operators that move data, gather or scatter it, or resize an image."""
 
 from __future__ import annotations
 
 from hase.kernel_model.sampling.free_shapes.sizes import (
     ABSENT,
     Generator,
-    Sizes,
+    SizesByLetter,
     channels,
     channels_at,
     indices,
@@ -20,7 +20,7 @@ from hase.kernel_model.sampling.free_shapes.sizes import (
 from hase.records.kernel_record import Kernel, KernelInput, Tensor
 
 FAR = 2**63 - 1  # the end of a Slice that goes on to the end
-ORDERS = (  # the axes of tensors as `Sizes` names them, and how models permute them
+ORDERS = (  # the axes of tensors as `SizesByLetter` names them, and how models permute them
     ("Btx", "021"), ("bcl", "021"), ("tbx", "102"), ("bx", "10"), ("bcss", "0231"), ("bssc", "0312"), ("bthd", "0213"),
     ("bhtd", "0213"), ("bhtd", "0132"), ("htbd", "1023"), ("bhtd", "2013"), ("bcss", "0321"), ("btkhd", "20314"),
     ("bnhwd", "01324"), ("bwtkd", "03142"), ("btkhd", "03214"), ("bkthd", "01342"), ("bcfss", "02341"), ("btthk", "03241"),
@@ -33,7 +33,7 @@ MOST_TABLE = 1 << 27  # numbers in a table: 512 MiB in single precision
 
 
 def transpose(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Channels first to last and back, heads before tokens, the windows of an image, shuffled channels."""
+    """Transpose: channels first to last and back, heads before tokens, the windows of an image, shuffled channels."""
     near = side(generator)
     wide = channels_at(near, generator)
     images, heads, count, width = tokens(batch, generator)
@@ -51,9 +51,9 @@ def transpose(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def any_order(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Any permutation that models have, of two to eight axes."""
+    """Transpose: any permutation of two to eight axes, as in models."""
     letters, digits = ORDERS[int(generator.integers(len(ORDERS)))]
-    shape, order = Sizes(batch, generator).shape(letters), [int(digit) for digit in digits]
+    shape, order = SizesByLetter(batch, generator).shape(letters), [int(digit) for digit in digits]
     return kernel("Transpose", [tensor(dtype, *shape)], [[shape[axis] for axis in order]], perm=order)
 
 
@@ -70,20 +70,19 @@ def join_any(dtype: str, batch: int, generator: Generator) -> Kernel:
     letters, axis, equal = [("bhtd", -1, True), ("bhtd", -2, False), ("bssc", 2, False), ("bssc", 1, False), ("btx", 1, False),
                             ("btx", 2, True), ("bcfss", 1, False), ("bfssc", 3, False), ("rx", -1, False), ("bx", -1, True),
                             ("bcss", 2, False), ("bt1hd", 2, True)][int(generator.integers(12))]
-    shape = Sizes(batch, generator).shape(letters)
+    shape = SizesByLetter(batch, generator).shape(letters)
     count = pick([2, 2, 2, 3, 4, 6], generator)
-    place = axis % len(shape)
-    parts = [shape[place]] * count if equal else [pick([1, 1, 3, shape[place]], generator) for _ in range(count - 1)] + [
-        shape[place]]
-    shapes = [(*shape[:place], part, *shape[place + 1:]) for part in parts]
+    index = axis % len(shape)
+    parts = [shape[index]] * count if equal else [pick([1, 1, 3, shape[index]], generator) for _ in range(count - 1)] + [
+        shape[index]]
+    shapes = [(*shape[:index], part, *shape[index + 1:]) for part in parts]
     first = bool(letters == "btx" and parts[0] == 1 and generator.random() < 0.7)
     inputs = [tensor(dtype, *sizes, constant=first and position == 0) for position, sizes in enumerate(shapes)]
-    return kernel("Concat", inputs, [(*shape[:place], sum(parts), *shape[place + 1:])], axis=axis)
+    return kernel("Concat", inputs, [(*shape[:index], sum(parts), *shape[index + 1:])], axis=axis)
 
 
 def cut(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Split of an image's channels into halves, of tokens' into queries, keys and values, or of an image whose channels come
-    last where its windows are shifted, into unequal parts."""
+    """Split of image channels, of tokens into queries, keys and values, or of a channels-last image into unequal parts."""
     near = side(generator)
     wide = channels_at(near, generator)
     kind = generator.choice(["halves", "three", "shifted"], p=[0.4, 0.3, 0.3])
@@ -103,12 +102,12 @@ def cut_any(dtype: str, batch: int, generator: Generator) -> Kernel:
     """Split along any axis: queries, keys and values apart, halves of heads, groups of channels, gates."""
     letters, axis = [("btkhd", 2), ("kbhtd", 0), ("bhtd", 3), ("btx", 2), ("bcss", 1), ("bkcss", 1), ("bcl", 1), ("rx", 1),
                      ("bx", 1), ("bssc", 3), ("bcfss", 1)][int(generator.integers(11))]
-    sizes = Sizes(batch, generator)
+    sizes = SizesByLetter(batch, generator)
     count = pick([2, 2, 3, 4, 8], generator)
     parts = [1] * count if letters[axis] == "k" else [max(sizes[letters[axis]] // count, 1)] * count
     if generator.random() < 0.3 and parts[0] > 1:
         parts[0] += parts[0] // 2
-    shapes = [tuple(part if place == axis else sizes[letter] for place, letter in enumerate(letters)) for part in parts]
+    shapes = [tuple(part if index == axis else sizes[letter] for index, letter in enumerate(letters)) for part in parts]
     whole = (*shapes[0][:axis], sum(parts), *shapes[0][axis + 1:])
     if len(set(parts)) == 1 and letters[axis] != "k":
         return kernel("Split", [tensor(dtype, *whole)], shapes, axis=axis, num_outputs=count)
@@ -119,7 +118,7 @@ def part(dtype: str, batch: int, generator: Generator) -> Kernel:
     """Slice: one token, one of several parts, all but the first, every second pixel, a rolled window."""
     letters, axis = [("btx", 1), ("bcss", 1), ("bcss", 2), ("bssc", 1), ("bssc", 2), ("bfssc", 2), ("bhtt", 2), ("bhtt", 3),
                      ("btx", 2), ("bt", 1), ("rx", 1), ("bcl", 2)][int(generator.integers(12))]
-    shape = Sizes(batch, generator).shape(letters)
+    shape = SizesByLetter(batch, generator).shape(letters)
     size = shape[axis]
     start, end, step = [(0, 1, 1), (-1, FAR, 1), (1, FAR, 1), (0, -1, 1), (0, FAR, 2), (1, FAR, 2), (size // 2, FAR, 1),
                         (0, max(size // 2, 1), 1)][int(generator.integers(8))]
@@ -129,7 +128,7 @@ def part(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def pad(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """An image filled up to whole windows, its channels last (often nothing is missing), or a border around it."""
+    """Pad: a channels-last image to whole windows (often nothing is missing), or a border around an image."""
     near, window = side(generator), pick([7, 8], generator)
     wide = channels_at(near, generator)
     if generator.random() < 0.7:
@@ -143,13 +142,13 @@ def pad(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def pad_any(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """A border of a signal, an image, a video or tokens: of zeros, mirrored or repeated; or one more row."""
+    """Pad: a border of a signal, image, video or tokens (zeros, mirrored or repeated), or one more row."""
     letters, axes = [("bcss", (2, 3)), ("bcl", (2,)), ("bhtt", (2,)), ("bhtd", (3,)), ("bfssc", (2, 3)), ("rx", (1,)),
                      ("btx", (1,)), ("btx", (2,))][int(generator.integers(8))]
     mode = str(generator.choice(["constant", "reflect", "edge"], p=[0.6, 0.25, 0.15]))
     if letters not in ("bcss", "bcl"):
         mode = "constant"
-    shape = Sizes(batch, generator).shape(letters)
+    shape = SizesByLetter(batch, generator).shape(letters)
     wide = min(pick([1, 1, 2, 3, 15], generator), min(shape[axis] for axis in axes) - (mode == "reflect"))
     before = [wide if axis in axes and generator.random() < 0.6 else 0 for axis in range(len(shape))]
     after = [wide if axis in axes else 0 for axis in range(len(shape))]
@@ -159,25 +158,25 @@ def pad_any(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def repeat(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Expand or Tile: heads that share keys, a token for each image, a row for each column."""
+    """Expand or Tile: heads that share keys, a token per image, a row per column."""
     letters, axis, often = [("bk1td", 2, "h"), ("1tx", 0, "b"), ("bt1x", 2, "w"), ("b1tt", 1, "h"), ("bc11", 2, "s"),
                             ("b1x", 1, "t"), ("bk1hd", 2, "h")][int(generator.integers(7))]
-    sizes = Sizes(batch, generator)
+    sizes = SizesByLetter(batch, generator)
     shape, count = sizes.shape(letters), sizes[often]
-    out = tuple(count if place == axis else size for place, size in enumerate(shape))
+    out = tuple(count if index == axis else size for index, size in enumerate(shape))
     if generator.random() < 0.6:
         wanted = numbers(*out) if generator.random() < 0.5 else numbers(*(
-            count if place == axis else 1 for place in range(len(shape))))
+            count if index == axis else 1 for index in range(len(shape))))
         return kernel("Expand", [tensor(dtype, *shape), wanted], [out])
     if generator.random() < 0.4:
         shape, axis, count = sizes.shape("bssc"), 0, pick([1, 4, 16, 64], generator)
         out = (shape[0] * count, *shape[1:])
-    times = numbers(*(count if place == axis else 1 for place in range(len(shape))))
+    times = numbers(*(count if index == axis else 1 for index in range(len(shape))))
     return kernel("Tile", [tensor(dtype, *shape), times], [out])
 
 
 def blocks(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """DepthToSpace and SpaceToDepth: blocks of pixels for channels."""
+    """DepthToSpace or SpaceToDepth: channels to blocks of pixels, or back."""
     near, block = side(generator), pick([2, 2, 2, 4], generator)
     wide = channels_at(near, generator) if generator.random() < 0.7 else 3
     small, large = (batch, wide * block * block, near, near), (batch, wide, near * block, near * block)
@@ -189,67 +188,69 @@ def blocks(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 def triangle(dtype: str, batch: int, generator: Generator) -> Kernel:
     """Trilu: one half of each matrix."""
-    shape = Sizes(batch, generator).shape(str(generator.choice(["tt", "b1tt", "bhtt"])))
+    shape = SizesByLetter(batch, generator).shape(str(generator.choice(["tt", "b1tt", "bhtt"])))
     return kernel("Trilu", [tensor(dtype, *shape), scalar("int64", pick([0, 1], generator))], [shape],
                   upper=int(generator.integers(2)))
 
 
 def embedding(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """A row of a constant table for each word, position or category."""
-    sizes = Sizes(batch, generator)
+    """Gather: a row of a constant table per word, position or category."""
+    sizes = SizesByLetter(batch, generator)
     words = sizes["v"] if generator.random() < 0.6 else pick([2, 49, 512, 1024, 4096], generator)
     wide = min(channels(generator, 16, 4096), MOST_TABLE // words)
-    place = sizes.shape(str(generator.choice(["bt", "bt", "b1", "b", "r", "tt"])))
-    return kernel("Gather", [tensor(dtype, words, wide, constant=True), indices(place, words)], [(*place, wide)], axis=0)
+    positions = sizes.shape(str(generator.choice(["bt", "bt", "b1", "b", "r", "tt"])))
+    table = tensor(dtype, words, wide, constant=True)
+    return kernel("Gather", [table, indices(positions, words)], [(*positions, wide)], axis=0)
 
 
 def taken(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Some positions along an axis: one token, shuffled channels, rolled windows, the rows of a table of distances."""
-    sizes = Sizes(batch, generator)
+    """Gather along an axis: one token, shuffled channels, rolled windows, the rows of a table of distances."""
+    sizes = SizesByLetter(batch, generator)
     letters, axis = [("btx", 1), ("bcss", 2), ("bcss", 3), ("bcss", 1), ("bhtt", 3), ("bcwss", 3), ("x", 0), ("btx", 2)][int(
         generator.choice(8, p=[0.3, 0.12, 0.12, 0.12, 0.1, 0.08, 0.08, 0.08]))]
     shape = sizes.shape(letters)
-    place: KernelInput = indices([shape[axis]], shape[axis], constant=True)
+    positions: KernelInput = indices([shape[axis]], shape[axis], constant=True)
     if letters == "btx" and generator.random() < 0.7:
-        place = scalar("int64", 0)
+        positions = scalar("int64", 0)
     elif letters == "x":
-        place = indices((batch, sizes["t"], 1, 1), shape[0], constant=True)
+        positions = indices((batch, sizes["t"], 1, 1), shape[0], constant=True)
     elif generator.random() < 0.3:
-        place = indices((2, max(shape[axis] // 2, 1)), shape[axis], constant=True)
-    return kernel("Gather", [tensor(dtype, *shape), place], [(*shape[:axis], *place.shape, *shape[axis + 1:])], axis=axis)
+        positions = indices((2, max(shape[axis] // 2, 1)), shape[axis], constant=True)
+    result = (*shape[:axis], *positions.shape, *shape[axis + 1:])
+    return kernel("Gather", [tensor(dtype, *shape), positions], [result], axis=axis)
 
 
 def taken_elements(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """GatherElements: other positions for each row: of kept tokens, boxes or relative distances."""
-    sizes = Sizes(batch, generator)
+    """GatherElements with different positions per row: of kept tokens, boxes or relative distances."""
+    sizes = SizesByLetter(batch, generator)
     letters, axis = [("btx", 1), ("bhtt", 3), ("bl", 1), ("bt", 1), ("bcl", 2)][int(generator.integers(5))]
     shape = sizes.shape(letters)
     kept = max(1, min(shape[axis], round(shape[axis] * generator.uniform(0.2, 1.0))))
-    place = (*shape[:axis], kept, *shape[axis + 1:])
-    return kernel("GatherElements", [tensor(dtype, *shape), indices(place, shape[axis])], [place], axis=axis)
+    positions = (*shape[:axis], kept, *shape[axis + 1:])
+    return kernel("GatherElements", [tensor(dtype, *shape), indices(positions, shape[axis])], [positions], axis=axis)
 
 
 def taken_slices(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """GatherND: a token of each image, one of several parts, places of a mask."""
-    sizes = Sizes(batch, generator)
+    """GatherND: a token of each image, one of several parts, positions in a mask."""
+    sizes = SizesByLetter(batch, generator)
     kind = generator.choice(["token", "part", "mask", "places"], p=[0.35, 0.25, 0.2, 0.2])
     if kind == "part":
         shape = (pick([2, 12, 18, 24], generator), *sizes.shape("bt"), sizes["d"])
-        place: tuple[int, ...] = (1, 1)
+        positions: tuple[int, ...] = (1, 1)
     elif kind == "mask":
-        shape, place, dtype = sizes.shape("bt"), (batch, 1, 1, sizes["t"], 2), "bool"
+        shape, positions, dtype = sizes.shape("bt"), (batch, 1, 1, sizes["t"], 2), "bool"
     elif kind == "token":
-        shape, place = sizes.shape("btx"), (batch, 2)
+        shape, positions = sizes.shape("btx"), (batch, 2)
     else:
-        shape, place = sizes.shape("bssx"), (pick([10, 100, 1000, 10000], generator), 3)
-    used = place[-1]
-    return kernel("GatherND", [tensor(dtype, *shape), indices(place, min(shape[:used]), constant=kind == "mask")],
-                  [(*place[:-1], *shape[used:])], batch_dims=0)
+        shape, positions = sizes.shape("bssx"), (pick([10, 100, 1000, 10000], generator), 3)
+    used = positions[-1]
+    return kernel("GatherND", [tensor(dtype, *shape), indices(positions, min(shape[:used]), constant=kind == "mask")],
+                  [(*positions[:-1], *shape[used:])], batch_dims=0)
 
 
 def put_slices(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """ScatterND: tokens, cache entries or parts of a position table are overwritten."""
-    sizes = Sizes(batch, generator)
+    """ScatterND: overwrites tokens, cache entries or parts of a position table."""
+    sizes = SizesByLetter(batch, generator)
     kind = dtype if generator.random() < 0.8 else "int64"
     shape = sizes.shape(str(generator.choice(["tx", "rx", "tb", "btx"])))
     used = 2 if len(shape) > 2 else 1
@@ -260,20 +261,20 @@ def put_slices(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def put_elements(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """ScatterElements: single numbers are overwritten: of masks, words, or one-hot codes."""
-    sizes = Sizes(batch, generator)
+    """ScatterElements: overwrites single numbers of masks, words, or one-hot codes."""
+    sizes = SizesByLetter(batch, generator)
     kind = dtype if generator.random() < 0.8 else "int64"
     letters, axis = [("bt", 1), ("rx", 1), ("btx", 1), ("bl", 1)][int(generator.integers(4))]
     shape = sizes.shape(letters)
     kept = pick([1, 2, max(1, shape[axis] // 4), shape[axis]], generator)
-    place = (*shape[:axis], min(kept, shape[axis]), *shape[axis + 1:])
-    return kernel("ScatterElements", [tensor(kind, *shape), indices(place, shape[axis]), tensor(kind, *place)], [shape],
+    positions = (*shape[:axis], min(kept, shape[axis]), *shape[axis + 1:])
+    return kernel("ScatterElements", [tensor(kind, *shape), indices(positions, shape[axis]), tensor(kind, *positions)], [shape],
                   axis=axis, reduction="none")
 
 
 def resize(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """An image made larger or smaller: by the nearest pixel, between two or between four."""
-    sizes = Sizes(batch, generator)
+    """Resize of an image, larger or smaller: nearest, linear or cubic."""
+    sizes = SizesByLetter(batch, generator)
     shape = sizes.shape("bcss")
     mode = str(generator.choice(["linear", "nearest", "cubic"], p=[0.5, 0.35, 0.15]))
     frame = "asymmetric" if mode == "nearest" else str(generator.choice(
@@ -290,8 +291,8 @@ def resize(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def sampled_image(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """GridSample: an image read at given places."""
-    sizes = Sizes(batch, generator)
+    """GridSample: an image read at given positions."""
+    sizes = SizesByLetter(batch, generator)
     shape = sizes.shape("bcss")
     near = side(generator)
     return kernel("GridSample", [tensor("float32", *shape), tensor("float32", batch, near, near, 2)],

@@ -1,8 +1,7 @@
-"""Kernels of no model that the CUDA provider lacks, so that the CPU provider runs them in a CUDA session.
+"""Draws kernels that the CUDA provider lacks, so that the CPU provider runs them in a CUDA session.
 
-Quantisers write products and convolutions of whole numbers, which CUDA has only for signed ones. Signal processing, some
-functions of single numbers, and tables of features are left to the CPU, too. So are some operators of image networks, of which
-CUDA has all versions but the newest.
+CUDA has integer products and convolutions, as quantisers write them, only for signed numbers. It also lacks signal processing,
+some scalar functions, tables of features, and the newest version of some operators of image networks.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from typing import Any
 
 from hase.kernel_model.building.dummy_data import ML
 from hase.kernel_model.sampling.draws import on_cuda
-from hase.kernel_model.sampling.free_shapes import elementwise, forms, products, reductions
-from hase.kernel_model.sampling.free_shapes.forms import any_rank, any_shape, inferred
+from hase.kernel_model.sampling.free_shapes import elementwise, forms, layers
+from hase.kernel_model.sampling.free_shapes.forms import any_rank, any_shape
 from hase.kernel_model.sampling.free_shapes.language import product_sizes, rows
 from hase.kernel_model.sampling.free_shapes.sizes import (
     CONTRIB,
@@ -23,6 +22,7 @@ from hase.kernel_model.sampling.free_shapes.sizes import (
     channels,
     channels_at,
     indices,
+    inferred,
     kernel,
     log_uniform,
     numbers,
@@ -37,7 +37,7 @@ from hase.records.kernel_types import describe_kernel
 WHOLE = ("uint8", "uint8", "int8")  # quantisers mostly round activations to the first
 UNARY = ("Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Celu", "Cosh", "Hardmax", "Mish", "Sinh", "Tan")
 FRAME_LENGTHS = (64, 128, 256, 400, 512, 1024, 2048)  # of short-time Fourier transforms
-TRIES = 100  # forms, of which CUDA lacks some
+TRIES = 100  # forms; CUDA lacks some
 SOME_FORMS = (forms.unary, forms.binary, forms.choice, forms.cast, forms.reduction, forms.along_an_axis, forms.transpose,
               forms.join, forms.pad, forms.repeat, forms.part)
 
@@ -47,27 +47,27 @@ def _whole(generator: Generator) -> str:
 
 
 def _rounding(whole: str, *scales: int) -> list[KernelInput]:
-    """The scale and the zero point of a quantised tensor; of each channel where their number is given."""
+    """The scale and zero point of a quantised tensor, or one per channel."""
     return [tensor("float32", *scales, constant=True), tensor(whole, *scales, constant=True)]
 
 
 def quantised_convolution(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """A convolution of quantised images: rounded again, with the channels before the pixels or behind them, or summed up in
-    whole numbers."""
-    of = products.convolution("float32", batch, generator)
-    image, weights, *bias = of.inputs
-    whole, out = _whole(generator), of.outputs[0].shape
+    """A convolution of quantised images, with quantised (channels first or last) or integer output."""
+    plain = layers.convolution("float32", batch, generator)
+    image, weights, *bias = plain.inputs
+    whole, out = _whole(generator), plain.outputs[0].shape
     activation, quantised = tensor(whole, *image.shape), tensor("int8", *weights.shape, constant=True)
     if generator.random() < 0.2:
         zero_points = [tensor(whole, constant=True), tensor("int8", constant=True)]
-        return kernel("ConvInteger", [activation, quantised, *zero_points], [Tensor(dtype="int32", shape=out)], **of.attributes)
+        summed = Tensor(dtype="int32", shape=out)
+        return kernel("ConvInteger", [activation, quantised, *zero_points], [summed], **plain.attributes)
     behind = generator.random() < 0.5
     if behind:
         activation, out = tensor(whole, *_channels_last(image.shape)), _channels_last(out)
     scales = weights.shape[:1] if generator.random() < 0.5 else ()
     inputs = [activation, *_rounding(whole), quantised, *_rounding("int8", *scales), *_rounding(whole),
               *(tensor("int32", *each.shape, constant=True) for each in bias)]
-    attributes = of.attributes | ({"channels_last": 1} if behind else {})
+    attributes = plain.attributes | ({"channels_last": 1} if behind else {})
     return kernel("QLinearConv", inputs, [out], CONTRIB if behind else "", **attributes)
 
 
@@ -76,7 +76,7 @@ def _channels_last(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _product_shape(batch: int, generator: Generator) -> tuple[tuple[int, ...], int, int]:
-    """The leading sizes, the depth and the columns of a product: of a language model, or of any layer."""
+    """The leading sizes, depth and columns of a product: of a language model, or of any layer."""
     depth, columns = product_sizes(generator) if generator.random() < 0.3 else (
         channels(generator, 32, 4096), channels(generator, 32, 4096))
     lead = rows(batch, generator) if generator.random() < 0.6 else (batch * pick([1, 1, 2, 8, 49, 197], generator),)
@@ -84,7 +84,7 @@ def _product_shape(batch: int, generator: Generator) -> tuple[tuple[int, ...], i
 
 
 def integer_product(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """A product of numbers of eight bits, without a sign, as they are rounded while a model runs."""
+    """A product of unsigned 8-bit numbers, as in dynamic quantisation."""
     lead, depth, columns = _product_shape(batch, generator)
     weights = str(generator.choice(["uint8", "int8"]))
     return kernel("MatMulInteger", [tensor("uint8", *lead, depth), tensor(weights, depth, columns, constant=True),
@@ -93,7 +93,7 @@ def integer_product(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def quantised_product(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """A product of quantised matrices that is rounded again, with a bias or without."""
+    """A product of quantised matrices with quantised output, with or without bias."""
     lead, depth, columns = _product_shape(batch, generator)
     whole = _whole(generator)
     if generator.random() < 0.5:
@@ -106,14 +106,14 @@ def quantised_product(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def rounded_while_running(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """An activation to numbers of eight bits, whose range is looked for."""
+    """Dynamic quantisation of an activation to 8 bits, which first finds its range."""
     shape = activation_shape(batch, generator)
     return kernel("DynamicQuantizeLinear", [tensor("float32", *shape)],
                   [Tensor(dtype="uint8", shape=shape), Tensor(dtype="float32", shape=()), Tensor(dtype="uint8", shape=())])
 
 
 def quantised_arithmetic(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """The sum or the product of two quantised activations."""
+    """The sum or product of two quantised activations."""
     shape, whole = activation_shape(batch, generator), _whole(generator)
     op = str(generator.choice(["QLinearAdd", "QLinearMul"], p=[0.75, 0.25]))
     second = shape if generator.random() < 0.85 else (*shape[:2], *[1] * len(shape[2:]))
@@ -122,7 +122,7 @@ def quantised_arithmetic(dtype: str, batch: int, generator: Generator) -> Kernel
 
 
 def quantised_activation(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """A function of single quantised numbers."""
+    """An elementwise function of quantised numbers."""
     shape, whole = activation_shape(batch, generator), _whole(generator)
     op = str(generator.choice(["QLinearSigmoid", "QLinearLeakyRelu"]))
     slope: dict[str, Any] = {"alpha": as_float32(0.01)} if op == "QLinearLeakyRelu" else {}
@@ -140,7 +140,7 @@ def quantised_pool(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def moved_channels(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """The channels of a quantised image, from before the pixels to behind them, or back."""
+    """A quantised image from channels first to channels last, or back."""
     pixels = side(generator)
     image = (batch, channels_at(pixels, generator), pixels, pixels)
     shape, order = (image, (0, 2, 3, 1)) if generator.random() < 0.5 else (_channels_last(image), (0, 3, 1, 2))
@@ -148,7 +148,7 @@ def moved_channels(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def bias(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """A quantised bias to floating numbers, with one scale or one for each channel."""
+    """A quantised bias converted to floating point, with one scale or one per channel."""
     deep = channels(generator)
     about = (deep,) if generator.random() < 0.5 else ()
     inputs = [tensor("int32", deep, constant=True), *_rounding("int32", *about)]
@@ -156,7 +156,7 @@ def bias(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def unary(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """A function of single numbers."""
+    """An elementwise function."""
     op = str(generator.choice(UNARY))
     return inferred(op, [tensor("float32", *activation_shape(batch, generator))])
 
@@ -171,19 +171,18 @@ def any_form(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def above_threshold(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Numbers that are large enough, and zeros."""
+    """ThresholdedRelu of an activation."""
     return inferred("ThresholdedRelu", [tensor(dtype, *activation_shape(batch, generator))], alpha=1.0)
 
 
 NEWER: tuple[tuple[str, Callable[[str, int, Generator], Kernel]], ...] = (  # operators, and draws that may give them
-    ("MaxPool", products.pool), ("MaxPool", forms.pool), ("InstanceNormalization", reductions.instance_norm),
+    ("MaxPool", layers.pool), ("MaxPool", forms.pool), ("InstanceNormalization", layers.instance_norm),
     ("InstanceNormalization", forms.channel_norm), ("Elu", elementwise.UNARY["Elu"]), ("Selu", elementwise.UNARY["Selu"]),
     ("ThresholdedRelu", above_threshold))
 
 
 def newer_version(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """A pooling, a normalisation or an activation that CUDA has, but not in the version of opset 22. To the CPU provider all
-    versions are one kernel."""
+    """A pooling, normalisation or activation that CUDA lacks only in its version of opset 22."""
     op, draw = NEWER[int(generator.integers(len(NEWER)))]
     for _ in range(TRIES):
         if (drawn := draw(dtype, batch, generator)).op_type == op:
@@ -192,7 +191,7 @@ def newer_version(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def spectrum(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """A Fourier transform of signals: of whole ones, or of frames that overlap."""
+    """A Fourier transform of whole signals, or of overlapping frames."""
     if generator.random() < 0.5:
         frame = pick(FRAME_LENGTHS, generator)
         step, length = frame // pick([2, 4], generator), frame * pick([2, 8, 16, 40], generator)
@@ -208,7 +207,7 @@ def spectrum(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def distinct(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """The different numbers among many."""
+    """Unique: the different numbers among many."""
     count = round(log_uniform(16, 200_000, generator))
     kept = max(1, count // pick([1, 2, 4, 16, 256], generator))
     values = indices((count,), kept) if generator.random() < 0.7 else tensor("float32", count)
@@ -217,14 +216,14 @@ def distinct(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def drawn_classes(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Classes drawn by their chances."""
+    """Multinomial: classes drawn by their probabilities."""
     classes, count = pick([16, 100, 1000, 8192, 32_000, 128_000], generator), pick([1, 1, 4, 64], generator)
     return kernel("Multinomial", [tensor("float32", batch, classes)], [Tensor(dtype="int64", shape=(batch, count))], dtype=7,
                   sample_size=count)
 
 
 def pool(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """The root of the mean square of windows, or of an image."""
+    """LpPool: the root mean square of windows, or of an image."""
     pixels = side(generator)
     image = tensor("float32", batch, channels_at(pixels, generator), pixels, pixels)
     if generator.random() < 0.3:
@@ -234,7 +233,7 @@ def pool(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def other(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Bits of whole numbers, means of several tensors, and determinants."""
+    """Bit operations on integers, means of several tensors, and determinants."""
     shape = any_shape(any_rank(generator, 1, 4), generator, 2.0**22)
     makers: tuple[Callable[[], Kernel], ...] = (
         lambda: inferred(str(generator.choice(["BitwiseAnd", "BitwiseOr", "BitwiseXor"])), [tensor("int64", *shape)] * 2),
@@ -246,7 +245,7 @@ def other(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def on_shapes(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Some whole numbers, such as the sizes of a tensor, which a session computes with on the CPU although CUDA could."""
+    """An operator on a few integers, such as a tensor's sizes, which a session runs on the CPU although CUDA could."""
     count = pick([1, 1, 2, 3, 4, 8, 64, 512], generator)
     values, other_values = tensor("int64", count), tensor("int64", count, constant=True)
     makers: tuple[Callable[[], Kernel], ...] = (
@@ -262,7 +261,7 @@ def on_shapes(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def table_of_features(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Columns that are scaled, filled in, normalised, or weighed, as scikit-learn's pipelines do."""
+    """Columns that are scaled, imputed, normalised or weighted, as in scikit-learn's pipelines."""
     examples, columns = batch * pick([1, 16, 256, 4096], generator), pick([4, 16, 30, 100, 784], generator)
     table, classes, weights = tensor("float32", examples, columns), pick([2, 3, 10, 100], generator), [0.5] * columns
     op = str(generator.choice(["Scaler", "Imputer", "Normalizer", "LinearClassifier", "LinearRegressor"]))

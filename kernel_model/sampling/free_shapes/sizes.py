@@ -1,14 +1,19 @@
-"""Sizes as networks have them, and the parts that a kernel is described with."""
+"""Typical sizes of networks, and helpers that describe a drawn kernel."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from hase.records.kernel_record import Kernel, KernelInput, Tensor
-from hase.records.kernel_types import describe_kernel
+from hase.kernel_model.sampling.draws import without_large_weights
+from hase.records.kernel_record import Kernel, KernelInput, Tensor, session_dtype
+from hase.records.kernel_types import default_of, describe_kernel
+from hase.utils.errors import UserError
+from hase.utils.lazy import onnx
+from hase.utils.ort_sessions import outputs_by_schema
 
 SIDES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 13, 14, 16, 17, 18, 20, 24, 27, 28, 32, 35, 36, 40, 48, 55, 56, 64, 72, 75, 80, 96,
          109, 112, 128, 144, 149, 150, 160, 192, 224, 256, 288, 320)
@@ -26,7 +31,7 @@ Generator = np.random.Generator
 
 
 def pick(values: Sequence[int], generator: Generator) -> int:
-    """One of some numbers."""
+    """One of some numbers, at random."""
     return int(generator.choice(values))
 
 
@@ -35,7 +40,7 @@ def log_uniform(low: float, high: float, generator: Generator) -> float:
 
 
 def channels(generator: Generator, low: float = 8, high: float = 2560) -> int:
-    """A number of channels: a power of two or a multiple of a small number, all magnitudes alike."""
+    """A log-uniform number of channels: a power of two or a multiple of a small number."""
     size = log_uniform(low, high, generator)
     if generator.random() < 0.25:
         return min(POWERS, key=lambda power: abs(np.log(power / size)))
@@ -44,7 +49,7 @@ def channels(generator: Generator, low: float = 8, high: float = 2560) -> int:
 
 
 def channels_at(near: int, generator: Generator) -> int:
-    """Channels of an image of that side: networks give small images many and large ones few; some draws heed nothing."""
+    """Channels of an image of side `near`: mostly many for small images and few for large ones, as in networks."""
     if generator.random() < 0.2:
         return channels(generator)
     usual = WIDTH_SIDE / max(near, 2)
@@ -52,22 +57,22 @@ def channels_at(near: int, generator: Generator) -> int:
 
 
 def side(generator: Generator) -> int:
-    """An image side, small ones as often as large ones."""
+    """A log-uniform image side."""
     return int(generator.choice(HALVED if generator.random() < 0.4 else SIDES))
 
 
 def tokens(batch: int, generator: Generator) -> tuple[int, int, int, int]:
-    """Images or windows, heads, tokens of each, and the width of a head, as attention takes them."""
+    """Sizes for attention: images or windows, heads, tokens of each, and head size."""
     windows = pick([1, 1, 1, 4, 16, 64], generator)
     return batch * windows, pick(HEADS, generator), pick(TOKENS[1:18], generator), pick(HEAD_WIDTHS, generator)
 
 
-class Sizes:
-    """The sizes of one kernel by letter, each drawn when it is first asked for.
+class SizesByLetter:
+    """The sizes of one kernel by letter, each drawn when first used.
 
-    `b` batch, `B` batch times windows, `c` channels that suit the side, `s` the side of an image, `f` frames of a video, `t`
-    tokens, `h` heads, `d` the width of a head, `x` the width of a layer, `r` rows (a batch of tokens), `n` windows along a
-    side, `w` the side of a window, `k` a few, `v` words, `l` the length of a signal. A digit is itself.
+    `b` batch, `B` batch times windows, `c` channels that suit the side, `s` image side, `f` frames of a video, `t` tokens, `h`
+    heads, `d` head size, `x` layer width, `r` rows (a batch of tokens), `n` windows along a side, `w` window side, `k` a few,
+    `v` words, `l` signal length. A digit is itself.
     """
 
     def __init__(self, batch: int, generator: Generator) -> None:
@@ -82,7 +87,7 @@ class Sizes:
         return self._known[letter]
 
     def shape(self, letters: str) -> tuple[int, ...]:
-        """The sizes of a tensor whose axes are `letters`."""
+        """The shape of a tensor with axes `letters`."""
         return tuple(self[letter] for letter in letters)
 
     def _draw(self, letter: str) -> int:
@@ -111,13 +116,13 @@ SHAPES = {  # of activations, and how often each is drawn
 
 
 def activation_shape(batch: int, generator: Generator) -> tuple[int, ...]:
-    """The shape of a tensor between two operators: of images, tokens, attention, rows, a signal or a video."""
+    """The shape of an activation: images, tokens, attention, rows, a signal or a video."""
     letters = str(generator.choice(list(SHAPES), p=np.array(list(SHAPES.values())) / sum(SHAPES.values())))
-    return Sizes(batch, generator).shape(letters)
+    return SizesByLetter(batch, generator).shape(letters)
 
 
 def as_float32(value: float) -> float:
-    """As a model's file holds it, so that the same kernel has one id."""
+    """A number rounded to float32 as in a model's file, so that equal kernels have equal ids."""
     return float(np.float32(value))
 
 
@@ -126,24 +131,23 @@ def tensor(dtype: str, *shape: int, constant: bool = False) -> KernelInput:
 
 
 def with_weight(x: KernelInput, weight: Sequence[int], columns: int, biased: float, generator: Generator) -> list[KernelInput]:
-    """The inputs of a convolution or product: a tensor, a constant weight, and as often as `biased` says a bias of `columns`
-    numbers."""
+    """The inputs of a convolution or product: tensor, constant weight and, with probability `biased`, a bias."""
     bias = [tensor(x.dtype, columns, constant=True)] if generator.random() < biased else []
     return [x, tensor(x.dtype, *weight, constant=True), *bias]
 
 
 def scalar(dtype: str, value: float) -> KernelInput:
-    """A constant number, as the type holds it."""
+    """A constant number, rounded to the type."""
     return KernelInput(dtype=dtype, shape=(), constant=True, values=(np.dtype(dtype).type(value).item(),))
 
 
 def numbers(*values: int) -> KernelInput:
-    """Constant whole numbers: axes, sizes, positions."""
+    """Constant integers: axes, sizes, positions."""
     return KernelInput(dtype="int64", shape=(len(values),), constant=True, values=values)
 
 
 def indices(shape: Sequence[int], size: int, constant: bool = False) -> KernelInput:
-    """Positions along an axis of `size`."""
+    """Indices along an axis of `size`."""
     return KernelInput(dtype="int64", shape=tuple(shape), constant=constant, value_range=(0, max(size - 1, 0)))
 
 
@@ -152,6 +156,30 @@ ABSENT = KernelInput(dtype="")  # an optional input that is left out
 
 def kernel(op_type: str, inputs: Sequence[KernelInput], outputs: Sequence[Sequence[int] | Tensor], domain: str = "",
            opset: int = OPSET, **attributes: Any) -> Kernel:
-    """A described kernel; an output that is given as a shape has the type of the first input. `opset` is of ONNX's own set."""
+    """A kernel's description; an output given as a shape has the first input's type. `opset` is of ONNX's domain."""
     made = [output if isinstance(output, Tensor) else Tensor(dtype=inputs[0].dtype, shape=tuple(output)) for output in outputs]
     return describe_kernel(op_type, domain, 1 if domain == CONTRIB else opset, attributes, inputs, made)
+
+
+def inferred(op_type: str, inputs: Sequence[KernelInput], **attributes: Any) -> Kernel:
+    """A kernel's description whose only output and remaining attributes follow from the operator's schema."""
+    opset, kept = max(OPSET, _schema(op_type).since_version), _defaults(op_type) | attributes
+    asked = describe_kernel(op_type, "", opset, kept, inputs, [Tensor(dtype=inputs[0].dtype, shape=())])
+    found = {value.name: value for value in outputs_by_schema(without_large_weights(asked).SerializeToString())}
+    if "y0" not in found or any(not isinstance(size, int) or size < 1 for size in found["y0"].shape):
+        raise UserError(f"{op_type}: the sizes drawn do not fit together")
+    made = Tensor(dtype=session_dtype(found["y0"].type), shape=tuple(found["y0"].shape))
+    return describe_kernel(op_type, "", opset, kept, inputs, [made])
+
+
+@functools.cache
+def _schema(op_type: str) -> Any:
+    """The newest definition of an operator."""
+    return onnx.defs.get_schema(op_type, onnx.defs.onnx_opset_version(), "")
+
+
+@functools.cache
+def _defaults(op_type: str) -> dict[str, Any]:
+    """The attributes of an operator with their default values, as ONNX Runtime writes them."""
+    schema = _schema(op_type)
+    return {name: value for name in schema.attributes if (value := default_of(schema, name)) is not None}

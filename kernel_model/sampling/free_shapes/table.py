@@ -1,8 +1,7 @@
-"""Kernels of no model: the operators that networks are made of, their sizes drawn from the ranges that people use, or in forms
-that they rarely use.
+"""The table of kernels of no model: which are drawn, and how often; at usual sizes, or in rare forms.
 
-A sampled kernel close to those of one model family says little about a family unlike it: without RegNet no grouped convolution
-of 24 channels per group is near anything. These kernels name no family, and nothing measured steers how they are drawn.
+Sampled kernels near one model family say little about other families: without RegNet, nothing is near a grouped convolution
+with 24 channels per group. These kernels name no family, and no measurement affects how they are drawn.
 """
 
 from __future__ import annotations
@@ -13,17 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from hase.kernel_model.sampling.free_shapes import (
-    elementwise,
-    forms,
-    language,
-    movement,
-    on_host,
-    products,
-    rare,
-    reductions,
-    standard,
-)
+from hase.kernel_model.sampling.free_shapes import elementwise, forms, language, layers, movement, on_host
 from hase.kernel_model.sampling.free_shapes.sizes import Generator
 from hase.records.kernel_record import Kernel
 
@@ -31,45 +20,46 @@ SEEDED = {"Relu", "Sigmoid", "Gelu", "QuickGelu", "HardSwish", "HardSigmoid", "C
 Draw = Callable[[str, int, Generator], Kernel]
 # Convolutions are drawn most often: their times follow their shapes least simply.
 DRAWS: tuple[tuple[Draw, float], ...] = (  # how often, relative to each other
-    (products.convolution, 100), (products.signal_convolution, 50), (products.video_convolution, 40),
-    (products.transposed_convolution, 22), (products.pool, 20), (products.global_pool, 14),
-    (products.gemm, 30), (products.layer_product, 44), (products.batched_product, 44), (products.attention_sum, 4),
-    (products.sum_of_products, 22),
-    (reductions.layer_norm, 62), (reductions.instance_norm, 22), (reductions.batch_norm, 14),
-    (reductions.softmax, 40), (reductions.biased_softmax, 18),
-    (reductions.mean, 6), (reductions.norm, 4), (reductions.reduction, 80), (reductions.largest_place, 22),
-    (reductions.running_sum, 20), (reductions.largest, 30),
+    (layers.convolution, 100), (layers.signal_convolution, 50), (layers.video_convolution, 40),
+    (layers.transposed_convolution, 22), (layers.pool, 20), (layers.global_pool, 14),
+    (layers.gemm, 30), (layers.layer_product, 44), (layers.batched_product, 44), (layers.attention_sum, 4),
+    (layers.sum_of_products, 22),
+    (layers.layer_norm, 62), (layers.instance_norm, 22), (layers.batch_norm, 14),
+    (layers.softmax, 40), (layers.biased_softmax, 18),
+    (layers.mean, 6), (layers.norm, 4), (layers.reduction, 80), (layers.largest_index, 22),
+    (layers.running_sum, 20), (layers.largest, 30),
     (movement.embedding, 16), (movement.taken, 20), (movement.taken_elements, 18), (movement.taken_slices, 18),
     (movement.put_slices, 22), (movement.put_elements, 22), (movement.resize, 24), (movement.sampled_image, 8),
     (movement.transpose, 14), (movement.any_order, 36), (movement.join, 6), (movement.join_any, 20), (movement.cut, 5),
     (movement.cut_any, 22), (movement.part, 22), (movement.pad, 5), (movement.pad_any, 20), (movement.repeat, 26),
     (movement.blocks, 20), (movement.triangle, 12),
-    (products.recurrent, 56),
+    (layers.recurrent, 56),
     (elementwise.activation, 8), (elementwise.arithmetic, 8), (elementwise.power, 12), (elementwise.several, 16),
     (elementwise.slopes, 14), (elementwise.biased_gelu, 24), (elementwise.choice, 18), (elementwise.on_masks, 30),
     (elementwise.cast, 26),
     *((draw, 5 if name in SEEDED else 9) for name, draw in elementwise.UNARY.items()),
     *((draw, 20 if name in ("Add", "Mul") else 12) for name, draw in elementwise.BINARY.items()))
-LANGUAGE: tuple[tuple[Draw, float], ...] = (  # as often as these operators take time, and attention is hard to predict
+LANGUAGE: tuple[tuple[Draw, float], ...] = (  # by the time that these operators take; attention is hard to predict
     (language.grouped_attention, 300), (language.quantised_product, 240), (language.matrix_product, 200),
     (language.sum_and_norm, 40), (language.norm, 30), (language.apart, 12), (language.activation, 30),
     (language.elementwise, 25), (language.attention, 240), (language.fused_attention, 150), (language.packed_attention, 60),
     (language.rotary, 15), (language.embedding, 10), (language.quantised_embedding, 10), (language.first_layer, 8),
     (language.sum_and_layer_norm, 8), (language.mixture, 50), (language.quantised_mixture, 100), (language.quantise, 12))
-FORMS: tuple[tuple[Draw, float], ...] = (  # as often as libraries have algorithms to choose from
+FORMS: tuple[tuple[Draw, float], ...] = (  # by the number of algorithms in libraries
     (forms.convolution, 340), (forms.transposed_convolution, 60), (forms.pool, 80), (forms.channel_norm, 60),
     (forms.layer_norm, 45), (forms.other_norm, 15), (forms.softmax, 50), (forms.reduction, 110), (forms.along_an_axis, 50),
     (forms.unary, 110), (forms.binary, 130), (forms.choice, 25), (forms.cast, 50), (forms.transpose, 50), (forms.join, 30),
     (forms.cut, 30), (forms.part, 40), (forms.pad, 30), (forms.repeat, 30), (forms.taken, 40), (forms.resize, 35),
     (forms.matrix_product, 90), (forms.gemm, 60), (forms.recurrent, 40))
-RARE: tuple[tuple[Draw, float], ...] = (  # as often as predictions of models left out were far off for them
-    (products.convolution, 180), (rare.convolution, 280), (rare.transposed_convolution, 60), (rare.first_layer, 120),
-    (rare.grouped_signal, 140), (rare.grouped_image, 90), (rare.thin_product, 90), (rare.deep_product, 40),
-    (rare.attention_product, 90), (rare.softmax, 80), (rare.recurrent, 120), (rare.channel_norm, 30))
+RARE: tuple[tuple[Draw, float], ...] = (  # by the errors of predictions for held-out models
+    (layers.convolution, 180), (layers.rare_convolution, 280), (layers.rare_transposed_convolution, 60),
+    (layers.first_layer, 120),
+    (layers.grouped_signal, 140), (layers.grouped_image, 90), (layers.thin_product, 90), (layers.deep_product, 40),
+    (layers.attention_product, 90), (layers.rare_softmax, 80), (layers.rare_recurrent, 120), (layers.rare_channel_norm, 30))
 STANDARD: tuple[tuple[Draw, float], ...] = (
-    (standard.attention, 340), (standard.norm, 40), (standard.rotary, 40), (standard.integer_product, 120),
-    (standard.quantised_activation, 80), (standard.quantised_weight, 80), (standard.in_bfloat16, 200))
-HOST: tuple[tuple[Draw, float], ...] = (  # as often as quantisers write them, and as their times depend on their sizes
+    (language.onnx_attention, 340), (language.rms_norm, 40), (language.onnx_rotary, 40), (language.integer_product, 120),
+    (language.quantised_activation, 80), (language.quantised_weight, 80), (language.in_bfloat16, 200))
+HOST: tuple[tuple[Draw, float], ...] = (  # by how often quantisers write them, and how much their times depend on sizes
     (on_host.quantised_convolution, 300), (on_host.quantised_product, 200), (on_host.integer_product, 200),
     (on_host.rounded_while_running, 80), (on_host.quantised_arithmetic, 100), (on_host.quantised_activation, 60),
     (on_host.quantised_pool, 50), (on_host.moved_channels, 60), (on_host.bias, 30), (on_host.unary, 150),
@@ -80,8 +70,8 @@ Kind = Literal["networks", "language", "forms", "rare", "standard", "host"]
 
 
 @dataclass(frozen=True)
-class Table:
-    """What is drawn, and how often, relative to each other; and the element types it is drawn in, one as often as another."""
+class DrawTable:
+    """What is drawn and with which relative frequency, and the element types, all equally frequent."""
 
     draws: tuple[tuple[Draw, float], ...]
     dtypes: tuple[str, ...]
@@ -91,25 +81,18 @@ class Table:
         return np.array([weight for _, weight in self.draws]) / sum(weight for _, weight in self.draws)
 
 
-TABLES: dict[Kind, Table] = {"networks": Table(DRAWS, ("float32", "float16")),
-                             "language": Table(LANGUAGE, ("float16", "float16", "bfloat16")),
-                             "forms": Table(FORMS, ("float32", "float16")),
-                             "rare": Table(RARE, ("float32", "float32", "float16")),
-                             "standard": Table(STANDARD, ("float16", "float32", "bfloat16")),
-                             "host": Table(HOST, ("float32", "float16"))}
+TABLES: dict[Kind, DrawTable] = {"networks": DrawTable(DRAWS, ("float32", "float16")),
+                             "language": DrawTable(LANGUAGE, ("float16", "float16", "bfloat16")),
+                             "forms": DrawTable(FORMS, ("float32", "float16")),
+                             "rare": DrawTable(RARE, ("float32", "float32", "float16")),
+                             "standard": DrawTable(STANDARD, ("float16", "float32", "bfloat16")),
+                             "host": DrawTable(HOST, ("float32", "float16"))}
 
 
 def draw_free_kernel(batch: int, generator: Generator, kind: Kind = "networks", dtypes: Sequence[str] = ()) -> Kernel:
-    """A kernel of no model.
+    """A kernel of no model, drawn from the table of a kind, in one of `dtypes` or else of the table's.
 
-    Args:
-        batch: its batch size.
-        generator: of random numbers.
-        kind: of what it is drawn from.
-        dtypes: to draw it in; those of the table where there are none.
-
-    Raises:
-        ValueError: the sizes drawn leave nothing to put out.
+    Raises ValueError if the drawn sizes give an empty output.
     """
     table = TABLES[kind]
     draw, _ = table.draws[int(generator.choice(len(table.draws), p=table.chances))]

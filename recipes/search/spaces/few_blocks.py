@@ -1,4 +1,4 @@
-"""An example for `inference/search_models.py --space`: once-for-all networks, of which those with few blocks are good."""
+"""An example for `inference/search_models.py --space`: once-for-all networks, scored better the fewer blocks they have."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def choices() -> Iterator[str]:
 
 
 def make(choice: str, flavour: Flavour) -> ModelRecord:
-    """The model of a candidate for a flavour of graphs: a kernel record here; a path or an onnx.ModelProto would do."""
+    """The model of a candidate for a flavour of graphs: here a kernel record; a path or an onnx.ModelProto also works."""
     return ofa.make(choice, flavour)
 
 
 def score(choice: str) -> float:
-    """How good a candidate is, the larger the better."""
-    return -float(sum(map(len, ofa.choice_of(choice).stages)))
+    """How good a candidate is; larger is better."""
+    return -float(sum(map(len, ofa.network_named(choice).stages)))

@@ -16,12 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hase.benchmark.load.loads import Totals, measure_loads
-from hase.benchmark.measuring.bench import Bench, Steadiness, close_window, open_window
-from hase.benchmark.measuring.pending import Planned, plan_blocks
-from hase.benchmark.metrics.source import MetricSource, Window
-from hase.records.blocks import Block, JournalFile, read_blocks, write_units
-from hase.records.measurement import Measurement, now
+from hase.benchmark.measuring.blocks import Bench, PlannedBlock, Steadiness, close_window, open_window
+from hase.benchmark.measuring.driver import Totals, measure_loads, plan_blocks
+from hase.benchmark.metrics.source import MetricSource, OpenWindow
+from hase.records.measurement import Block, JournalFile, Measurement, now, read_blocks, write_units
 
 POWER = "DCGM_FI_DEV_POWER_USAGE"
 PRETENDED_W = 50.0
@@ -62,7 +60,7 @@ class PretendedPower(MetricSource):
     def _read(self) -> Any:
         return None
 
-    def _readings(self, before: Window, after: Window) -> Mapping[str, Sequence[float]]:
+    def _readings(self, before: OpenWindow, after: OpenWindow) -> Mapping[str, Sequence[float]]:
         return {POWER: [PRETENDED_W]}
 
 
@@ -101,7 +99,7 @@ def collect(folder: Path, sides: Sequence[int], before_each: Callable[[Product],
                   steadiness=Steadiness(drift=100.0, patience_s=0.0, attempts=1))  # as unsteady as a test's machine may be
     journal = JournalFile(folder / "measurements.jsonl")
 
-    def blocks_of(load: tuple[float, str], blocks: Sequence[Block]) -> list[Planned[Product]]:
+    def blocks_of(load: tuple[float, str], blocks: Sequence[Block]) -> list[PlannedBlock[Product]]:
         return plan_blocks(products, blocks, machine_uuid, size=2, each_machine=each_machine, ties=ties)
 
     def time_units(units: Sequence[Product], level: float) -> list[Measurement]:

@@ -14,24 +14,19 @@ from types import SimpleNamespace
 import pytest
 
 from hase.benchmark.collecting.units import ask as ask_worker
-from hase.benchmark.load.loads import Totals, best_canary_ms, measure_loads
 from hase.benchmark.load.stress import Stress
-from hase.benchmark.measuring.actors import RunningLoad, idle, measure_block
-from hase.benchmark.measuring.bench import Bench, Canary, Steadiness
-from hase.benchmark.measuring.pending import Planned, in_blocks, pending, plan_blocks
-from hase.benchmark.measuring.run_times import Effort
+from hase.benchmark.measuring.blocks import Bench, Canary, PlannedBlock, RunningLoad, Steadiness, idle, measure_block
+from hase.benchmark.measuring.driver import Totals, best_canary_ms, in_blocks, measure_loads, pending, plan_blocks
 from hase.benchmark.metrics.sources import open_source
-from hase.records.backgrounds import COMPUTE, Background
-from hase.records.blocks import Block, Journal
-from hase.records.measurement import Measurement, Status
+from hase.records.measurement import COMPUTE, Background, Block, Effort, Journal, Measurement, Status
 from hase.runtimes import protocol
 from hase.runtimes.protocol import Reply, Request
-from hase.utils import worker_process
+from hase.utils import processes as worker_process
+from hase.utils.config import Frozen
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import has_cuda
-from hase.utils.frozen import Frozen
 from hase.utils.ort_sessions import open_session
-from hase.utils.worker_process import WorkerFailed, WorkerProcess
+from hase.utils.processes import WorkerFailed, WorkerProcess
 from tests.conftest import small_model
 
 
@@ -62,7 +57,7 @@ def test_a_steady_block_is_measured_once() -> None:
 
 
 def test_a_block_waits_until_the_machine_is_at_its_best_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hase.benchmark.measuring.bench.PAUSE_S", 0.001)
+    monkeypatch.setattr("hase.benchmark.measuring.blocks.PAUSE_S", 0.001)
     bench = bench_with([2.0, 1.5, 1.05, 1.05], patience_s=60.0)
     assert measure_block(bench, "k", list, idle(bench, best_canary_ms=1.0)).canary_before_ms == 1.05
     bench = bench_with([2.0, 2.0])  # no patience: the block is measured and reported as unsteady
@@ -70,7 +65,7 @@ def test_a_block_waits_until_the_machine_is_at_its_best_again(monkeypatch: pytes
 
 
 def test_a_block_waits_until_a_cpu_does_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hase.benchmark.measuring.bench.PAUSE_S", 0.001)
+    monkeypatch.setattr("hase.benchmark.measuring.blocks.PAUSE_S", 0.001)
     shares = [0.9, 0.5, 0.1]
     bench = replace(bench_with([1.0] * 4, patience_s=60.0), busy=lambda: shares.pop(0))
     measure_block(bench, "k", list, idle(bench, best_canary_ms=1.0))
@@ -78,7 +73,7 @@ def test_a_block_waits_until_a_cpu_does_nothing_else(monkeypatch: pytest.MonkeyP
 
 
 def test_a_machine_that_is_always_busy_does_not_hold_everything_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hase.benchmark.measuring.bench.PAUSE_S", 0.001)
+    monkeypatch.setattr("hase.benchmark.measuring.blocks.PAUSE_S", 0.001)
     canary = Canary(lambda loaded: [1.0], best_ms=1.0, busy=lambda: 0.9)
     for _ in range(20):
         canary.steady_ms(0.05, 0.2)
@@ -121,7 +116,7 @@ def test_each_load_is_started_once_and_only_where_something_is_missing() -> None
         started.append((level, background.name if background else ""))
         yield Stress(0.0)
 
-    def blocks_of(load: tuple[float, str], blocks: Sequence[Block]) -> list[Planned[Named]]:
+    def blocks_of(load: tuple[float, str], blocks: Sequence[Block]) -> list[PlannedBlock[Named]]:
         return plan_blocks(units, blocks, "here", size=2)
 
     journal = Journal()
@@ -153,7 +148,7 @@ def test_a_unit_that_was_interrupted_is_measured_again(caplog: pytest.LogCapture
     units, journal, lacking = [Named(name) for name in "abcd"], Journal(), True
     bench = Bench("cpu", "here", lambda loaded: [1.0], steadiness=Steadiness(drift=0.05))
 
-    def blocks_of(load: tuple[float, str], blocks: Sequence[Block]) -> list[Planned[Named]]:
+    def blocks_of(load: tuple[float, str], blocks: Sequence[Block]) -> list[PlannedBlock[Named]]:
         return plan_blocks(units, blocks, "here", size=4)
 
     def time_units(named: Sequence[Named], level: float) -> list[Measurement]:
@@ -193,7 +188,7 @@ def measure_disturbed(bench: Bench, names: str, journal: Journal) -> Totals[Name
         runs.append(1)
         return [timed(f"{unit.id} in run {len(runs)}") for unit in named]
 
-    return measure_loads(bench, lambda load, blocks: [Planned(name, [Named(name)]) for name in names], time_units, journal)
+    return measure_loads(bench, lambda load, blocks: [PlannedBlock(name, [Named(name)]) for name in names], time_units, journal)
 
 
 def kept(journal: Journal) -> list[tuple[str, int]]:

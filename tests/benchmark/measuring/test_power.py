@@ -11,14 +11,18 @@ from typing import Any
 import pynvml
 import pytest
 
-from hase.benchmark.metrics import nvml, power, power_sensors
-from hase.benchmark.metrics.power import Energy, PowerMonitor, energy_between, energy_of_runs, integral_j
-from hase.benchmark.metrics.power_sensors import (
+from hase.benchmark.metrics import gpu_sources, power
+from hase.benchmark.metrics.power import (
+    Energy,
     NoPowerSensor,
     NvmlPower,
+    PowerMonitor,
     PowerSample,
     PowerSensor,
     RaplPower,
+    energy_between,
+    energy_of_runs,
+    integral_j,
     open_power_sensor,
 )
 from hase.utils.errors import UserError
@@ -122,7 +126,7 @@ def test_a_sensor_that_fails_during_a_window_is_an_error() -> None:
 
 
 def test_the_field_is_nvmls() -> None:
-    assert nvml.POWER_INSTANT == pynvml.NVML_FI_DEV_POWER_INSTANT
+    assert gpu_sources.POWER_INSTANT == pynvml.NVML_FI_DEV_POWER_INSTANT
 
 
 class PowerNvml(SimpleNamespace):
@@ -162,8 +166,8 @@ class PowerNvml(SimpleNamespace):
 def fake(monkeypatch: pytest.MonkeyPatch) -> PowerNvml:
     made = PowerNvml()
     monkeypatch.setitem(sys.modules, "pynvml", made)
-    monkeypatch.setattr(nvml, "gpu_facts", lambda: {"uuid": "GPU-0"})
-    monkeypatch.setattr(power_sensors, "resolve_device", lambda device: "cuda")
+    monkeypatch.setattr(gpu_sources, "gpu_facts", lambda: {"uuid": "GPU-0"})
+    monkeypatch.setattr(power, "resolve_device", lambda device: "cuda")
     return made
 
 
@@ -246,7 +250,7 @@ def test_why_a_cpus_energy_is_not_known(tmp_path: Path, monkeypatch: pytest.Monk
             raise PermissionError(13, "Permission denied", str(self))
         return "1"
 
-    monkeypatch.setattr(power_sensors, "_text", lambda path: "package-0" if path.name == "name" else "1")
+    monkeypatch.setattr(power, "_text", lambda path: "package-0" if path.name == "name" else "1")
     monkeypatch.setattr(Path, "read_text", forbidden)  # root, as in a container, may read everything
     with pytest.raises(NoPowerSensor, match=r"only root may read .* allow it with: sudo chmod a\+r"):
         RaplPower(tmp_path)

@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 from conftest import small_model
 
-from hase.benchmark.measuring.run_times import Effort
 from hase.benchmark.ort.worker import answer
-from hase.kernel_model.building.kernel_models import kernel_build
+from hase.kernel_model.building.kernel_models import write_kernel
 from hase.ort_analysis.graph.analysis import analyze
-from hase.records.blocks import Block
-from hase.records.measurement import Measurement
+from hase.records.measurement import Block, Effort, Measurement
 from hase.runtimes.protocol import Reply, Request
 from hase.utils import files
 
@@ -44,7 +42,7 @@ def test_the_worker_fills_in_everything(tmp_path: Path) -> None:
     files.write_bytes(path, small_model().SerializeToString())
     record = analyze(path, "cpu")
     files.write_json(tmp_path / "net.json", record)
-    built = [kernel_build(kernel, tmp_path) for kernel in record.kernels.values()]
+    built = [write_kernel(kernel, tmp_path) for kernel in record.kernels.values()]
     ids = set(record.kernels)
 
     def ask(do: str, *paths: Path, labels: tuple[str, ...] = ()) -> set[tuple[str, str, str, str, str]]:

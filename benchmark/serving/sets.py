@@ -1,0 +1,295 @@
+"""Sets of models that are served at the same time: configuration, arrival of requests, and results.
+
+Statistics of a set are one line of JSON; all its requests are in a file beside it.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import numpy as np
+from pydantic import Field, ValidationError, field_validator
+
+from hase.records.devices import Environment
+from hase.utils import files
+from hase.utils.config import Config, Frozen
+from hase.utils.errors import UserError
+from hase.utils.files import content_digest
+from hase.utils.fingerprint import Machine
+from hase.utils.sharing_mode import SetSharing, SetSharingText
+from hase.utils.timing import Floats
+
+BATCH = "batch"  # the dimension that batches requests, as exporters name it
+
+
+class ServedModel(Config):
+    """A model of a set, and its requests with one input each."""
+
+    model: Path  # the ONNX file, with a dynamic dimension `batch`; a bare name is also looked for among the exported models
+    dims: dict[str, Annotated[int, Field(ge=1)]] = {}  # sizes of its other dynamic dimensions
+    batch: int = Field(ge=1, le=1024)  # the most requests that one run takes; each run has this size, full or not
+    rate_per_s: float = Field(gt=0, le=1e5)  # requests per second, on average
+    slo_ms: float = Field(gt=0, le=1e6)  # the latency within which a request should be answered
+
+    @field_validator("dims")
+    @classmethod
+    def _without_batch(cls, dims: dict[str, int]) -> dict[str, int]:
+        if BATCH in dims:
+            raise ValueError("the size of batch has an entry of its own; leave it out")
+        return dims
+
+
+ModelSet = Annotated[tuple[ServedModel, ...], Field(min_length=1, max_length=16)]
+
+
+class ServedSetsConfig(Config):
+    """The config of served_sets."""
+
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    # ways to share the device; one with shares for n models applies to sets of n
+    ways: Annotated[tuple[SetSharingText, ...], Field(min_length=1)] = ("slices",)
+    seconds: float = Field(5.0, gt=0, le=3600)  # period in which requests count
+    warmup_s: float = Field(0.5, ge=0, le=600)  # period of requests before that
+    seed: int = Field(0, ge=0)  # of the arrivals
+    provider_options: dict[str, str] = {}  # of ONNX Runtime's CUDA provider
+    sets: Annotated[tuple[ModelSet, ...], Field(min_length=1)]  # the models that are served at the same time
+
+    def check_on(self, device: str) -> None:
+        """Raises UserError if `cpu` or `cuda` cannot be shared in these ways."""
+        for way in self.ways if device == "cpu" else ():
+            if SetSharing.parse(way).mps:
+                raise UserError(f"sharing {way}: this is a way of sharing a GPU, and the target is a CPU; leave it out")
+
+
+def arrivals_s(models: Sequence[ServedModel], number: int, config: ServedSetsConfig) -> Floats:
+    """When one model's requests arrive: ascending seconds from the start of counting (negative: warm-up).
+
+    A Poisson process seeded by the config, the set and the model's index, so that each way of sharing gets the same requests.
+    """
+    seed_of_set = int(content_digest([model.model_dump(mode="json") for model in models])[:16], 16)
+    generator = np.random.default_rng([config.seed, seed_of_set, number])
+    count = generator.poisson(models[number].rate_per_s * (config.warmup_s + config.seconds))
+    return np.sort(generator.uniform(-config.warmup_s, config.seconds, count))
+
+
+class PaceRead(Frozen):
+    """Readings of the host's probe over some time: median (µs), time of dispatching, and length of each stall."""
+
+    probe_us: float
+    dispatched_s: float
+    stalls_ms: tuple[float, ...]
+
+
+class ServedRuns(Frozen):
+    """Runs while the model was served, in order; none for opening and warm-up."""
+
+    error: str = ""  # why it failed; "" if it did not
+    alone_ms: float = 0.0  # median of repeated runs while the other models wait; 0 for other tasks
+    pace: PaceRead | None = None  # the reading of the host's probe in this process after the task; None if it was not read
+    starts_s: tuple[float, ...] = ()  # of each run, in seconds after `begin_s`
+    ends_s: tuple[float, ...] = ()
+    counts: tuple[int, ...] = ()  # the requests in each run
+
+
+# results -----------------------------------------------------------------------------------------------------------------
+
+KEY_DIGITS = 16
+ARRAYS = ("arrivals_s", "starts_s", "ends_s", "counts")  # of ModelRequests, in the file of each result
+
+
+class TimeStatistics(Frozen):
+    """Statistics of at least one time, in ms."""
+
+    count: int
+    mean_ms: float
+    p50_ms: float
+    p95_ms: float
+    p99_ms: float
+
+    @classmethod
+    def of(cls, times_s: Floats) -> Self | None:
+        """Statistics of times in seconds; None without any."""
+        if not times_s.size:
+            return None
+        p50, p95, p99 = np.percentile(1e3 * times_s, [50, 95, 99])
+        return cls(count=times_s.size, mean_ms=float(1e3 * times_s.mean()), p50_ms=float(p50), p95_ms=float(p95),
+                   p99_ms=float(p99))
+
+
+class ModelResult(Frozen):
+    """How one model of a set was served while requests counted. Without times, statistics are None and shares 0."""
+
+    requests: int  # number that arrived
+    served: int  # requests whose run began in time
+    unserved: int  # the other requests
+    latency: TimeStatistics | None  # of the served ones, from arrival to the end of the run
+    within_slo: float  # share of all requests that were answered within the model's `slo_ms`
+    runs: TimeStatistics | None  # how long runs took
+    requests_per_run: float  # on average
+    busy: float  # share of time with a run in progress
+    # the median of a run just before the requests, while the other models waited; None if it was not measured
+    alone_ms: float | None = None
+    # of the host's probe in the model's process, just before the requests and just after; empty if it was not read
+    probe_us: tuple[float, ...] = ()
+    dispatched_s: float = 0.0  # total dispatch time of that probe
+    stalls_ms: tuple[float, ...] = ()  # length of each stall in that time
+
+
+class ModelRequests(Frozen):
+    """All requests to one model in order of arrival; times are seconds from the start of counting, unserved ones come last."""
+
+    arrivals_s: tuple[float, ...]  # one per request
+    starts_s: tuple[float, ...]  # start of the run with the request
+    ends_s: tuple[float, ...]
+    counts: tuple[int, ...]  # the requests in each run, in order
+    alone_ms: float | None = None  # see `ModelResult`, also for the paces
+    paces: tuple[PaceRead, ...] = ()
+
+    @classmethod
+    def of(cls, arrivals_s: Floats, reply: ServedRuns, warm: ServedRuns | None = None) -> Self:
+        """Requests from a server's answers after serving and after warm-up."""
+        starts_s, ends_s = np.repeat(reply.starts_s, reply.counts), np.repeat(reply.ends_s, reply.counts)
+        return cls(arrivals_s=tuple(arrivals_s.tolist()), starts_s=tuple(starts_s.tolist()), ends_s=tuple(ends_s.tolist()),
+                   counts=reply.counts, alone_ms=warm.alone_ms if warm else None,
+                   paces=tuple(each.pace for each in (warm, reply) if each and each.pace))
+
+    @property
+    def runs_s(self) -> tuple[Floats, Floats]:
+        """Start and end of each run, in order."""
+        counts = np.asarray(self.counts, dtype=int)
+        firsts = np.cumsum(counts) - counts
+        return np.asarray(self.starts_s)[firsts], np.asarray(self.ends_s)[firsts]
+
+    def begun_at_once(self, batch: int) -> Self:
+        """The same requests on a server that loses no time between runs.
+
+        If there are too few recorded runs, since requests had waited together, the last requests are left out.
+        """
+        arrivals_s, counts = np.asarray(self.arrivals_s), np.asarray(self.counts, dtype=int)
+        firsts, (starts_s, ends_s) = np.cumsum(counts) - counts, self.runs_s
+        before_s = np.append(-np.inf, ends_s[:-1])
+        late_s = np.where(arrivals_s[firsts] > before_s, starts_s - arrivals_s[firsts], 0.0)  # a process that wakes up
+        begun_s, ended_s, taken = list[float](), list[float](), list[int]()
+        end_s, answered = -np.inf, 0
+        for took_s, waking_s in zip((ends_s - starts_s).tolist(), late_s.tolist(), strict=True):
+            if answered == counts.sum():
+                break
+            first_s = float(arrivals_s[answered])
+            start_s = first_s + waking_s if first_s > end_s else end_s
+            waiting = int(np.searchsorted(arrivals_s[:counts.sum()], start_s, side="right")) - answered
+            end_s = start_s + took_s
+            begun_s.append(start_s)
+            ended_s.append(end_s)
+            taken.append(max(1, min(waiting, batch)))
+            answered += taken[-1]
+        kept = len(arrivals_s) if answered == counts.sum() else answered
+        return self.model_copy(update={
+            "arrivals_s": self.arrivals_s[:kept], "starts_s": tuple(np.repeat(begun_s, taken).tolist()),
+            "ends_s": tuple(np.repeat(ended_s, taken).tolist()), "counts": tuple(taken)})
+
+    def result(self, slo_ms: float, seconds: float) -> ModelResult:
+        """Statistics over the counted time."""
+        arrivals_s, served = np.asarray(self.arrivals_s), len(self.starts_s)
+        counted = arrivals_s >= 0.0
+        latencies_s = (np.asarray(self.ends_s) - arrivals_s[:served])[counted[:served]]
+        (run_starts_s, run_ends_s), counts = self.runs_s, np.asarray(self.counts, dtype=int)
+        inside_s = np.clip(run_ends_s, 0.0, seconds) - np.clip(run_starts_s, 0.0, seconds)
+        inside = run_starts_s >= 0.0
+        requests = int(counted.sum())
+        return ModelResult(
+            requests=requests, served=latencies_s.size, unserved=requests - latencies_s.size,
+            latency=TimeStatistics.of(latencies_s),
+            within_slo=float((1e3 * latencies_s <= slo_ms).sum()) / max(requests, 1),
+            runs=TimeStatistics.of((run_ends_s - run_starts_s)[inside]),
+            requests_per_run=float(counts[inside].mean()) if inside.any() else 0.0, busy=float(inside_s.sum()) / seconds,
+            alone_ms=self.alone_ms, probe_us=tuple(pace.probe_us for pace in self.paces),
+            dispatched_s=sum(pace.dispatched_s for pace in self.paces),
+            stalls_ms=tuple(stall for pace in self.paces for stall in pace.stalls_ms))
+
+
+class SetResult(Frozen):
+    """A set under one way of sharing."""
+
+    version: Literal[2] = 2
+    key: str  # see `key_of`; the requests are in `<key>.npz`
+    models: ModelSet  # the set
+    way: SetSharingText  # of sharing
+    seconds: float  # as in the config
+    warmup_s: float
+    seed: int
+    provider_options: dict[str, str]
+    machine: Machine  # where it was measured
+    environment: Environment
+    started: str  # when (UTC, ISO 8601)
+    status: Literal["ok", "failed"] = "ok"  # `failed` if a model could not be served; a later call tries again
+    error: str = ""  # why
+    results: tuple[ModelResult, ...] = ()  # one per model; empty if it failed
+
+    def rows(self, number: int) -> list[dict[str, Any]]:
+        """Table rows, one per model; `number` is the set's in the config."""
+        rows = []
+        for index, model in enumerate(self.models):
+            row: dict[str, Any] = {"set": number, "way": self.way, "model": model.model.stem, "batch": model.batch,
+                                   "rate_per_s": model.rate_per_s, "slo_ms": model.slo_ms}
+            result = self.results[index] if self.results else None
+            latency = result.latency if result else None
+            row |= {"requests": result and result.requests, "unserved": result and result.unserved,
+                    "mean_ms": latency and latency.mean_ms, "p95_ms": latency and latency.p95_ms,
+                    "p99_ms": latency and latency.p99_ms, "within_slo": result and result.within_slo,
+                    "busy": result and result.busy, "status": self.status}
+            rows.append(row)
+        return rows
+
+
+def key_of(models: Sequence[ServedModel], way: str, config: ServedSetsConfig) -> str:
+    """A short text that identifies the set, way of sharing and settings."""
+    return content_digest([[model.model_dump(mode="json") for model in models], way, config.seconds, config.warmup_s,
+                           config.seed, config.provider_options])[:KEY_DIGITS]
+
+
+def read_results(path: Path) -> dict[str, SetResult]:
+    """Results by key, the latest of each; empty without a file."""
+    results = {}
+    for number, line in enumerate(files.read_lines(path), 1):
+        try:
+            result = SetResult.model_validate_json(files.line_without_digest(line))
+        except ValidationError as error:
+            if error.errors()[0]["loc"] == ("version",):
+                raise UserError(f"{path}, line {number}: of another version of Hase; move the file and its folder "
+                                f"{path.stem} away, and measure again") from None
+            raise UserError(f"{path}, line {number}: damaged ({error.errors()[0]['msg']}); remove the line") from None
+        except ValueError as error:
+            raise UserError(f"{path}, line {number}: {error}; remove the line") from None
+        results[result.key] = result
+    return results
+
+
+def samples_path(path: Path, key: str) -> Path:
+    """The file with the requests of one result, beside the results file."""
+    return path.parent / path.name.removesuffix(".jsonl") / f"{key}.npz"
+
+
+def read_requests(path: Path, result: SetResult) -> list[ModelRequests]:
+    """Requests to each model of a result in the results file `path`. Raises UserError if their file is missing."""
+    samples = samples_path(path, result.key)
+    try:
+        with np.load(samples) as arrays:
+            return [ModelRequests(**{name: tuple(arrays[f"{name}_{index}"].tolist()) for name in ARRAYS},
+                             alone_ms=model_requests.alone_ms) for index, model_requests in enumerate(result.results)]
+    except FileNotFoundError:
+        raise UserError(f"{samples}: missing, though {path.name} has a line for it; copy the folder {samples.parent.name}, "
+                        "too") from None
+
+
+def add_result(path: Path, result: SetResult, requests: Sequence[ModelRequests]) -> None:
+    """Writes the requests of a set, then its line; so a set with a line is complete."""
+    if requests:
+        arrays = {f"{name}_{index}": np.asarray(getattr(model_requests, name)) for index, model_requests in enumerate(requests)
+                  for name in ARRAYS}
+        packed = io.BytesIO()
+        np.savez_compressed(packed, **arrays)  # type: ignore[arg-type]
+        files.write_bytes(samples_path(path, result.key), packed.getvalue())
+    files.append_line(path, files.line_with_digest(result.model_dump_json()))

@@ -1,0 +1,196 @@
+"""Records of each stage on each unit (`results/raw_measurements.json`), and of copies between the host's memory and a unit's
+own (`results/transfer_table.json`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from pydantic import computed_field, model_validator
+
+from hase.extras.graph_stages.measuring.layer import STAGES, GraphSize, LayerStage
+from hase.records.measurement import Status
+from hase.utils import files
+from hase.utils.config import Frozen
+from hase.utils.paths import Workspace
+
+VERSION = 1
+REMAKE = "python extras/graph_stages/profile_stages.py --measure"
+RAW = "raw_measurements.json"
+DERIVED = ("statistics", "resident_statistics")
+TRANSFERS = "transfer_table.json"
+Direction: TypeAlias = Literal["to_device", "to_host"]
+DIRECTIONS: tuple[Direction, ...] = ("to_device", "to_host")
+
+
+class UnitReport(Frozen):
+    """A processing unit that was looked for.
+
+    Attributes:
+        name: OpenVINO's name (`CPU`, `GPU`, `GPU.1`, `NPU`), or `CUDA` for an NVIDIA GPU.
+        why: why it cannot be measured here; "" if it can.
+        runtime: tried first for its stages: `openvino`, `ort` or `torch`.
+        inference_precision: of the computation: `f32` or `f16`.
+    """
+
+    name: str
+    present: bool
+    why: str = ""
+    device_name: str = ""
+    runtime: str = ""
+    inference_precision: str = ""
+
+
+class StageRecord(Frozen):
+    """Times of one stage on one unit at one size.
+
+    Attributes:
+        graph: source of the edges: `uniform`, `power_law`, or a file name.
+        runtime, ran_on: what really ran it, and where: `CPU` if PyTorch replaced another unit.
+        fallback: why the unit's own runtime did not run it; "" if it did.
+        precision: of the weights in the model's file, `FP32` or `FP16`; inputs and outputs are FP32.
+        inference_precision: of the computation, `f32` or `f16`; `tf32` is never used.
+        threads: on the CPU; 0 is the runtime's default.
+        samples_ms: one per run, with inputs and outputs in the host's memory, so copies to and from the unit are included.
+        resident_samples_ms: the same in the unit's own memory; empty if not measured. A CPU has no copies, so `samples_ms`
+            apply.
+        model: name of the file that ran; "" for PyTorch.
+    """
+
+    nodes: int
+    edges: int
+    features: int
+    hidden: int
+    graph: str
+    unit: str
+    stage: int
+    stage_name: str
+    runtime: str
+    ran_on: str
+    fallback: str = ""
+    precision: str
+    inference_precision: str
+    threads: int = 0
+    bytes_in: int
+    bytes_out: int
+    samples_ms: tuple[float, ...] = ()
+    resident_samples_ms: tuple[float, ...] = ()
+    model: str = ""
+    status: Status = "ok"
+    error: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_statistics(cls, data: Any) -> Any:
+        """Drops the statistics, which the file has for its readers; they are computed from the samples."""
+        return {key: value for key, value in data.items() if key not in DERIVED} if isinstance(data, dict) else data
+
+    @property
+    def size(self) -> GraphSize:
+        return GraphSize(nodes=self.nodes, edges=self.edges, features=self.features, hidden=self.hidden)
+
+    @property
+    def definition(self) -> LayerStage:
+        return STAGES[self.stage - 1]
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def statistics(self) -> dict[str, float]:
+        """Statistics of `samples_ms`, in ms; empty if the stage failed."""
+        return statistics(self.samples_ms)
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def resident_statistics(self) -> dict[str, float]:
+        """Statistics of `resident_samples_ms`, in ms."""
+        return statistics(self.resident_samples_ms)
+
+
+class RawMeasurements(Frozen):
+    """All records of one machine, ordered by size, unit and stage.
+
+    Attributes:
+        warmup, runs: number of runs of each stage before and in its measurement.
+        seed: of the graphs, their features and the weights.
+        units: every unit that was looked for, including absent ones.
+    """
+
+    version: int = VERSION
+    machine: dict[str, Any]
+    versions: dict[str, str]
+    warmup: int
+    runs: int
+    seed: int
+    units: tuple[UnitReport, ...]
+    records: tuple[StageRecord, ...]
+
+
+def statistics(samples_ms: Sequence[float]) -> dict[str, float]:
+    """`mean`, `std` (of the sample, n − 1), `min`, `max` and `median`, in the unit of the samples; empty without samples."""
+    if not samples_ms:
+        return {}
+    values = np.asarray(samples_ms)
+    std = float(values.std(ddof=1)) if len(values) > 1 else 0.0
+    return {"mean": float(values.mean()), "std": std, "min": float(values.min()), "max": float(values.max()),
+            "median": float(np.median(values))}
+
+
+def raw_path(workspace: Workspace) -> Path:
+    return workspace.stage_results / RAW
+
+
+def read_raw(path: Path) -> RawMeasurements:
+    """Reads the measurements in a file."""
+    return files.read_record(path, RawMeasurements, VERSION, REMAKE)
+
+
+class TransferRecord(Frozen):
+    """Times of complete copies of one size between a unit's `memory` and the host's, which is pageable (numpy arrays)."""
+
+    memory: str
+    direction: Direction
+    bytes: int
+    samples_ms: tuple[float, ...]
+
+
+class TransferTable(Frozen):
+    """All copies of one machine."""
+
+    version: int = VERSION
+    records: tuple[TransferRecord, ...]
+
+    @cached_property
+    def medians_ms(self) -> dict[tuple[str, Direction], list[tuple[int, float]]]:
+        """By memory and direction, pairs of bytes (ascending) and median copy time."""
+        points: dict[tuple[str, Direction], dict[int, float]] = {}
+        for record in self.records:
+            points.setdefault((record.memory, record.direction), {})[record.bytes] = statistics(record.samples_ms)["median"]
+        return {key: sorted(medians.items()) for key, medians in points.items()}
+
+    def copy_ms(self, memory: str, direction: Direction, moved_bytes: int) -> float:
+        """The time of a copy, interpolated linearly.
+
+        Below the measured sizes it is that of the smallest; above them it grows in proportion from the largest.
+        """
+        if (memory, direction) not in self.medians_ms:
+            raise KeyError(memory)
+        moved, times_ms = zip(*self.medians_ms[memory, direction], strict=True)
+        if moved_bytes > moved[-1]:
+            return float(times_ms[-1] * moved_bytes / moved[-1])
+        return float(np.interp(moved_bytes, moved, times_ms))
+
+
+def write_transfers(folder: Path, records: Iterable[TransferRecord]) -> Path:
+    path = folder / TRANSFERS
+    files.write_json(path, TransferTable(records=tuple(records)))
+    return path
+
+
+def read_transfers(folder: Path) -> TransferTable | None:
+    """The copies in a results folder; None if none were measured, as when all units share the host's memory."""
+    path = folder / TRANSFERS
+    return files.read_record(path, TransferTable, VERSION, REMAKE) if path.exists() else None

@@ -1,0 +1,138 @@
+"""Ranks predictions of models by latency, and chooses a model's best batch for throughput and for an objective.
+
+Latencies per item are compared if batches differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hase.inference.prediction.answers import VERY_LIKELY, chance_text, statistic
+from hase.utils.text import cell
+
+if TYPE_CHECKING:
+    from hase.inference.prediction.answers import Prediction, Slo
+
+
+def ranked_per_item(predictions: Sequence[Prediction]) -> bool:
+    """Whether latencies per item are compared: batches differ, and every prediction has one."""
+    batches = {prediction.batch for prediction in predictions}
+    return len(batches) > 1 and all(batches)
+
+
+def order_of(predictions: Sequence[Prediction]) -> list[int]:
+    """The indices of predictions by rank: those that fit in memory first, fastest first."""
+    per_item = ranked_per_item(predictions)
+    return sorted(range(len(predictions)), key=lambda place: (predictions[place].fits_memory is False,
+                                                              compared_ms(predictions[place], per_item)))
+
+
+def compared_ms(prediction: Prediction, per_item: bool) -> float:
+    """The latency that is compared."""
+    return prediction.latency_ms / (prediction.batch or math.inf) if per_item else prediction.latency_ms
+
+
+def said_of_order(predictions: Sequence[Prediction]) -> str:
+    """A sentence about ranked predictions: by what they are ranked, and whether the order of the first two is uncertain."""
+    per_item = ranked_per_item(predictions)
+    sentence = f"ranked by {'latency per item, since batches differ' if per_item else 'latency'}"
+    if len(predictions) < 2:
+        return sentence
+    first, second = predictions[:2]
+    ratio = compared_ms(second, per_item) / compared_ms(first, per_item)
+    sentence += f": {first.model} is {ratio:.3g} times as fast as {second.model}"
+    high_ms, low_ms = (end * compared_ms(one, per_item) / one.latency_ms
+                       for one, end in ((first, first.interval_ms[1]), (second, second.interval_ms[0])))
+    return sentence + (", but their intervals overlap" if high_ms > low_ms else ", and their intervals do not overlap")
+
+@dataclass(frozen=True)
+class BestBatches:
+    """The best of a model's predictions that differ in their batch, as indices.
+
+    Attributes:
+        places: of all of them, by batch.
+        throughput: the one with the most items per second.
+        within_slo: the same among those that meet the objective; None if there are none.
+        surely_within_slo: the same among those that very likely meet it.
+    """
+
+    places: tuple[int, ...]
+    others: Mapping[str, int]
+    throughput: int
+    within_slo: int | None = None
+    surely_within_slo: int | None = None
+
+    def best_for(self, place: int) -> list[str]:
+        """The criteria by which a prediction is the best (throughput, objective), in words of --json."""
+        best = {"throughput": self.throughput, "throughput_within_slo": self.within_slo,
+                "throughput_very_likely_within_slo": self.surely_within_slo}
+        return [words for words, chosen in best.items() if chosen == place]
+
+
+def best_batches(predictions: Sequence[Prediction], slos: Sequence[Slo | None],
+                 models: Sequence[Hashable]) -> list[BestBatches]:
+    """The best batches of each model that was predicted at several, at each combination of its other sizes. A run that needs
+    more memory than the device has is never the best. `models` are keys: predictions with equal keys differ only in sizes.
+    """
+    groups: dict[tuple[Hashable, tuple[tuple[str, int], ...]], list[int]] = {}
+    for place, prediction in enumerate(predictions):
+        of_model = [other for other, model in zip(predictions, models, strict=True) if model == models[place]]
+        in_batch = {name for name in prediction.dims if all(other.dims.get(name) == other.batch for other in of_model)}
+        others = tuple((name, size) for name, size in prediction.dims.items() if name not in in_batch)
+        groups.setdefault((models[place], others), []).append(place)
+    found = (_best_of(places, dict(others), predictions, slos) for (_, others), places in groups.items()
+             if len({predictions[place].batch for place in places}) > 1)
+    return [best for best in found if best]
+
+
+def _best_of(places: Sequence[int], others: Mapping[str, int], predictions: Sequence[Prediction],
+             slos: Sequence[Slo | None]) -> BestBatches | None:
+    """The best of the predictions at `places`; None if no run fits in the device's memory, or has a batch."""
+    rates = {place: rate for place in places
+             if (rate := predictions[place].items_per_second) and predictions[place].fits_memory is not False}
+
+    def best(chosen: Sequence[int]) -> int | None:
+        return max(chosen, key=lambda place: rates[place], default=None)
+
+    throughput = best(list(rates))
+    if throughput is None:
+        return None
+    compared = {place: slo for place in rates if (slo := slos[place]) is not None}
+    return BestBatches(
+        tuple(sorted(places, key=lambda place: predictions[place].batch or 0)), others, throughput,
+        best([place for place, slo in compared.items() if slo.met]),
+        best([place for place, slo in compared.items() if slo.chance > VERY_LIKELY]))
+
+
+def said_of_batches(best: BestBatches, predictions: Sequence[Prediction], slos: Sequence[Slo | None], name: str) -> list[str]:
+    """Sentences about the best batches of one model, which is called `name`."""
+    chosen = predictions[best.throughput]
+    lines = [f"{name}: the best batch for throughput is {chosen.batch}: {_rate(chosen)} at {chosen.latency_ms:.4g} ms"
+             + ("; none larger was asked" if best.throughput == best.places[-1] else "")]
+    compared = {place: slo for place in best.places if (slo := slos[place]) is not None}
+    if not compared:
+        return lines
+    place = best.within_slo
+    if place is None:
+        place = min(compared, key=lambda place: compared[place].latency_ms)
+        what = f"no batch keeps to {compared[place].limit_ms:g} ms; the nearest is {predictions[place].batch}"
+    else:
+        what = (f"the best batch for throughput within {compared[place].limit_ms:g} ms is {predictions[place].batch}: "
+                f"{_rate(predictions[place])}")
+    slo = compared[place]
+    lines.append(f"{name}: {what}, {statistic(predictions[place], slo)} {slo.latency_ms:.4g} ms; that it is met is "
+                 f"{chance_text(slo.chance)}")
+    if best.surely_within_slo is None:
+        lines[-1] += "; of no batch is it very likely"
+    elif best.surely_within_slo != place:
+        surely = predictions[best.surely_within_slo]
+        chance = chance_text(compared[best.surely_within_slo].chance)
+        lines[-1] += f"; of batch {surely.batch} it is {chance}, with {_rate(surely)}"
+    return lines
+
+
+def _rate(prediction: Prediction) -> str:
+    return f"{cell(prediction.items_per_second)} items/s"

@@ -1,1 +1,0 @@
-"""A prediction for an idle device."""

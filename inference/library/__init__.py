@@ -1,0 +1,1 @@
+"""Public Python interface: `Predictor` answers all questions about models on one target."""

@@ -1,0 +1,1 @@
+"""Predicts the memory of a model's session."""

@@ -1,0 +1,1 @@
+"""From a model to its predicted latency: record, kernels, run, interval, answer."""

@@ -1,0 +1,357 @@
+"""Builds one model's answer from a batch: kernel shares, warnings, the latency beside other work, and the timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
+
+from hase.graph_model.simulation.pipeline import NodeSpan, OffGpu, Tracks, chrome_trace, pipeline_ms, timeline
+from hase.inference.memory.session import device_memory_mib, memory_warnings
+from hase.inference.prediction.answers import PROVENANCES, KernelShare, Prediction, Provenance, UsedComposition, UsedEstimator
+from hase.inference.prediction.targets import Fitted, holds_for
+from hase.inference.prediction.uncertainty import (
+    CERTAIN,
+    KernelUncertainty,
+    host_warning,
+    shortness_warnings,
+    source_warnings,
+    uncertainty_warnings,
+)
+from hase.inference.prediction.under_load import UnderLoad, under_load
+from hase.ort_analysis.cuda.placement import capture_obstacle
+from hase.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from hase.graph_model.simulation.pipeline import PipelineCosts
+    from hase.inference.prediction.batch import Batch
+    from hase.inference.prediction.conditions import RunMode
+    from hase.inference.prediction.kernels import KernelInModel, Keyed
+    from hase.learned.composition.fitted import Composition
+    from hase.learned.kernels.admitted import Admitted
+    from hase.records.kernel_record import Kernel, ModelRecord
+
+
+class ModelRun:
+    """A run of one model of a batch.
+
+    Attributes:
+        used: the composition.
+        costs: of a run, where `used` simulates host and GPU as two tracks; else None.
+    """
+
+    def __init__(self, batch: Batch, index: int, costs: PipelineCosts | None) -> None:
+        self.batch, self.index, self.costs = batch, index, costs
+        self.record: ModelRecord = batch.records[index]
+        self.structure, self.used, self.run_mode = batch.structures[index], batch.conditions.used, batch.conditions.run_mode
+
+    @property
+    def latency_ms(self) -> float:
+        """The latency on an otherwise idle device."""
+        return float(self.batch.composed(self.costs)[0][0, self.index])
+
+    @cached_property
+    def nodes(self) -> list[KernelInModel]:
+        """The kernel of each node of the record."""
+        return cast("list[KernelInModel]", [self.batch.known[number] for number in self.batch.nodes[self.index].tolist()])
+
+    @cached_property
+    def known(self) -> dict[Keyed, KernelInModel]:
+        """The model's kernels."""
+        firsts = [self.nodes[first] for first in self.structure.firsts.tolist()]
+        return dict(zip(self.structure.placed, firsts, strict=True))
+
+    def kernel(self, key: Keyed) -> Kernel:
+        return self.record.kernels[key[0]]
+
+    @cached_property
+    def counts(self) -> dict[Keyed, float]:
+        """How often each kernel runs."""
+        return dict(zip(self.structure.placed, self.structure.counts.tolist(), strict=True))
+
+    @cached_property
+    def totals_ms(self) -> dict[Keyed, float]:
+        """The total time of all runs of each kernel."""
+        return {key: count * self.known[key].latency_ms for key, count in self.counts.items()}
+
+    @cached_property
+    def kernel_sum_ms(self) -> float:
+        """The sum of all kernel times: the very one of which the composition makes the latency."""
+        return float(self.batch.totals(self.batch["time_ms"])[self.index])
+
+    def share(self, keys: Sequence[Keyed]) -> float:
+        """The share of some kernels in the total kernel time, a ratio; 0 for an empty graph."""
+        return sum(self.totals_ms[key] for key in keys) / (self.kernel_sum_ms or 1.0)
+
+    @cached_property
+    def uncertain(self) -> dict[Keyed, KernelUncertainty]:
+        """The uncertain kernels."""
+        return {key: kernel.uncertainty for key, kernel in self.known.items() if kernel.uncertainty is not None}
+
+    @property
+    def order(self) -> Sequence[int]:
+        """Record indices of the nodes that run, in order; of very long loops only some trips."""
+        return cast("list[int]", self.structure.order.tolist())
+
+    @property
+    def nodes_run(self) -> list[KernelInModel]:
+        """The kernel of each node in `order`."""
+        return [self.nodes[place] for place in self.order]
+
+    @cached_property
+    def tracks(self) -> Tracks:
+        """The tracks of the nodes in `order`. Needs `costs`: without them no launches are known."""
+        numbers = self.batch.nodes[self.index][self.structure.order]
+        return Tracks(self.batch.gpu_ms[numbers], self.batch["launches"][numbers], self.batch["kind"].astype(int)[numbers])
+
+    @cached_property
+    def off_gpu(self) -> OffGpu | None:
+        """The work of nodes in `order` that runs off the GPU; None if there is none."""
+        nodes = self.nodes_run
+        if not any(node.on_host or node.waits for node in nodes):
+            return None
+        return OffGpu(np.array([node.host_ms + (node.latency_ms if node.on_host else 0.0) for node in nodes]),
+                      np.array([node.waits for node in nodes], dtype=bool))
+
+    def beyond_tracks_ms(self, costs: PipelineCosts) -> float:
+        """Time that the tracks do not include, ms: nodes off the GPU, and trips that `order` omits."""
+        return self.latency_ms - pipeline_ms(self.tracks, costs)
+
+
+class PredictedRun(NamedTuple):
+    """A prediction, and what it was made from.
+
+    Attributes:
+        run: the model's kernels, tracks and costs.
+        alone_ms: the latency on an otherwise idle device.
+    """
+
+    prediction: Prediction
+    run: ModelRun
+    alone_ms: float
+    fitted: Fitted
+
+    def at_pace(self, pace: float) -> PredictedRun:
+        """The same run on a host that takes `pace` times as long; its prediction is not changed."""
+        if self.run.costs is None or pace == 1.0:
+            return self
+        run = ModelRun(self.run.batch, self.run.index, self.run.costs.at_pace(pace))
+        return self._replace(run=run, alone_ms=run.latency_ms)
+
+    def spanning(self, otherwise: PredictedRun) -> PredictedRun:
+        """Widens the interval to contain that of `otherwise`, the model with the other branches of its Ifs."""
+        low_ms, high_ms = zip(self.prediction.interval_ms, otherwise.prediction.interval_ms, strict=True)
+        return self._replace(prediction=self.prediction.model_copy(update={"interval_ms": (min(low_ms), max(high_ms))}))
+
+
+def predicted_run(run: ModelRun, warnings: Sequence[str]) -> PredictedRun:
+    """The whole answer of a model; `warnings` come before its own."""
+    batch, record, used, conditions = run.batch, run.record, run.used, run.batch.conditions
+    fitted, pace, found = conditions.fitted, conditions.pace, batch.latencies
+    alone_ms, span = float(found.latency_ms[run.index]), found.spans.of_model(run.index)
+    shared = _under_load(run, alone_ms)
+    latency = shared.mean_ms if shared else alone_ms
+    estimated, uncertain = (tuple(sorted({run.kernel(key).type for key, uncertainty in run.uncertain.items()
+                                          if uncertainty.reason in reasons}))
+                            for reasons in (("estimated", "on the CPU"), ("other form", "by values")))
+    by_provenance: dict[Provenance, list[Keyed]] = {name: [] for name in PROVENANCES}
+    for key, kernel in run.known.items():
+        by_provenance[kernel.provenance].append(key)
+    memory, device_mib = batch.memory(run.index), device_memory_mib(fitted.target, fitted.predictors.sidecar.machines)
+    prediction = Prediction(
+        model=record.model, target=fitted.target.name, flavour=record.flavour.name, holds_for=holds_for(record, fitted),
+        composition=UsedComposition(label=used.label, kind=used.kind, alpha=used.alpha, beta_ms=used.beta_ms,
+                                    node_ms=used.node_ms, costs=run.costs, assumed=used.assumed),
+        way=run.run_mode, latency_ms=latency, interval_ms=(span.low * latency, span.high * latency),
+        rough_estimate=bool(found.rough[run.index]), estimated_operators=estimated, doubtful_operators=uncertain,
+        sum_latency_ms=_sum_latency_ms(used, run.kernel_sum_ms), kernel_sum_ms=run.kernel_sum_ms,
+        critical_path_ms=None if found.critical_path_ms is None else float(found.critical_path_ms[run.index]),
+        load=conditions.load or ({} if shared else "idle"), under_load=shared,
+        host_pace=pace.ratio if pace else None, host_pace_source=pace.source if pace else None,
+        strict=conditions.strict, time_share={name: run.share(keys) for name, keys in by_provenance.items()},
+        kernel_count={name: sum(round(run.counts[key]) for key in keys) for name, keys in by_provenance.items()},
+        unsteady_share=run.share([key for key, uncertainty in run.uncertain.items() if uncertainty.reason == "unsteady"]),
+        kernels=_kernel_shares(run),
+        estimators=used_estimators(run),
+        dims=record.dims, static=record.static, batch=record.batch,
+        items_per_second=record.batch / latency * 1e3 if record.batch and latency else None,
+        memory=memory, peak_memory_mib=memory.peak_mib, device_memory_mib=device_mib,
+        fits_memory=None if device_mib is None else memory.peak_mib <= device_mib,
+        warnings=(*warnings, *_uncertainty_warnings(run), *memory_warnings(memory, device_mib)),
+    )
+    return PredictedRun(prediction, run, alone_ms, fitted)
+
+
+def _under_load(run: ModelRun, alone_ms: float) -> UnderLoad | None:
+    """The distribution of the latency next to the co-runner; None without one."""
+    shared_gpu = run.batch.conditions.shared_gpu
+    if shared_gpu is None or run.costs is None:
+        return None
+    shared = under_load(run.tracks, run.costs, shared_gpu.sharing, shared_gpu.co_runner, shared_gpu.load_source)
+    return shared.later_by(alone_ms - pipeline_ms(run.tracks, run.costs))
+
+
+def _uncertainty_warnings(run: ModelRun) -> tuple[str, ...]:
+    """Warnings about the uncertainty of the latency."""
+    found, index, pace = run.batch.latencies, run.index, run.batch.conditions.pace
+    uncertainties = [(run.kernel(key), uncertainty) for key, uncertainty in run.uncertain.items()]
+    moved = found.by_rough.of_model(index) if uncertainties else CERTAIN
+    return (*uncertainty_warnings(uncertainties, moved),
+            *source_warnings(found.sources[index]),
+            *shortness_warnings(float(found.shorter[index])),
+            *(host_warning(found.by_host.of_model(index)) if pace and not pace.known else ()),
+            *(["no model was ever measured on this machine: how kernels add up is a default, so the interval is wide"]
+              if run.used.assumed else []))
+
+
+def _kernel_shares(run: ModelRun) -> tuple[KernelShare, ...]:
+    """The model's kernels, longest total time first."""
+    whole_ms = run.kernel_sum_ms or 1.0
+    return tuple(
+        KernelShare(id=key[0], type=run.kernel(key).type, count=round(run.counts[key]), latency_ms=kernel.latency_ms,
+                    total_ms=total_ms, share=total_ms / whole_ms, provenance=kernel.provenance, launches=kernel.launches,
+                    provider=key[1], unsteady=kernel.unsteady)
+        for key, total_ms in sorted(run.totals_ms.items(), key=lambda item: -item[1]) for kernel in (run.known[key],))
+
+
+def _sum_latency_ms(used: Composition, kernel_sum_ms: float) -> float | None:
+    """α·Σ+β as fitted for the sum, ms; None where it was not fitted."""
+    fits = [used] if used.kind == "sum" else [c for c in used.candidates if (c.label, c.kind) == (used.label, "sum")]
+    return fits[0].alpha * kernel_sum_ms + fits[0].beta_ms if fits else None
+
+
+def spans_of(predicted: PredictedRun) -> list[NodeSpan]:
+    """Start and end of each node in a predicted run, in order.
+
+    Composition `pipeline` has a host track and a GPU track. Other compositions do not model the host: kernels follow one
+    another, each as long as its label says. Of very long loops only some trips are included.
+    """
+    run = predicted.run
+    if run.costs is None:
+        times = [node.latency_ms for node in run.nodes_run]
+        return [NodeSpan((float(end - time), float(end)), None) for end, time in zip(np.cumsum(times), times, strict=True)]
+    return timeline(run.tracks, run.costs, run.off_gpu)
+
+
+def trace_of(predicted: PredictedRun) -> dict[str, Any]:
+    """The timeline of a predicted run in Chrome's trace-event format."""
+    record = predicted.run.record
+    nodes = [record.nodes[place] for place in predicted.run.order]
+    return chrome_trace([f"{node.name} ({record.kernel_of(node).type})" for node in nodes], spans_of(predicted))
+
+def model_warnings(run: ModelRun) -> tuple[str, ...]:
+    """All warnings about a model's graph. Raises UserError: ONNX Runtime can't capture it as a CUDA graph."""
+    record = run.record
+    return (*_capture_warning(record, run.run_mode), *_assumed_warning(record), *_uncounted_warning(run.structure.uncounted),
+            *_guessed_warnings(record), *_range_warning(run), *_unsteady_warning(run))
+
+
+def weights_warning(missing: Sequence[Path]) -> tuple[str, ...]:
+    """A warning if files of a model's weights are missing."""
+    if not missing:
+        return ()
+    names = ", ".join(path.name for path in missing)
+    return (f"its weights were not read (--no-weights), since {names} is missing: what is in it counts as zeros",)
+
+
+def _capture_warning(record: ModelRecord, run_mode: RunMode) -> tuple[str, ...]:
+    """A warning if a CUDA graph is asked for and some nodes run on the CPU. Raises UserError: it can't be captured at all."""
+    if not run_mode.cuda_graph:
+        return ()
+    if (obstacle := capture_obstacle(record)) is not None:
+        raise UserError(f"{record.model}: ONNX Runtime can't capture it as a CUDA graph: {obstacle}; predict it without "
+                        "--cuda-graph")
+    on_cpu = [node.name for node in record.nodes if node.provider == "cpu"]
+    return (f"{len(on_cpu)} of its nodes work out sizes on the CPU ({', '.join(on_cpu[:2])}{' …' if len(on_cpu) > 2 else ''}): "
+            "a captured graph keeps the sizes of the run that was captured",) if on_cpu else ()
+
+
+def _assumed_warning(record: ModelRecord) -> tuple[str, ...]:
+    """A warning if sizes depend on data, so that the largest possible ones were assumed."""
+    if not record.assumed:
+        return ()
+    tensor, shape = next(iter(record.assumed.items()))
+    sizes = "×".join(map(str, shape))
+    return (f"sizes that depend on data are taken to be the largest possible, so the latency is an upper estimate: tensor "
+            f"{tensor} is {sizes}{f', and {len(record.assumed) - 1} more' * (len(record.assumed) > 1)}; say how large with "
+            f"--dim {tensor}.<axis>=SIZE",)
+
+
+def _uncounted_warning(names: Sequence[str]) -> tuple[str, ...]:
+    """A warning about nodes whose bodies are not counted."""
+    return (f"rough estimate: {len(names)} of its nodes hold graphs of their own ({', '.join(names[:3])}"
+            f"{' …' if len(names) > 3 else ''}), and what runs in them is not counted: it takes longer than predicted",
+            ) if names else ()
+
+
+def _guessed_warnings(record: ModelRecord) -> list[str]:
+    """Warnings about bodies whose number of runs is a guess."""
+    warnings = []
+    for name, guess in record.guessed.items():
+        if guess.taken.isdigit() and guess.high == 1.0:
+            warnings.append(f"{name} may end before its {guess.taken} trips, by what its body computes; all are counted: say "
+                            f"how many with --dim {name}.trips=N")
+        elif guess.taken.isdigit():
+            warnings.append(f"how often {name} runs its body can't be known; {guess.taken} trips are taken, a guess: say how "
+                            f"many with --dim {name}.trips=N")
+        else:
+            other_branch = "else" if guess.taken == "then" else "then"
+            warnings.append(f"which branch {name} takes can't be known; the more expensive one, {guess.taken}, is counted, "
+                            f"and the interval holds both; say otherwise with --branch {name}={other_branch}")
+    return warnings
+
+
+def _unsteady_warning(run: ModelRun) -> tuple[str, ...]:
+    """A warning about kernels whose measured times include blocks taken while the machine was unsteady."""
+    off = {key: uncertainty.time.high for key, uncertainty in run.uncertain.items() if uncertainty.reason == "unsteady"}
+    if not off:
+        return ()
+    return (f"{len(off)} of its kernels, {run.share(list(off)):.1%} of the kernel time, were measured while the machine was "
+            f"unsteady (by up to {max(off.values()) - 1.0:.0%}), and are less sure: {_first_names(list(off))}; "
+            "--measure-missing measures them again",)
+
+
+def _range_warning(run: ModelRun) -> tuple[str, ...]:
+    """A warning about kernels that are smaller or larger than any measured one."""
+    beyond = [key for key, uncertainty in run.uncertain.items() if uncertainty.reason == "beyond"]
+    if not beyond:
+        return ()
+    return (f"{len(beyond)} of its kernels, {run.share(beyond):.1%} of the kernel time, are beyond what was measured in some "
+            f"size, and less sure: {_first_names(beyond)}",)
+
+
+def _first_names(keys: Sequence[Keyed]) -> str:
+    return ", ".join(key[0] for key in keys[:2]) + (" …" if len(keys) > 2 else "")
+
+
+def _entries_used(run: ModelRun) -> list[tuple[Admitted, tuple[str, ...]]]:
+    """The admitted estimators that predicted kernels of a model, each with its kernel types."""
+    admitted = run.batch.conditions.fitted.predictors.admitted
+    if admitted is None:
+        return []
+    by_type, used = admitted.by_type(run.used.label), dict[str, set[str]]()
+    for key, known in run.known.items():
+        kernel, constant = run.kernel(key), known.uncertainty is not None and known.uncertainty.reason == "control flow"
+        if (entry := by_type.get(kernel.type)) and kernel.moves_data and known.provenance == "predicted" and not (
+                known.on_host or constant):
+            used.setdefault(entry.name, set()).add(kernel.type)
+    by_name = {entry.name: entry for entry in by_type.values()}
+    return [(by_name[name], tuple(sorted(types))) for name, types in sorted(used.items())]
+
+
+def used_estimators(run: ModelRun) -> tuple[UsedEstimator, ...]:
+    return tuple(UsedEstimator(name=entry.name, source=entry.source, types=types, mape=entry.errors.mape, forced=entry.forced)
+                 for entry, types in _entries_used(run))
+
+
+def estimator_warnings(run: ModelRun) -> tuple[str, ...]:
+    """A notice for each admitted estimator used, and a warning if the dataset changed since it was checked."""
+    fitted, warnings = run.batch.conditions.fitted, []
+    for entry, types in _entries_used(run):
+        warnings.append(entry.model_copy(update={"types": types}).sentence)
+        if outdated := entry.outdated(fitted.target.name, fitted.predictors.sidecar.dataset_sha256):
+            warnings.append(outdated)
+    return tuple(warnings)

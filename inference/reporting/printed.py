@@ -1,0 +1,182 @@
+"""Prints answers about models as tables, sentences and JSON, and a watched prediction line by line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hase.inference.compare.choices import BestBatches, said_of_batches, said_of_order
+from hase.inference.prediction.answers import chance_text, statistic
+from hase.utils import cli
+from hase.utils.logger import get_logger
+from hase.utils.processes import set_by_signal
+
+if TYPE_CHECKING:
+    from hase.inference.live.watch import Watch, WatchLine
+    from hase.inference.prediction.answers import Prediction
+    from hase.inference.prediction.energy import EnergyPrediction
+    from hase.inference.prediction.run import PredictedRun
+    from hase.inference.prediction.sources import Precision
+    from hase.inference.sharing.shared_models import SloUnderLoad
+
+log = get_logger("predict")
+
+
+class Answer(NamedTuple):
+    """The prediction of a model's file, in its own or half precision, with the other results that were asked for."""
+
+    model: Path
+    dtype: Precision | None
+    run: PredictedRun
+    slo: SloUnderLoad | None
+    energy: EnergyPrediction | None
+
+    @property
+    def prediction(self) -> Prediction:
+        return self.run.prediction
+
+
+def summary(prediction: Prediction, show_sum: bool = False) -> dict[str, Any]:
+    """A prediction as a table row; `show_sum` adds the plain α·Σ+β."""
+    shares: dict[str, str] = {name: f"{share:.0%}" for name, share in prediction.time_share.items()}
+    if prediction.unsteady_share:
+        shares["measured"] += f" ({prediction.unsteady_share:.0%} unsteadily)"
+    return {
+        "model": prediction.model, "batch": prediction.batch,
+        **({"sizes": "fixed" if prediction.static else "left open"} if prediction.dims else {}),
+        **({"host pace": prediction.host_pace} if prediction.host_pace is not None else {}),
+        **(prediction.under_load.columns() if prediction.under_load else {"latency (ms)": prediction.latency_ms}),
+        **({"α·Σ+β (ms)": prediction.sum_latency_ms} if show_sum else {}),
+        "90 % between (ms)": "{:.4g} and {:.4g}".format(*prediction.interval_ms),
+        "items/s": prediction.items_per_second, "peak memory (MiB)": prediction.peak_memory_mib,
+        "Σ kernels (ms)": prediction.kernel_sum_ms,
+        **shares,
+    }
+
+
+def kernel_rows(prediction: Prediction, top: int) -> list[dict[str, Any]]:
+    """The `top` kernels with the most time, as table rows."""
+    return [
+        {"kernel": kernel.id, "type": kernel.type, "runs": kernel.count, "each (ms)": kernel.latency_ms,
+         "total (ms)": kernel.total_ms, "share": f"{kernel.share:.1%}",
+         "provenance": kernel.provenance + " unsteadily" * kernel.unsteady}
+        for kernel in prediction.kernels[:top]]
+
+
+def print_predictions(predictions: Sequence[Prediction], top: int, energies: Sequence[EnergyPrediction] = (),
+                      show_sum: bool = False, files: Sequence[Path] = ()) -> None:
+    """Prints a row for each prediction and, if there is only one, the kernels with the most time.
+
+    What the predictions hold for goes to stderr. A column shows their `files` if several have the same name.
+    """
+    first = predictions[0]
+    used = first.composition
+    base = "longest path" if used.kind == "critical_path" else "Σ"
+    if used.kind == "sum_nodes":
+        base += f" {1000 * used.node_ms:+.3g} µs a node"
+    how = (f"{used.alpha:.4g}·{base} {used.beta_ms:+.4g} ms over kernels by label {used.label}" if used.costs is None
+           else "the end of the host's and the GPU's track, kernels by label gpu")
+    load = first.load if isinstance(first.load, str) else ", ".join(f"{k}={v:g}" for k, v in first.load.items())
+    if first.under_load and first.under_load.told_by == "probe":
+        load = ", ".join(filter(None, (load, "as the probe met it")))
+    log.info("%s", "; ".join((f"target {first.target}, {first.way.description}, load {load}", f"latency = {how}",
+                              *(f"holds for {what}" for what in first.holds_for))))
+    any_rough = any(prediction.rough_estimate for prediction in predictions)
+    all_fit = all(prediction.fits_memory is not False for prediction in predictions)
+    named = {(prediction.model, file) for prediction, file in zip(predictions, files, strict=False)}
+    ambiguous = len({model for model, _ in named}) < len(named)
+    cli.print_table([({"file": str(files[index])} if ambiguous else {}) | summary(prediction, show_sum)
+                     | ({"rough estimate": "yes" if prediction.rough_estimate else "no"} if any_rough else {})
+                     | ({} if all_fit else {"fits in memory": "no" if prediction.fits_memory is False else "yes"})
+                     for index, prediction in enumerate(predictions)], "predicted latency")
+    if energies:
+        print()
+        cli.print_table([{"model": energy.model, "batch": energy.batch, **energy.columns(),
+                          "rough estimate": "yes" if energy.rough_estimate else "no"} for energy in energies],
+                        "predicted energy")
+    if len(predictions) == 1 and top:
+        print()
+        cli.print_table(kernel_rows(first, top), f"the kernels that take most of {first.kernel_sum_ms:.4g} ms")
+
+
+def verdict(prediction: Prediction, slo: SloUnderLoad) -> str:
+    """A sentence about an objective: whether it is met, by how much, how likely, and up to which load."""
+    could = f" (it could be {slo.could_be_ms:.4g})"
+    sentence = (f"{prediction.model}: {statistic(prediction, slo)} {slo.latency_ms:.4g} ms{could} "
+                f"{'meets' if slo.met else 'misses'} the SLO of {slo.limit_ms:g} ms by "
+                f"{abs(slo.headroom_ms):.4g} ms, {abs(slo.headroom_percent):.3g} %; that it is met is "
+                f"{chance_text(slo.chance)}; ")
+    if slo.unknown_because is not None:
+        return sentence + f"what load still meets it is not known: {slo.unknown_because}"
+    if slo.highest_busy_share is None:
+        return sentence + (f"p{slo.percentile:g} misses it on an idle device too" if prediction.under_load
+                           else "beside other work it is missed by more")
+    return sentence + (f"p{slo.percentile:g} meets it next to a background that is busy for up to {slo.highest_busy_share:.1%} "
+                       "of the time")
+
+
+def print_answers(answers: Sequence[Answer], best: Sequence[BestBatches], several: bool, top: int, show_sum: bool,
+                  percentile: float) -> None:
+    """Prints the answers about one model or several: tables, then sentences about ranks, batches and objectives."""
+    predictions, slos = [answer.prediction for answer in answers], [answer.slo for answer in answers]
+    print_predictions(predictions, top, [answer.energy for answer in answers if answer.energy], show_sum,
+                      [answer.model for answer in answers])
+    if several:
+        print(said_of_order(predictions))
+    for choice in best:
+        first = answers[choice.places[0]]
+        sizes = ",".join(f"{name}={size}" for name, size in choice.others.items())
+        name = f"{first.model.stem}{f'@{sizes}' if sizes else ''}{f', {first.dtype}' if first.dtype else ''}"
+        print(*said_of_batches(choice, predictions, slos, name), sep="\n")
+    limit = next((slo.limit_ms for slo in slos if slo), None)
+    if limit is not None and any(not prediction.under_load for prediction in predictions):
+        print(f"the device is idle: the median of the runs is compared with {limit:g} ms, not p{percentile:g}, since how runs "
+              "spread there is not predicted")
+    for prediction, slo in zip(predictions, slos, strict=True):
+        if slo:
+            print(verdict(prediction, slo))
+
+
+def answers_json(answers: Sequence[Answer], best: Sequence[BestBatches], several: bool) -> list[dict[str, Any]]:
+    """The answers as --json prints them; for several models, with their files."""
+    best_for = {index: {"best_for": choice.best_for(index)} for choice in best for index in choice.places}
+    rows = []
+    for index, answer in enumerate(answers):
+        asked = {"slo": answer.slo, "energy": answer.energy}
+        rows.append(answer.prediction.model_dump(mode="json") | ({"file": str(answer.model)} if several else {})
+                    | {name: record.model_dump(mode="json") for name, record in asked.items() if record}
+                    | best_for.get(index, {}))
+    return rows
+
+
+def watch_row(reading: WatchLine) -> dict[str, Any]:
+    """A reading of a watch as a table row."""
+    slo = reading.slo
+    return {
+        "time": reading.time, "busy share": None if reading.busy_share is None else f"{reading.busy_share:.0%}",
+        "mean (ms)": reading.mean_ms, "p50 (ms)": reading.p50_ms, "p95 (ms)": reading.p95_ms,
+        "rough estimate": None if reading.rough_estimate is None else "yes" if reading.rough_estimate else "no",
+        "host pace": reading.host_pace,
+        "SLO": None if slo is None else "met" if slo.met else "missed",
+        "trouble": f"reading failed ({reading.failed} so far): {reading.trouble}" if reading.trouble else None}
+
+
+def print_watch(watch: Watch, address: tuple[str, int] | None, as_json: bool, web_config: Path | None) -> None:
+    """Prints a line for each prediction of a watch, until Ctrl-C or SIGTERM, and serves the latest at `address`, if any."""
+    from hase.inference.live.watch import export  # noqa: PLC0415 - most predictions do not need it
+
+    over = set_by_signal()
+    server = export(watch, *address, web_config) if address else None
+    if server:
+        log.info("the latest prediction: %s", server.url)
+    count = 0
+    for count, reading in enumerate(watch.readings(over), 1):
+        if as_json:
+            print(reading.model_dump_json(), flush=True)
+        else:
+            cli.print_line(watch_row(reading), heading=count == 1)
+    if server:
+        server.shutdown()
+        server.server_close()
+    log.info("%d readings, of which %d failed", count, watch.failed)

@@ -1,0 +1,123 @@
+"""Exports the zoo's networks, small and with random weights, as ONNX files of any operator set. Loads torch."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchvision.models import detection, segmentation, video
+
+from hase.model_zoo.exporting.torch_models import build
+from hase.model_zoo.networks import images, vectors
+from hase.model_zoo.networks.libraries import FirstOutput
+
+FIRST_DYNAMO_OPSET = 18  # older operator sets need torch's older exporter
+
+torch.backends.mha.set_fastpath_enabled(False)  # its operators are not exported
+
+
+def export(module: nn.Module, inputs: Mapping[str, Tensor], path: Path, opset: int = 18, outputs: Sequence[str] = (),
+           dynamic: Mapping[str, Mapping[int, str]] | None = None) -> None:
+    """Writes `module` in evaluation mode, below FIRST_DYNAMO_OPSET with torch's older exporter.
+
+    `inputs` are in the order of the module's arguments; in `dynamic`, equal names mean equal sizes.
+    """
+    module = module.eval()
+    names: dict[str, Any] = {"input_names": list(inputs), "output_names": list(outputs) or None, "opset_version": opset}
+    with torch.no_grad(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        before = logging.root.manager.disable
+        logging.disable(logging.CRITICAL)
+        try:
+            if opset < FIRST_DYNAMO_OPSET:
+                axes = {name: dict(open_axes) for name, open_axes in (dynamic or {}).items()}
+                torch.onnx.export(module, tuple(inputs.values()), str(path), dynamo=False, dynamic_axes=axes, **names)
+                return
+            sizes = {name: torch.export.Dim(name, min=1, max=65536)
+                     for open_axes in (dynamic or {}).values() for name in open_axes.values()}
+            each = [{axis: sizes[name] for axis, name in (dynamic or {}).get(key, {}).items()} for key in inputs]
+            kinds = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
+            single = len(kinds) - (inspect.Parameter.VAR_POSITIONAL in kinds)  # inputs for `*past` form one group
+            shapes = (*each[:single], *([tuple(each[single:])] if single < len(each) else []))
+            program = torch.onnx.export(module, tuple(inputs.values()), dynamo=True, verbose=False,
+                                        dynamic_shapes=shapes if dynamic else None, **names)
+        finally:
+            logging.disable(before)
+    if program is None:
+        raise RuntimeError("torch.onnx.export returned nothing")
+    program.save(str(path), external_data=False)
+
+
+def random_inputs(shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+    """Random numbers of these shapes by name."""
+    return {name: torch.randn(*shape) for name, shape in shapes.items()}
+
+
+def _image(*shape: int) -> dict[str, Tensor]:
+    return {"image": torch.randn(*shape)}
+
+
+def write_diffusion(path: Path, opset: int = 17) -> None:
+    export(images.DiffusionBlock(), {"latent": torch.randn(1, 4, 32, 32), "time": torch.ones(1, dtype=torch.int64),
+                              "text": torch.randn(1, 77, 96)}, path, opset)
+
+
+def write_classifier(path: Path, name: str, opset: int = 17, size: int = 224, batch: int = 1) -> None:
+    export(build(name, "fp32", (size, size)), _image(batch, 3, size, size), path, opset)
+
+
+def write_segmentation(path: Path, name: str, size: int, opset: int = 17) -> None:
+    made = getattr(segmentation, name)(weights=None, weights_backbone=None)
+    export(FirstOutput(made, False), _image(1, 3, size, size), path, opset)
+
+
+def write_detector(path: Path, name: str, size: int, opset: int = 12, **options: Any) -> None:
+    made = getattr(detection, name)(weights=None, weights_backbone=None, **options)
+    export(made, _image(1, 3, size, size), path, opset)
+
+
+def write_video(path: Path, name: str, frames: int, size: int, opset: int = 17) -> None:
+    export(getattr(video, name)(weights=None), {"clip": torch.randn(1, 3, frames, size, size)}, path, opset)
+
+
+def write_recommender(path: Path, opset: int = 17) -> None:
+    model = vectors.Recommender(12, 20000, 32, True, each_pair_once=True, numbers=13, bottom=256, top=(512, 256))
+    export(model, {"numbers": torch.randn(4, 13), "categories": torch.zeros(4, 12, dtype=torch.int64)}, path, opset, ["click"],
+           {"numbers": {0: "batch"}, "categories": {0: "batch"}})
+
+
+def write_memory_update(path: Path, opset: int = 17) -> None:
+    export(vectors.MemoryUpdate(),
+           {"memory": torch.randn(1024, 256), "rows": torch.randn(64, 256), "places": torch.arange(64)}, path, opset)
+
+
+def write_decoder_prefill(path: Path, opset: int = 18) -> None:
+    export(vectors.Decoder(False), {"tokens": torch.zeros(2, 32, dtype=torch.int64)}, path, opset,
+           dynamic={"tokens": {0: "batch", 1: "sequence"}})
+
+
+def write_decoder_token(path: Path, opset: int = 18) -> None:
+    model = vectors.Decoder(True)
+    caches = {f"past_{number // 2}_{'kv'[number % 2]}": torch.randn(2, 2, 48, 64) for number in range(2 * len(model.layers))}
+    export(model, {"tokens": torch.zeros(2, 1, dtype=torch.int64), **caches}, path, opset,
+           ["logits", *(f"present_{name.removeprefix('past_')}" for name in caches)],
+           {"tokens": {0: "batch"}, **{name: {0: "batch", 2: "past"} for name in caches}})
+
+
+def write_bert(path: Path, opset: int = 18, dynamic: bool = True, batch: int = 2, length: int = 64) -> None:
+    whole = torch.ones(batch, length, dtype=torch.int64)
+    axes = {name: {0: "batch", 1: "sequence"} for name in ("tokens", "mask", "segments")} if dynamic else None
+    export(vectors.Encoder(), {"tokens": 0 * whole, "mask": whole.clone(), "segments": 0 * whole.clone()}, path, opset,
+           ["hidden", "pooled"], axes)
+
+
+def write_encoder(path: Path, opset: int = 18) -> None:
+    export(vectors.transformer_encoder(), {"input": torch.randn(1, 64, 256)}, path, opset)

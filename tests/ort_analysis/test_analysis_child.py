@@ -1,0 +1,239 @@
+"""Models that come from anywhere are parsed in a child with limits; what goes wrong there is one error here."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import onnx
+import psutil
+import pytest
+from conftest import small_model
+from fuzz.damaged_models import calls, choice, folded, large_constants, loop, network
+
+from hase.ort_analysis.graph.analysis import analyze
+from hase.ort_analysis.isolated import analysis
+from hase.ort_analysis.isolated.analysis import Analyst
+from hase.ort_analysis.isolated.messages import AnalysisFailure, AnalysisReply, AnalysisTask
+from hase.records.kernel_record import ModelRecord
+from hase.runtimes import flavour_of
+from hase.utils.errors import UserError
+from hase.utils.files import write_bytes
+
+CPU = flavour_of("cpu")
+
+
+@pytest.fixture(autouse=True)
+def own_analyst(monkeypatch: pytest.MonkeyPatch) -> Iterator[Analyst]:
+    """A child for each test, so that none depends on what an earlier one did to it."""
+    analyst = Analyst()
+    monkeypatch.setattr(analysis, "_analyst", analyst)
+    yield analyst
+    analyst.stop()
+
+
+def saved(model: onnx.ModelProto, path: Path) -> Path:
+    write_bytes(path, model.SerializeToString())
+    return path
+
+
+def record_of(path: Path, **dims: int) -> ModelRecord:
+    return analysis.record_of(path, CPU, dims, False)
+
+
+def child_of(analyst: Analyst) -> psutil.Process:
+    process = analyst._child._process
+    assert process is not None
+    return psutil.Process(process.pid)
+
+
+def test_a_record_from_the_child_is_the_one_made_here(tmp_path: Path) -> None:
+    path = saved(network(), tmp_path / "network.onnx")
+    assert record_of(path, batch=3) == analyze(path, "cpu", {"batch": 3})
+    assert analysis.record_of(network(), CPU, {"batch": 3}, True) == analyze(network(), "cpu", {"batch": 3}, static=True)
+    assert analysis.own_sizes(path, {"batch": [1, 2], "width": [3]}) == [{"batch": 1}, {"batch": 2}]
+    assert [node["op_type"] for node in analysis.graph_of(path, "cpu", {}, True)["nodes"]][-1] == "Softmax"
+
+
+def test_what_the_child_logs_is_logged_here(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "hase"):
+        record_of(saved(network(), tmp_path / "network.onnx"))
+    assert "network: batch=2, as its file suggests (--dim says otherwise)" in caplog.messages
+
+
+def test_weights_beside_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a model in memory: they lie in the current folder."""
+    onnx.save(network(), tmp_path / "n.onnx", save_as_external_data=True, location="n.weights", size_threshold=64)
+    monkeypatch.chdir(tmp_path)
+    assert analysis.weight_files(Path("n.onnx")) == [Path("n.weights")]
+    record = record_of(Path("n.onnx"))
+    in_memory = analysis.record_of(onnx.load("n.onnx", load_external_data=False), CPU, {}, False)
+    assert record.kernels == in_memory.kernels
+    Path("n.weights").unlink()
+    for ask in (lambda: record_of(Path("n.onnx")), lambda: analysis.weight_files(Path("n.onnx"))):
+        with pytest.raises(UserError, match=r"^n.onnx: its weights lie in n.weights, which is missing"):
+            ask()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="file names of other systems are text")
+def test_a_file_whose_name_is_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime opens it only by a name that is text, such as one that begins in the current folder."""
+    folder = tmp_path / os.fsdecode(b"\xff\xfe %41")
+    folder.mkdir()
+    path = saved(small_model(), folder / "small.onnx")
+    for ask in (lambda: record_of(path), lambda: analysis.weight_files(path), lambda: analysis.own_sizes(path, {"batch": [1]})):
+        with pytest.raises(UserError, match="its name is not UTF-8, and ONNX Runtime opens no such file; rename it"):
+            ask()
+    monkeypatch.chdir(folder)
+    assert len(record_of(Path("small.onnx")).nodes) > 1
+
+
+HARMFUL = {
+    "ifs": (lambda: choice(22), "more than 16 deep"), "loops": (lambda: loop(22), "more than 16 deep"),
+    "too many calls": (lambda: calls(40, 2), "more than 50,000 nodes"),
+    "calls too deep": (lambda: calls(3000), "more than 100 deep"),
+}
+
+
+@pytest.mark.parametrize("name", HARMFUL)
+def test_models_made_to_do_harm(name: str, tmp_path: Path, own_analyst: Analyst) -> None:
+    make, message = HARMFUL[name]
+    with pytest.raises(UserError, match=message):
+        record_of(saved(make(), tmp_path / "harmful.onnx"))
+    assert own_analyst._child.holds_mib() < 500
+
+
+@pytest.mark.slow
+def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_analyst: Analyst) -> None:
+    """Constants that are folded for hours meet the limit of time, and large ones that of memory. The next model is read."""
+    monkeypatch.setattr(analysis, "LIMIT_S", 3.0)
+    slow = saved(folded(), tmp_path / "slow.onnx")
+    began_s = time.monotonic()
+    with pytest.raises(UserError, match=r"slow.onnx: its analysis was ended: no answer within 3 s; if you trust this model"):
+        analysis.graph_of(slow, "cpu", {}, True)
+    assert time.monotonic() - began_s < 10
+    monkeypatch.setattr(analysis, "LIMIT_S", 50.0)
+    monkeypatch.setattr(analysis, "LIMIT_MIB", 300.0)
+    with pytest.raises(UserError, match=r"slow.onnx: its analysis was ended: it took more than 0.3 GiB of memory"):
+        analysis.graph_of(slow, "cpu", {}, True)
+    monkeypatch.setattr(analysis, "LIMIT_MIB", 3584.0)
+    assert len(record_of(saved(small_model(), tmp_path / "small.onnx")).nodes) > 1
+    assert len(record_of(saved(large_constants(320), tmp_path / "large.onnx")).nodes) > 1
+    assert own_analyst._child.holds_mib() < 500
+
+
+def test_the_limits_grow_with_the_file_and_the_factor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = []
+
+    def asked(self: Analyst, task: AnalysisTask, size_gib: float, limit_s: float) -> AnalysisReply:
+        limits.append(size_gib)
+        return AnalysisReply()
+
+    monkeypatch.setattr(Analyst, "ask", asked)
+    path = tmp_path / "holes.onnx"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)  # a file with holes takes no room
+    analysis._ask(AnalysisTask(do="graph", model=path))
+    assert limits[-1] < 0.01
+    monkeypatch.setenv("HASE_LIMITS", "4")
+    assert analysis._factor() == 4.0
+    for wrong in ("", "x", "0", "-1", "nan", "inf"):
+        monkeypatch.setenv("HASE_LIMITS", wrong)
+        with pytest.raises(UserError, match=f"^HASE_LIMITS={wrong}: not a positive number"):
+            analysis._factor()
+
+
+def test_a_child_that_died_is_replaced(tmp_path: Path, own_analyst: Analyst) -> None:
+    path = saved(small_model(), tmp_path / "small.onnx")
+    record = record_of(path)
+    first = child_of(own_analyst)
+    assert record_of(path) == record
+    assert child_of(own_analyst).pid == first.pid
+    first.kill()
+    first.wait()
+    assert record_of(path) == record
+    second = child_of(own_analyst)
+    second.suspend()
+    threading.Timer(0.3, second.kill).start()  # while it is asked
+    assert record_of(path) == record
+    assert child_of(own_analyst).pid not in (first.pid, second.pid)
+
+
+def test_an_interrupted_question_is_not_answered_later(tmp_path: Path, own_analyst: Analyst) -> None:
+    """As by Ctrl-C in a notebook, which goes on."""
+    small, network_file = saved(small_model(), tmp_path / "small.onnx"), saved(network(), tmp_path / "network.onnx")
+    record_of(small)
+    child_of(own_analyst).suspend()
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        record_of(small)
+    assert record_of(network_file).file_stem == "network"
+
+
+def test_threads_share_the_child_and_may_end(tmp_path: Path, own_analyst: Analyst) -> None:
+    """Linux ends the child of a thread that ends, if the thread started it."""
+    paths = [saved(small_model(batch), tmp_path / f"m{batch}.onnx") for batch in range(1, 7)]
+    with ThreadPoolExecutor(3) as threads:
+        records = list(threads.map(record_of, paths))
+    assert [record.file_stem for record in records] == [path.stem for path in paths]
+    child = child_of(own_analyst)
+    time.sleep(0.1)
+    assert child.is_running()
+    assert child.status() != psutil.STATUS_ZOMBIE
+    assert record_of(paths[0]) == records[0]
+    assert child_of(own_analyst).pid == child.pid
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system can't fork a process")
+def test_a_forked_process_has_a_child_of_its_own(tmp_path: Path, own_analyst: Analyst) -> None:
+    path = saved(small_model(), tmp_path / "small.onnx")
+    record = record_of(path)
+    forked = os.fork()
+    if not forked:
+        same = False
+        try:
+            same = record_of(path) == record and analysis._analyst is not own_analyst
+            analysis._analyst.stop()
+            own_analyst.stop()  # not its own
+        finally:
+            os._exit(0 if same else 1)
+    assert os.waitpid(forked, 0)[1] == 0
+    assert child_of(own_analyst).is_running()
+    assert record_of(path) == record
+
+
+def test_a_bug_and_a_full_disk_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bug = AnalysisFailure(kind="bug", text="Traceback …\nKeyError: 1")
+    full = AnalysisFailure(kind="system", text="No space left on device", number=28, path=Path("/x"))
+    replies = iter([AnalysisReply(failure=bug), AnalysisReply(failure=full)])
+    monkeypatch.setattr(analysis.WorkerProcess, "ask", lambda self, task: next(replies))
+    path = saved(small_model(), tmp_path / "small.onnx")
+    with pytest.raises(RuntimeError, match=r"met a bug:\nTraceback …\nKeyError: 1"):
+        record_of(path)
+    with pytest.raises(OSError, match="No space left on device: '/x'") as raised:
+        record_of(path)
+    assert raised.value.errno == 28
+
+
+def test_names_that_are_no_text(tmp_path: Path) -> None:
+    """Whatever is asked of the model: onnx gives such names as bytes."""
+    path = tmp_path / "m.onnx"
+    onnx.save(network(), path, save_as_external_data=True, location="n.weights", size_threshold=64)
+    for name in (b"conv", b"Conv", b"n.weights"):
+        whole = path.read_bytes()
+        path.write_bytes(whole.replace(name, b"\xff" + name[1:]))
+        for ask in (lambda: analysis.own_sizes(path, {"batch": [1]}), lambda: analysis.weight_files(path),
+                    lambda: analysis.graph_of(path, "cpu", {}, False), lambda: analysis.check_opens(path, "cpu", {}, False)):
+            with contextlib.suppress(UserError):
+                ask()
+        with pytest.raises(UserError, match="not UTF-8"):
+            record_of(path)
+        path.write_bytes(whole)

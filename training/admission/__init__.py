@@ -1,1 +1,0 @@
-"""How estimators of kernel times are added, checked and admitted (docs/estimators.md)."""

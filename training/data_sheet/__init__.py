@@ -1,1 +1,0 @@
-"""What data sheets and public measurements teach about GPUs that nobody here owns."""

@@ -1,1 +1,0 @@
-"""What a run of a model takes of the device's energy."""

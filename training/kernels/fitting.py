@@ -1,0 +1,423 @@
+"""Fits predictors of kernel times: rooflines, boosters and forests of log(time / roofline), and boosters of related operators.
+
+Boosters of classes predict operators that were never measured from measured ones of their kind and class. They learn log(time /
+roofline) from bytes, sizes, reduced and contiguous elements, rank, layout and the kind of operator, but not from the kernel
+type or op_class, which tell operators of a kind apart. So they treat an unknown operator like others of its kind. Each operator
+is weighted by the square root of its number of kernels (at most MOST_KERNELS), so that many convolutions or additions do not
+dominate. Operators of other kinds and classes have smaller weights; they help kinds with few operators. On an H200, kinds
+lowered the mean over 50 operators, each left out in turn, of their median errors from 41 to 33 %, most for Concat, Split and
+Slice.
+
+A type's own booster learns from its rows with weight 1, and from those of related types with weight RELATED_WEIGHT: a MatMul
+with a constant matrix takes about as long as the Gemm of the same size, and many more of these are measured. The type with the
+most rows of its group learns alone. Only the GPU's times are learned like this: related types differ in their numbers of
+launches. On an H200, with each collection of models left out in turn, this changed the errors of kernels, weighted by time,
+from 29 to 15 % for MatMul, from 22 to 18 for FusedMatMul, from 82 to 27 for ReduceSum, from 28 to 15 for ReduceMax, from 16 to
+13 for BiasSoftmax, and from 10 to 8 for Split. With weights of 0.03 and 0.3 products gain less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from hase.learned.kernels.estimators import (
+    ANY,
+    CODES,
+    CORRECTION_FEATURES,
+    FOREST,
+    LEAST_LAUNCHES,
+    SHARED,
+    KernelModel,
+    OtherPredictors,
+    Roofline,
+    Transferred,
+    class_names,
+    design_matrix,
+    from_other_device,
+    is_class,
+    table_counts,
+)
+from hase.learned.kernels.features import FORM_GROUPS, KernelRows
+from hase.learned.kernels.interface import ForestSettings, TimePredictor, TrainingConfig, XgboostSettings
+from hase.learned.kernels.saved_form import from_forest
+from hase.records.kernel_types import operator_in_type
+from hase.records.measurement import GPU_LABEL, LAUNCHES
+from hase.records.operators import operator_row
+from hase.utils.lazy import sklearn, xgboost
+
+if TYPE_CHECKING:
+    from hase.learned.kernels.interface import TrainingSet
+
+
+T = TypeVar("T")
+R = TypeVar("R")
+# A GPU's time of a type with so many rows is learned by twice as many trees. With collections left out in turn, that lowers the
+# error of convolutions on an H200 from 8.2 to 7.8 % (weighted by time: 8.9 to 8.6); types with fewer rows gain nothing.
+MANY_ROWS = 10_000
+
+
+def fit_roofline(flops: Floats, bytes_moved: Floats, times_ms: Floats, tables: Floats | None = None,
+                 weights: Floats | None = None) -> Roofline:
+    """The roofline of measured idle kernels: rates that 2 % of them exceed, and a floor that 2 % stay below. With `tables`,
+    copying a table takes the time of the floor too."""
+    rates = flops / times_ms, bytes_moved / times_ms
+    flops_per_ms, bytes_per_ms = (
+        _percentile(rate[rate > 0], 98, None if weights is None else weights[rate > 0]) if (rate > 0).any() else 1.0
+        for rate in rates)
+    floor_ms = _percentile(times_ms, 2, weights)
+    bare = Roofline(flops_per_ms=flops_per_ms, bytes_per_ms=bytes_per_ms, floor_ms=floor_ms, scale=1.0,
+                    table_ms=0.0 if tables is None else floor_ms)
+    bound_ms = bare.bound_ms(flops, bytes_moved, 0.0 if tables is None else tables)
+    return bare.model_copy(update={"scale": _percentile(times_ms / bound_ms, 50, weights)})
+
+
+def _percentile(values: Floats, percent: float, weights: Floats | None) -> float:
+    if weights is None:
+        return float(np.percentile(values, percent))
+    return float(np.percentile(values, percent, weights=weights, method="inverted_cdf"))  # the only method with weights
+
+
+def encode_types(types: Iterable[str], log_ratios: Floats) -> dict[str, float]:
+    """A number for each kernel type, in the order of the median ratio to the roofline, so that trees can split between them."""
+    by_type: dict[str, list[float]] = {}
+    for name, ratio in zip(types, log_ratios, strict=True):
+        by_type.setdefault(str(name), []).append(float(ratio))
+    ordered = sorted(by_type, key=lambda name: (float(np.median(by_type[name])), name))
+    return {name: float(index) for index, name in enumerate(ordered)}
+
+
+def assign_folds(ids: Iterable[str], types: Iterable[str], folds: int, seed: int) -> npt.NDArray[np.int64]:
+    """A fold for each row; all rows of a kernel are in one fold, and the kernels of each type are spread evenly."""
+    kernels = sorted(set(zip(map(str, types), map(str, ids), strict=True)))
+    shuffled = np.random.default_rng(seed).permutation(len(kernels))
+    by_type = sorted((kernels[index] for index in shuffled), key=lambda kernel: kernel[0])  # stable: shuffled within a type
+    fold = {name: index % folds for index, (_, name) in enumerate(by_type)}
+    return np.array([fold[str(name)] for name in ids], dtype=np.int64)
+
+
+def train_booster(matrix: Matrix, log_ratios: Floats, settings: XgboostSettings, seed: int,
+                  weights: Floats | None = None) -> xgboost.Booster:
+    """Trains a booster on log(time / roofline), with one thread. Several trainings run in parallel, and XGBoost's own threads
+    stall on busy cores."""
+    parameters = {
+        "objective": f"reg:{settings.objective}", "max_depth": settings.depth, "eta": settings.learning_rate,
+        "subsample": settings.row_share, "colsample_bytree": settings.column_share,
+        "min_child_weight": settings.min_leaf_weight, "max_bin": settings.bins, "tree_method": "hist", "seed": seed,
+        "nthread": 1, "verbosity": 0,
+    }
+    return xgboost.train(parameters, xgboost.DMatrix(matrix, log_ratios, weight=weights, nthread=1), settings.trees)
+
+
+def train_forest(matrix: Matrix, log_ratios: Floats, settings: ForestSettings, seed: int,
+                 weights: Floats | None = None) -> xgboost.Booster:
+    """Trains scikit-learn's random forest of unlimited depth on the same numbers; returns it as a booster."""
+    forest = sklearn.ensemble.RandomForestRegressor(
+        n_estimators=settings.trees, max_features=settings.column_share, min_samples_leaf=settings.least_in_leaf,
+        random_state=seed, n_jobs=1)
+    return from_forest(forest.fit(matrix, log_ratios, sample_weight=weights))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The input and the target of a training: roofline, type codes, matrix, log(time / roofline), and weights of rows (None:
+    equal)."""
+
+    roofline: Roofline
+    type_codes: dict[str, float]
+    matrix: Matrix
+    log_ratios: Floats
+    weights: Floats | None = None
+
+
+def problem_of(kernels: KernelRows, times_ms: Floats, roofline: Roofline | None = None,
+               tables: Floats | float = 0.0, weights: Floats | None = None) -> Problem:
+    """The learning problem of measured kernels, with a `roofline` fitted to them by default. `tables`: how many tables each
+    kernel copies to the GPU."""
+    roofline = roofline or fit_roofline(kernels.flops, kernels.bytes_moved, times_ms, weights=weights)
+    log_ratios = np.log(times_ms / roofline.bound_ms(kernels.flops, kernels.bytes_moved, tables))
+    types = kernels.types.tolist()
+    codes = encode_types(types, log_ratios)
+    return Problem(roofline, codes, design_matrix(types, kernels.features, kernels.load, codes), log_ratios, weights)
+
+
+def learning_problem(rows: TrainingSet, label: str, roofline: Roofline | None = None) -> Problem:
+    """The learning problem of `label`, from `rows`, which all have the label. `roofline`: None: fit one to the rows (for
+    launches: LEAST_LAUNCHES)."""
+    times_ms, tables, weights = rows.times_ms[label], table_counts(rows.schema, rows.features), rows.weights(label)
+    base = rows.idle if rows.idle.any() else np.ones(len(rows), dtype=bool)
+    if roofline is None:
+        roofline = LEAST_LAUNCHES if label == LAUNCHES else fit_roofline(
+            rows.flops[base], rows.bytes_moved[base], times_ms[base], tables[base] if label == GPU_LABEL else None,
+            None if weights is None else weights[base])
+    return problem_of(rows.kernels, times_ms, roofline, tables, weights)
+
+
+def fit_kernel_model(rows: TrainingSet, label: str, chosen: Mapping[str, str], config: TrainingConfig,
+                     problem: Problem | None = None, steady: frozenset[str] = frozenset(),
+                     types: Sequence[str] | None = None) -> KernelModel:
+    """Boosters for `label`: a shared one of all rows, and those of `chosen` types that have rows.
+
+    Args:
+        chosen: for kernel types without the shared booster, the type's name for a dedicated one, or FOREST.
+        steady: classes of operators that get the median ratio (see `ClassBoosters`).
+        types: the only types that will be predicted, so that only their boosters are trained; default: all.
+    """
+    problem, settings = problem or learning_problem(rows, label), config.booster(label)
+    learned = {name for name in chosen if (rows.types == name).any() and (types is None or name in types)}
+    predictor_of = {name: chosen[name] if name in learned else SHARED for name in types or problem.type_codes}
+
+    def train(name: str) -> xgboost.Booster:
+        if name == SHARED:
+            return train_booster(problem.matrix, problem.log_ratios, settings, config.seed, problem.weights)
+        if name == FOREST:
+            return train_forest(problem.matrix, problem.log_ratios, config.forest, config.seed, problem.weights)
+        return train_dedicated(name, rows, problem, settings, config.seed, label == GPU_LABEL)
+
+    needed = dict.fromkeys([*([SHARED] if types is None else []), *predictor_of.values()])
+    boosters = WithClasses({name: train(name) for name in needed}, learn_classes(rows, problem, config, steady=steady))
+    return KernelModel(rows.schema, problem.roofline, problem.type_codes, predictor_of, boosters,
+                       tuple(rows.idle_load.values()))
+
+
+def train_dedicated(name: str, rows: TrainingSet, problem: Problem, settings: XgboostSettings, seed: int,
+              on_gpu: bool) -> xgboost.Booster:
+    """The booster of one kernel type. If `on_gpu` (for the GPU's time), it also learns from related types (see
+    `related_types`)."""
+    weights = row_weights(name, rows.types) if on_gpu else (rows.types == name).astype(float)
+    mask = weights > 0
+    if problem.weights is not None:
+        weights = weights * problem.weights
+    alone = bool((weights[mask] == 1.0).all())
+    if on_gpu and (rows.types == name).sum() >= MANY_ROWS:
+        settings = settings.model_copy(update={"trees": 2 * settings.trees})
+    return train_booster(problem.matrix[mask], problem.log_ratios[mask], settings, seed, None if alone else weights[mask])
+
+
+def learn_classes(rows: TrainingSet, problem: Problem, config: TrainingConfig, without: str = "",
+                  steady: frozenset[str] = frozenset()) -> ClassBoosters:
+    """The boosters of the classes of operators, from idle rows, without one operator if given. `steady` classes get the median
+    ratio (see `ClassBoosters`)."""
+    known = class_rows(problem.matrix, problem.log_ratios, rows.types, rows.idle, rows.schema.names, config.seed,
+                       problem.weights)
+    return ClassBoosters(known.without(without) if without else known, partial(
+        _train_class, settings=config.xgboost_class, seed=config.seed), steady)
+
+
+def _train_class(matrix: Matrix, log_ratios: Floats, weights: Floats, settings: XgboostSettings,
+                 seed: int) -> xgboost.Booster:
+    if not len(matrix):
+        flat = xgboost.DMatrix(np.zeros((1, matrix.shape[1]), dtype=np.float32), np.zeros(1), nthread=1)
+        return xgboost.train({"objective": "reg:squarederror", "base_score": float(log_ratios.mean()), "nthread": 1}, flat, 0)
+    return train_booster(matrix, log_ratios, settings, seed, weights)
+
+
+def fit_factors(rows: TrainingSet, logs: Floats, settings: XgboostSettings, seed: int) -> KernelModel:
+    """Trains a booster of one factor for each kernel, such as an error or a width. It is for all types together; `logs` are the
+    rows' logarithms."""
+    types = rows.types.tolist()
+    codes = encode_types(types, logs)
+    booster = train_booster(design_matrix(types, rows.features, rows.load, codes), logs, settings, seed)
+    return KernelModel(rows.schema, type_codes=codes, predictor_of=dict.fromkeys(codes, SHARED), boosters={SHARED: booster},
+                       idle_load=tuple(rows.idle_load.values()))
+
+
+def parallel_map(task: Callable[[T], R], items: Iterable[T], workers: int) -> list[R]:
+    """The results of `task` for each item, in order, computed by `workers` threads. Threads are enough, since the estimators
+    release the interpreter's lock while they compute."""
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(task, items))
+
+
+def as_ratios(rows: TrainingSet, label: str, other_model: KernelModel) -> tuple[TrainingSet, Floats]:
+    """The learning problem of a correction: `rows` with the ratio to the other device's time, and the times (ms) there."""
+    other_ms, extended = from_other_device(other_model, rows.kernels)
+    return replace(rows, schema=CORRECTION_FEATURES, features=extended.features, flops=extended.flops,
+                   bytes_moved=extended.bytes_moved, times_ms={label: rows.times_ms[label] / other_ms}), other_ms
+
+
+def fit_transferred(rows: TrainingSet, label: str, chosen: Mapping[str, str], config: TrainingConfig,
+                    start: OtherPredictors) -> Transferred:
+    """Fits corrections of another target's predictors; the arguments are those of `fit_kernel_model`."""
+    return Transferred(start, fit_kernel_model(as_ratios(rows, label, start.model)[0], label, chosen, config))
+
+
+def learner(model: TimePredictor, label: str, chosen: Mapping[str, str],
+            config: TrainingConfig) -> Callable[[TrainingSet], Transferred] | None:
+    """A function that trains `model`'s kind of correction on fewer rows; None if it doesn't start from another target."""
+    if not isinstance(model, Transferred):
+        return None
+    start = model.start
+    return lambda rows: fit_transferred(rows, label, chosen, config, start)
+
+Floats = npt.NDArray[np.float64]
+Matrix = npt.NDArray[np.float32]
+# Features by which operators of a class can be told apart: those of the operator's name, and of forms.
+TELLTALE = ("op_class", "activation", "adds", *(name for group in FORM_GROUPS.values() for name in group))
+MOST_KERNELS = 400  # of an operator; more have no effect
+LEAST_KERNELS = 20  # of a kind or class; with fewer, the next wider group is used
+OTHER_KINDS, OTHER_CLASSES = 0.3, 0.1  # weights of a kernel of another kind of the class, and of another class
+RELATED_WEIGHT = 0.1
+RELATED_KINDS = ("softmax", "joint", "pool")  # of operators, each of which is a group
+
+
+@dataclass(frozen=True)
+class ClassRows:
+    """The rows that boosters of classes learn from. `matrix` is rows × (features, code of the kind, load), NaN in the load and
+    in columns that tell operators apart; `log_ratios` is log(time / roofline)."""
+
+    matrix: Matrix
+    log_ratios: Floats
+    operators: npt.NDArray[np.str_]
+    row_weights: Floats | None = None
+
+    def without(self, operator: str) -> ClassRows:
+        """The rows of all other operators."""
+        kept = self.operators != operator
+        return ClassRows(self.matrix[kept], self.log_ratios[kept], self.operators[kept],
+                         None if self.row_weights is None else self.row_weights[kept])
+
+    def weights(self, name: str) -> Floats:
+        """The weight of each row in the booster `name`; the mean is 1."""
+        operator, counts = np.unique(self.operators, return_inverse=True, return_counts=True)[1:]
+        weights = counts[operator] ** -0.5 * (1.0 if self.row_weights is None else self.row_weights)
+        kinds, classes = self._groups
+        if name in kinds:
+            own_class = next(of for kind, of in zip(kinds, classes, strict=True) if kind == name)
+            weights = weights * np.where(kinds == name, 1.0, np.where(classes == own_class, OTHER_KINDS, OTHER_CLASSES))
+        elif name != ANY:
+            weights = weights * np.where(classes == name, 1.0, OTHER_KINDS)
+        return np.asarray(weights / weights.mean())
+
+    @cached_property
+    def _groups(self) -> tuple[npt.NDArray[np.str_], npt.NDArray[np.str_]]:
+        """The boosters of the kind and of the class of each row."""
+        named = [class_names(operator)[:2] for operator in self.operators.tolist()]
+        return np.array([kind for kind, _ in named], dtype=np.str_), np.array([of for _, of in named], dtype=np.str_)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The boosters that can be trained: ANY, and one for each kind and each class with enough rows."""
+        names, counts = np.unique(np.concatenate(self._distinct), return_counts=True)
+        return tuple(sorted({ANY, *names[counts >= LEAST_KERNELS].tolist()}))
+
+    def class_of(self, name: str) -> str:
+        """The class of booster `name`, or the class that its kind belongs to."""
+        kinds, classes = self._groups
+        return str(next((of for kind, of in zip(kinds, classes, strict=True) if kind == name), name))
+
+    def median_log_ratio(self, name: str) -> float:
+        """The median log ratio of the class of booster `name`; operators are weighted as in `weights`."""
+        of = self.class_of(name)
+        rows = (self._groups[1] == of) if of != ANY else np.ones(len(self.operators), dtype=bool)
+        order = np.argsort(self.log_ratios[rows])
+        summed = np.cumsum(self.weights(ANY)[rows][order])
+        return float(self.log_ratios[rows][order][np.searchsorted(summed, summed[-1] / 2)])
+
+    @property
+    def _distinct(self) -> tuple[npt.NDArray[np.str_], npt.NDArray[np.str_]]:
+        """The boosters of the kinds, and of those classes that are no kinds."""
+        kinds, classes = self._groups
+        return kinds, classes[classes != kinds]
+
+
+def class_rows(matrix: Matrix, log_ratios: Floats, types: npt.NDArray[np.str_], idle: npt.NDArray[np.bool_],
+               columns: tuple[str, ...], seed: int, weights: Floats | None = None) -> ClassRows:
+    """At most MOST_KERNELS idle rows of each operator. `columns` names the features in the `design_matrix`; the type code and
+    the load follow."""
+    generator = np.random.default_rng(seed)
+    operators = np.array([operator_in_type(name) for name in types.tolist()], dtype=np.str_)
+    base = idle if idle.any() else np.ones(len(idle), dtype=bool)
+    chosen: list[int] = []
+    for operator in sorted(set(operators[base].tolist())):
+        indices = np.flatnonzero(base & (operators == operator))
+        chosen += sorted(generator.permutation(indices)[:MOST_KERNELS].tolist())
+    kept = matrix[chosen].copy()
+    kept[:, [index for index, name in enumerate(columns) if name in TELLTALE]] = np.nan
+    kept[:, len(columns):] = np.nan
+    kept[:, len(columns)] = [CODES[operator_row(operator).kind_or_class] for operator in operators[chosen].tolist()]
+    return ClassRows(kept, log_ratios[chosen], operators[chosen], None if weights is None else weights[chosen])
+
+
+@dataclass(frozen=True)
+class ClassBoosters(Mapping[str, "xgboost.Booster"]):
+    """The boosters of the classes by name, each trained at its first look-up: most trainings need few of them. `train` takes a
+    matrix, a target and weights; with an empty matrix, the booster predicts the mean. `steady` classes only use the median
+    ratio, since sizes tell less (see `steady_classes`)."""
+
+    rows: ClassRows
+    train: Callable[[Matrix, Floats, Floats], xgboost.Booster]
+    steady: frozenset[str] = frozenset()
+    _trained: dict[str, xgboost.Booster] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> xgboost.Booster:
+        if name not in self._trained:
+            if name not in self:
+                raise KeyError(name)
+            self._trained[name] = self._steady(name) if self.rows.class_of(name) in self.steady else self.train(
+                self.rows.matrix, self.rows.log_ratios, self.rows.weights(name))
+        return self._trained[name]
+
+    def _steady(self, name: str) -> xgboost.Booster:
+        ratio = self.rows.median_log_ratio(name)
+        return self.train(self.rows.matrix[:0], np.array([ratio]), np.ones(1))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.rows.names  # does not train the booster
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.rows.names)
+
+    def __len__(self) -> int:
+        return len(self.rows.names)
+
+
+class WithClasses(Mapping[str, "xgboost.Booster"]):
+    """The boosters of types, and those of classes, as one mapping."""
+
+    def __init__(self, of_types: Mapping[str, xgboost.Booster], of_classes: Mapping[str, xgboost.Booster]) -> None:
+        self._of_types, self._of_classes = of_types, of_classes
+
+    def __getitem__(self, name: str) -> xgboost.Booster:
+        return (self._of_classes if is_class(name) else self._of_types)[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._of_types or name in self._of_classes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self._of_types, *self._of_classes])
+
+    def __len__(self) -> int:
+        return len(self._of_types) + len(self._of_classes)
+
+
+def group_of(operator: str) -> str:
+    """The group of operators that learn from each other: one of RELATED_KINDS, all products, all reductions, or "" for none."""
+    row = operator_row(operator)
+    if row.kind in RELATED_KINDS:
+        return row.kind
+    reduces = row.operator_class == "reduction" and row.dispatch == "reducing"
+    return row.operator_class if reduces or row.operator_class == "product" else ""
+
+
+def related_types(name: str, types: npt.NDArray[np.str_]) -> frozenset[str]:
+    """The types that the booster of type `name` learns from besides its own; `types` is the type of each row."""
+    group = group_of(operator_in_type(name))
+    if not group:
+        return frozenset()
+    counts = {str(kernel_type): int(count) for kernel_type, count in zip(*np.unique(types, return_counts=True), strict=True)
+              if group_of(operator_in_type(str(kernel_type))) == group}
+    related = frozenset(counts) - {name}
+    return related if max((counts[kernel_type] for kernel_type in related), default=0) > counts.get(name, 0) else frozenset()
+
+
+def row_weights(name: str, types: npt.NDArray[np.str_]) -> Floats:
+    """The weight of each row in the booster of type `name`, 0 for unrelated types; `types` is the type of each row."""
+    related = np.isin(types, list(related_types(name, types)))
+    return np.where(types == name, 1.0, np.where(related, RELATED_WEIGHT, 0.0))

@@ -1,1 +1,0 @@
-"""What is learned of language models beyond their runs."""

@@ -1,1 +1,0 @@
-"""How a GPU is shared between processes."""

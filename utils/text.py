@@ -1,0 +1,56 @@
+"""Formats numbers, names and warnings for people: table cells, shortened lists, grouped warnings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+
+def cell(value: Any) -> str:
+    """A table cell: four significant digits for floats, a dash for None."""
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
+    return str(value)
+
+
+def first_and_count(names: Sequence[str]) -> str:
+    """The first name, and the number of others: `a and 2 more`."""
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def distinct(texts: Iterable[str]) -> list[str]:
+    """The texts without repetitions; texts that differ only in numbers and kernel names count as equal."""
+    first: dict[str, str] = {}
+    for text in texts:
+        first.setdefault(_without_numbers(text), text)
+    return list(first.values())
+
+
+def names_by_warning(warnings: Iterable[tuple[str, Iterable[str]]]) -> dict[str, list[str]]:
+    """The names that each warning concerns, by its text; warnings that `distinct` takes as equal are joined."""
+    texts, names = dict[str, dict[str, None]](), dict[str, dict[str, None]]()
+    for name, texts_of_name in warnings:
+        for text in texts_of_name:
+            texts.setdefault(_without_numbers(text), {})[text] = None
+            names.setdefault(_without_numbers(text), {})[name] = None
+    return {first + (f" (and {len(others)} like it)" if others else ""): list(names[alike])
+            for alike, (first, *others) in texts.items()}
+
+
+def _without_numbers(text: str) -> str:
+    """A text without numbers and kernel names such as `Conv_3x3_in1x64_fp32_0c2d`; `float16` and `Col2Im` stay."""
+    return re.sub(r"\w+_[\w.-]*\d[\w.-]*|\d[\d.,]*", "#", text)
+
+
+def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as a Markdown table with the columns of the first row. Floats have one decimal; unknown values are a dash."""
+    columns = list(rows[0]) if rows else []
+    lines = [columns, ["---"] * len(columns), *([_markdown_cell(row.get(column)) for column in columns] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _markdown_cell(value: Any) -> str:
+    return "–" if value is None else f"{value:.1f}" if isinstance(value, float) else str(value)
