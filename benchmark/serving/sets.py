@@ -163,33 +163,6 @@ class ModelRequests(Frozen):
         firsts = np.cumsum(counts) - counts
         return np.asarray(self.starts_s)[firsts], np.asarray(self.ends_s)[firsts]
 
-    def begun_at_once(self, batch: int) -> Self:
-        """The same requests on a server that loses no time between runs.
-
-        If there are too few recorded runs, since requests had waited together, the last requests are left out.
-        """
-        arrivals_s, counts = np.asarray(self.arrivals_s), np.asarray(self.counts, dtype=int)
-        firsts, (starts_s, ends_s) = np.cumsum(counts) - counts, self.runs_s
-        before_s = np.append(-np.inf, ends_s[:-1])
-        late_s = np.where(arrivals_s[firsts] > before_s, starts_s - arrivals_s[firsts], 0.0)  # a process that wakes up
-        begun_s, ended_s, taken = list[float](), list[float](), list[int]()
-        end_s, answered = -np.inf, 0
-        for took_s, waking_s in zip((ends_s - starts_s).tolist(), late_s.tolist(), strict=True):
-            if answered == counts.sum():
-                break
-            first_s = float(arrivals_s[answered])
-            start_s = first_s + waking_s if first_s > end_s else end_s
-            waiting = int(np.searchsorted(arrivals_s[:counts.sum()], start_s, side="right")) - answered
-            end_s = start_s + took_s
-            begun_s.append(start_s)
-            ended_s.append(end_s)
-            taken.append(max(1, min(waiting, batch)))
-            answered += taken[-1]
-        kept = len(arrivals_s) if answered == counts.sum() else answered
-        return self.model_copy(update={
-            "arrivals_s": self.arrivals_s[:kept], "starts_s": tuple(np.repeat(begun_s, taken).tolist()),
-            "ends_s": tuple(np.repeat(ended_s, taken).tolist()), "counts": tuple(taken)})
-
     def result(self, slo_ms: float, seconds: float) -> ModelResult:
         """Statistics over the counted time."""
         arrivals_s, served = np.asarray(self.arrivals_s), len(self.starts_s)

@@ -131,21 +131,6 @@ def test_statistics() -> None:
     assert result.runs.mean_ms == pytest.approx(200.0)
 
 
-def test_runs_begun_at_once() -> None:
-    """The second run waited 2 ms for nothing while three requests did, and took two of them; now it takes one, and begins when
-    the first one ends. A process that slept begins as late as it did. The last request is beyond the recorded runs."""
-    requests = ModelRequests(arrivals_s=(0.0, 0.003, 0.0055, 0.02, 0.03), starts_s=(0.001, 0.007, 0.007, 0.02, 0.031),
-                        ends_s=(0.005, 0.01, 0.01, 0.022, 0.032), counts=(1, 2, 1, 1))
-    at_once = requests.begun_at_once(batch=2)
-    assert at_once.counts == (1, 1, 1, 1)
-    assert at_once.starts_s == pytest.approx((0.001, 0.005, 0.008, 0.021))
-    assert at_once.ends_s == pytest.approx((0.005, 0.008, 0.010, 0.022))
-    assert at_once.arrivals_s == requests.arrivals_s[:4]
-    assert at_once.result(10.0, 1.0).unserved == 0
-    unchanged = requests.model_copy(update={"starts_s": (0.001, 0.005), "ends_s": (0.005, 0.01), "counts": (1, 1)})
-    assert unchanged.begun_at_once(batch=2) == unchanged
-
-
 def test_what_the_servers_process_read() -> None:
     """Made-up readings of the host's probe, before and after."""
     before, after = (PaceRead(probe_us=probe_us, dispatched_s=0.2, stalls_ms=stalls_ms) for probe_us, stalls_ms in (
