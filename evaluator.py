@@ -203,7 +203,7 @@ def main() -> int:
         print()
         cli.print_table(summary_table(evaluation.summaries), "errors")
         if args.manifest:
-            print(marks_in_words(evaluation.comparisons))
+            print(marks_in_words(evaluation.marks))
     report(evaluation, folder, written)
     return 1 if evaluation.failures else 0
 

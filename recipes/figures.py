@@ -1,13 +1,17 @@
 """Reads the figures in docs/figures.yaml, which the README and the pages of docs/ quote.
 
 A page quotes a figure between `<!-- fig:NAME -->` and `<!-- /fig -->`, which Markdown does not show. docs/accuracy.md also has
-a table of all figures, with command and commit. recipes/write_pages.py writes both.
+a table of all figures, with command and commit. recipes/write_pages.py writes both, and with --measured it takes the figures
+themselves from what their command printed with --json.
 """
 
 from __future__ import annotations
 
 import re
+import subprocess
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -18,17 +22,22 @@ from hase.utils.text import markdown_table
 
 FIGURES = ROOT / "docs" / "figures.yaml"
 QUOTED = re.compile(r"(?<=<!-- fig:)(\w+)( -->)(.*?)(?=<!-- /fig -->)", re.DOTALL)
+WRITTEN = r"^({}:\n  \{{value: )([^,]+)(,.*?measured: )([^,}}]+)"  # a figure in the file: its value, its commit and date
 TABLE = re.compile(r"(?<=<!-- figures -->\n).*?(?=<!-- /figures -->)", re.DOTALL)
 
 
 class Figure(Frozen):
-    """A measured number that pages quote; `value` is as shown, `measured` is commit and date."""
+    """A measured number that pages quote; `value` is as shown, `measured` is commit and date.
+
+    `printed` says where the command's JSON has it: keys, positions in lists, and columns that choose a row of a list.
+    """
 
     value: str
     unit: str
     what: str
     command: str
     measured: str
+    printed: tuple[str | int | dict[str, str], ...] = ()
 
     @property
     def shown(self) -> str:
@@ -43,7 +52,8 @@ class Figure(Frozen):
 def read_figures(path: Path = FIGURES) -> dict[str, Figure]:
     """The figures by name."""
     loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return {name: Figure(**{key: str(value) for key, value in entry.items()}) for name, entry in loaded.items()}
+    return {name: Figure(**{key: value if key == "printed" else str(value) for key, value in entry.items()})
+            for name, entry in loaded.items()}
 
 
 def figure_pages() -> list[Path]:
@@ -63,3 +73,35 @@ def table(figures: dict[str, Figure]) -> str:
     """All figures, one per row."""
     return markdown_table([{"figure": figure.shown, "what": figure.what, "command": figure.command_shown,
                             "measured": figure.measured} for figure in figures.values()])
+
+
+def measured_again(text: str, group: str, printed: Any) -> str:
+    """The file of figures with new values for those that begin with `group`_ and say where the command printed them.
+
+    Raises UserError if there are none, or if `printed` (the command's JSON) lacks one.
+    """
+    chosen = {name: figure for name, figure in read_figures().items() if name.startswith(f"{group}_") and figure.printed}
+    if not chosen:
+        raise UserError(f"{FIGURES}: no figure {group}_… says where a command printed it")
+    commit = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    measured = f"{commit.stdout.strip()} ({datetime.now(tz=UTC):%Y-%m-%d})"
+    for name, figure in chosen.items():
+        decimals, last = len(figure.value.partition(".")[2]), str(figure.printed[-1])
+        as_per_cent = figure.unit == "%" and not last.endswith("_%")
+        try:
+            value = f"{(100 if as_per_cent else 1) * _at(printed, figure.printed):.{decimals}f}"
+        except (LookupError, TypeError, ValueError):
+            raise UserError(f"{name}: the command's JSON has nothing at {list(figure.printed)}") from None
+        text = re.sub(WRITTEN.format(name), lambda found, value=value: f"{found[1]}{value}{found[3]}{measured}", text,
+                      flags=re.MULTILINE)
+    return text
+
+
+def _at(printed: Any, path: tuple[str | int | dict[str, str], ...]) -> float:
+    """The number at a path. Raises LookupError or TypeError: it is not there."""
+    for step in path:
+        if isinstance(step, dict):
+            printed = next((row for row in printed if all(row.get(key) == value for key, value in step.items())), None)
+        else:
+            printed = printed[step]
+    return float(printed)

@@ -31,7 +31,7 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from hase.recipes.figures import figure_pages, filled, read_figures
+from hase.recipes.figures import FIGURES, figure_pages, filled, measured_again, read_figures
 from hase.utils import cli, files
 from hase.utils.errors import UserError
 from hase.utils.files import temporary_folder
@@ -43,6 +43,7 @@ from hase.utils.text import markdown_table
 COMMANDS_PAGE, JSON_PAGE, QUESTIONS_PAGE = (ROOT / "docs" / name for name in ("commands.md", "json.md", "questions.md"))
 EXAMPLES = """
 python recipes/write_pages.py
+python recipes/write_pages.py --measured kinds=printed.json  # needs what their command prints with --json
 python recipes/write_pages.py --questions --workspace out/demo  # needs make demo, and a language model in llama-int4
 python recipes/write_pages.py --pictures docs --workspace out/demo  # needs make demo
 python recipes/write_pages.py --pictures docs --workspace out/demo --recorded out/h200  # needs recipes/h200/learn.sh, too
@@ -315,6 +316,8 @@ def write_pictures(out: Path, workspace: Path, target: str, recorded: Path | Non
 
 def main() -> None:
     parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--measured", action="append", default=[], metavar="GROUP=FILE",
+                        help="first take the figures GROUP_… from what their command printed with --json (repeatable)")
     parser.add_argument("--questions", action="store_true", help="write only questions.md, with what its commands print now")
     parser.add_argument("--pictures", type=Path, metavar="DIR", help="write only pictures of HTML pages, into this folder")
     parser.add_argument("--target", default="nvidia-h200", metavar="NAME", help="of the pictures (default: %(default)s)")
@@ -329,6 +332,9 @@ def main() -> None:
     if args.questions:
         pages = {QUESTIONS_PAGE: questions_page(QUESTIONS_PAGE.read_text(encoding="utf-8"), workspace)}
     else:
+        for asked in args.measured:
+            group, _, path = asked.partition("=")
+            files.write_text(FIGURES, measured_again(FIGURES.read_text(encoding="utf-8"), group, files.read_json(Path(path))))
         figures = read_figures()
         pages = {path: filled(path.read_text(encoding="utf-8"), figures) for path in figure_pages()}
         pages |= {COMMANDS_PAGE: commands_page(), JSON_PAGE: json_page()}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, computed_field
 
 from hase.inference.evaluation.models import EvaluatedModel
 from hase.inference.prediction.under_load import LoadSource
@@ -106,6 +106,30 @@ class Summary(Frozen):
     energy: ErrorStatistics | None = _if_known()
 
 
+class Marks(Frozen):
+    """How many predictions are marked as rough estimates, the errors of the others, and how many intervals hold.
+
+    `mape`, `median` and `worst` are of unmarked ones; `held`: the share of 90 % intervals that hold what was measured.
+    """
+
+    models: int
+    marked: int
+    mape: float | None
+    median: float | None
+    worst: float | None
+    held: float | None
+
+
+def marks_of(comparisons: Sequence[Comparison]) -> Marks:
+    """The marks and intervals of some comparisons."""
+    errors = [abs(row.error) for row in comparisons if not row.rough_estimate]
+    held = [row.interval_low_ms <= row.measured_ms <= row.interval_high_ms for row in comparisons
+            if row.interval_low_ms is not None and row.interval_high_ms is not None]
+    return Marks(models=len(comparisons), marked=len(comparisons) - len(errors),
+                 mape=float(np.mean(errors)) if errors else None, median=float(np.median(errors)) if errors else None,
+                 worst=max(errors, default=None), held=sum(held) / len(held) if held else None)
+
+
 class Evaluation(Frozen):
     """The result that the evaluator writes and `--json` prints. Version 1 is the first.
 
@@ -128,6 +152,11 @@ class Evaluation(Frozen):
     summaries: tuple[Summary, ...]
     failures: dict[str, str]
     warnings: tuple[str, ...] = ()
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def marks(self) -> Marks:
+        return marks_of(self.comparisons)
 
 
 def compare(model: EvaluatedModel, held_out: Sequence[str], held_out_backgrounds: Sequence[str] = ()) -> Comparison | None:
@@ -257,16 +286,12 @@ def models_by_warning(comparisons: Sequence[Comparison]) -> dict[str, list[str]]
     return dict(sorted(warned.items(), key=lambda item: -len(item[1])))
 
 
-def marks_in_words(comparisons: Sequence[Comparison]) -> str:
+def marks_in_words(marks: Marks) -> str:
     """How many predictions are marked as rough estimates, the errors of the others, and how many intervals hold."""
-    marked = sum(row.rough_estimate for row in comparisons)
-    errors = [abs(row.error) for row in comparisons if not row.rough_estimate]
-    held = [row.interval_low_ms <= row.measured_ms <= row.interval_high_ms for row in comparisons
-            if row.interval_low_ms is not None and row.interval_high_ms is not None]
-    words = [f"{marked} of {len(comparisons)} predictions are marked as rough estimates"]
-    if errors:
-        words.append(f"the others err by {np.mean(errors):.1%} on the mean, {np.median(errors):.1%} in the median, "
-                     f"{max(errors):.1%} at most")
-    if held:
-        words.append(f"{sum(held) / len(held):.1%} of the 90 % intervals hold what was measured")
+    words = [f"{marks.marked} of {marks.models} predictions are marked as rough estimates"]
+    if marks.mape is not None:
+        words.append(f"the others err by {marks.mape:.1%} on the mean, {marks.median:.1%} in the median, {marks.worst:.1%} at "
+                     "most")
+    if marks.held is not None:
+        words.append(f"{marks.held:.1%} of the 90 % intervals hold what was measured")
     return "; ".join(words)

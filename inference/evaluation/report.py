@@ -55,7 +55,7 @@ def evaluation_page(evaluation: Evaluation) -> Page:
     unseen = sum(row.held_out for row in rows)
     families = f"{unseen} of them are of families that are in no fit." if unseen else (
         "All are of families that are in the fit, so models of others may err by more.")
-    marks = [sentence(marks_in_words(rows))] if any(row.kind for row in rows) else []
+    marks = [sentence(marks_in_words(evaluation.marks))] if any(row.kind for row in rows) else []
     return Page(
         "Predicted and measured", f"{models} models on {evaluation.target}",
         f"{many} on {evaluation.target}: predictions err by {mean:.1%} on the mean.",

@@ -49,7 +49,7 @@ class LlmMemory(Frozen):
         arena_mib: the arena's surplus.
         workspace_mib: the kernels' own scratch, as far as it is known.
         loading_mib: what loading leaves in a CPU's heap; 0 on CUDA.
-        peak_mib: the sum of all.
+        peak_mib: the sum of all but what loading leaves.
     """
 
     weights_mib: float

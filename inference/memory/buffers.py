@@ -23,7 +23,7 @@ from hase.records.operators import IN_PLACE_ON_CUDA, operator_row
 MIB = 2**20
 ALIGNED = 256  # bytes
 FIRST_REGION, LAST_REGION = MIB, 1024 * MIB  # DEFAULT_INITIAL_CHUNK_SIZE_BYTES, DEFAULT_MAX_POWER_OF_TWO_EXTEND_BYTES
-REGION = 2**120  # distance between the addresses of regions: larger than any region, so that none touch
+REGION = 2**50  # distance between the addresses of regions: larger than any memory, so that none touch
 DEAD_BYTES = 128 * MIB  # DEFAULT_MAX_DEAD_BYTES_PER_CHUNK: a chunk with at least so much to spare is split
 BLOCKED_DOMAIN = "com.microsoft.nchwc"
 # bytes that stay in the heap for each byte of a weight: of a convolution, of one-byte integers, and of others
@@ -34,6 +34,11 @@ FEW_CHANNELS, SMALL_WINDOW = 4, 4
 RECURRENT_MIB, GATES_TIMES = 8.0, 1.6  # per direction, and a factor on the gates of all steps; chosen on 88 layers
 FAST_REDUCTIONS = ("ReduceMean", "ReduceSum")
 Kind = tuple[float, tuple[int, ...]]  # bytes of an element, and shape: one buffer fits all tensors of a kind
+
+
+def aligned(size: int) -> int:
+    """The bytes of the chunk that a tensor of `size` bytes takes."""
+    return -(-size // ALIGNED) * ALIGNED or ALIGNED
 
 
 class Arena:
@@ -58,34 +63,40 @@ class Arena:
 
     def allocate(self, size: int) -> tuple[int, int]:
         """Takes a chunk of at least `size` bytes; returns the handle for `free`."""
-        size = -(-size // ALIGNED) * ALIGNED or ALIGNED
+        size = aligned(size)
         free = self._free
-        place = bisect.bisect_left(free, (size,))
-        if place == len(free):
+        index = bisect.bisect_left(free, (size,))
+        if index == len(free):
             self._extend(size)
-            place = bisect.bisect_left(free, (size,))
-        whole, at = free.pop(place)
+            index = bisect.bisect_left(free, (size,))
+        whole, at = free.pop(index)
         end = at + whole
         del self._free_from[at], self._free_up_to[end]
         if whole >= 2 * size or whole - size >= DEAD_BYTES:
             self._add(at + size, end)
             whole = size
-        region = at // REGION
-        if at + size > self._ends[region]:
-            self.used += at + size - self._ends[region]
-            self._ends[region] = at + size
+        self._use(at, at + size)
         return at, whole
 
+    def lend(self, size: int) -> None:
+        """Takes a chunk of at least `size` bytes and frees it at once, as scratch."""
+        size = aligned(size)
+        index = bisect.bisect_left(self._free, (size,))
+        if index == len(self._free):
+            self._extend(size)
+            index = bisect.bisect_left(self._free, (size,))
+        _, at = self._free[index]
+        self._use(at, at + size)
+
     def keep(self, sizes: Iterable[int]) -> None:
-        """Takes chunks of at least these sizes that are never freed, such as weights."""
+        """Takes chunks of at least these sizes, multiples of ALIGNED, that are never freed, such as weights."""
         free, ends = self._free, self._ends
         for size in sizes:
-            size = -(-size // ALIGNED) * ALIGNED or ALIGNED
-            place = bisect.bisect_left(free, (size,))
-            if place == len(free):
+            index = bisect.bisect_left(free, (size,))
+            if index == len(free):
                 self._extend(size)
-                place = bisect.bisect_left(free, (size,))
-            whole, at = free.pop(place)
+                index = bisect.bisect_left(free, (size,))
+            whole, at = free.pop(index)
             end = at + size
             if whole >= 2 * size or whole - size >= DEAD_BYTES:
                 bisect.insort(free, (whole - size, end))
@@ -107,6 +118,13 @@ class Arena:
             del self._free[bisect.bisect_left(self._free, (self._free_from[before], before))]
             start = before
         self._add(start, end)
+
+    def _use(self, start: int, end: int) -> None:
+        """Counts the bytes of a region that were never in use before."""
+        region = start // REGION
+        if end > self._ends[region]:
+            self.used += end - self._ends[region]
+            self._ends[region] = end
 
     def _extend(self, size: int) -> None:
         """Adds a region."""
@@ -290,23 +308,26 @@ def buffers_of_run(record: ModelRecord, layouts: Mapping[str, Layout], apart: Co
         keeps: whether a dead buffer is kept for the next tensor of its shape, as ONNX Runtime's planner does.
     """
     planned = _Plan(record, frozenset(apart), keeps)
-    for place, node in enumerate(record.nodes):
-        planned.add(place, node, layouts[node.kernel_id])
-    for buffer, place in planned.last_use.items():
-        planned.nodes[place].freed.append(buffer)
+    for index, node in enumerate(record.nodes):
+        planned.add(index, node, layouts[node.kernel_id])
+    for buffer, last in planned.last_use.items():
+        planned.nodes[last].freed.append(buffer)
     return planned.nodes
 
 
-def lay_out(store: Arena | Block, run: Iterable[NodeBuffers], scratch_bytes: Iterable[int], times: float = 1.0) -> None:
-    """Allocates and frees the buffers of a run, node by node, with their sizes multiplied by `times`."""
-    places: dict[str, tuple[int, int]] = {}
-    for buffers, scratch in zip(run, scratch_bytes, strict=True):
-        for name, size in buffers.made:
-            places[name] = store.allocate(int(times * size))
-        if scratch:
-            store.free(store.allocate(scratch))
-        for name in buffers.freed:
-            store.free(places.pop(name))
+def lay_out(store: Arena | Block, run: Iterable[NodeBuffers], scratch_bytes: Iterable[int] = itertools.repeat(0),
+            times: float = 1.0) -> None:
+    """Allocates and frees the buffers of a run, node by node, with their sizes multiplied by `times`. Scratch lies in an arena
+    alone.
+    """
+    handles: dict[str, tuple[int, int]] = {}
+    for (made, _, freed), scratch in zip(run, scratch_bytes, strict=False):
+        for name, size in made:
+            handles[name] = store.allocate(int(times * size))
+        if scratch and isinstance(store, Arena):
+            store.lend(scratch)
+        for name in freed:
+            store.free(handles.pop(name))
 
 
 class _Plan:
@@ -324,9 +345,10 @@ class _Plan:
         self._kind_of: dict[str, Kind] = {}
         self._unread: dict[Kind, list[str]] = {}  # dead buffers kept for the next tensor of their kind, latest last
 
-    def add(self, place: int, node: Node, layout: Layout) -> None:
+    def add(self, index: int, node: Node, layout: Layout) -> None:
         """Adds the next node."""
-        buffers = NodeBuffers([], 0, [])
+        made: list[tuple[str, int]] = []
+        lent_bytes = 0
         for slot, (name, size, kind) in enumerate(zip(node.outputs, layout.output_bytes, layout.output_kinds, strict=False)):
             if name and name not in self._apart:
                 source = self._shared(node, layout, size) if slot == 0 and name not in self._lasting else None
@@ -335,31 +357,33 @@ class _Plan:
                     self._pending[source] += self._readers[name]
                 elif name in self._lasting:
                     self._own(name, name, size)
-                    buffers = buffers._replace(lent_bytes=buffers.lent_bytes + size)
+                    lent_bytes += size
                 elif self._keeps and kind[1] and (unread := self._unread.get(kind)):
                     self._own(name, unread.pop(), size)
                 else:
                     self._own(name, name, size)
                     self._kind_of[name] = kind
-                    buffers.made.append((name, size))
-                self._used(self._buffer_of[name], place)
+                    made.append((name, size))
+                if self._buffer_of[name] in self._kind_of:
+                    self._used(self._buffer_of[name], index)
+        buffer_of, pending, kind_of = self._buffer_of, self._pending, self._kind_of
         for name in node.inputs:
-            buffer = self._buffer_of.get(name)
-            if buffer is not None:  # otherwise a constant, or a missing optional input
-                self._pending[buffer] -= 1
-                self._used(buffer, place)
-        self.nodes.append(buffers)
+            if name in buffer_of:  # otherwise a constant, or a missing optional input
+                buffer = buffer_of[name]
+                pending[buffer] -= 1
+                if buffer in kind_of:
+                    self._used(buffer, index)
+        self.nodes.append(NodeBuffers(made, lent_bytes, []))
 
     def _own(self, name: str, buffer: str, size: int) -> None:
         """Gives a tensor its own buffer."""
         self._buffer_of[name], self._bytes[buffer], self._pending[buffer] = buffer, size, self._readers[name]
 
-    def _used(self, buffer: str, place: int) -> None:
-        """Marks a buffer as needed by a node."""
-        if buffer in self._kind_of:
-            self.last_use[buffer] = place
-            if not self._pending[buffer]:
-                self._unread.setdefault(self._kind_of[buffer], []).append(buffer)
+    def _used(self, buffer: str, index: int) -> None:
+        """Marks an intermediate buffer as needed by a node."""
+        self.last_use[buffer] = index
+        if not self._pending[buffer]:
+            self._unread.setdefault(self._kind_of[buffer], []).append(buffer)
 
     def _shared(self, node: Node, layout: Layout, size: int) -> str | None:
         """The input buffer that a node's first output of `size` bytes reuses; None if it needs its own."""
@@ -388,9 +412,12 @@ def live_activations(record: ModelRecord, run: Sequence[NodeBuffers], apart: Col
     intermediate, peak, intermediate_peak = 0, lent, 0
     alive: dict[str, int] = {}
     for made, lent_bytes, freed in run:
-        alive.update(made)
         lent += lent_bytes
-        intermediate += sum(size for _, size in made)
-        peak, intermediate_peak = max(peak, lent + intermediate), max(intermediate_peak, intermediate)
-        intermediate -= sum(alive.pop(name) for name in freed)
+        for name, size in made:
+            alive[name] = size
+            intermediate += size
+        if made or lent_bytes:
+            peak, intermediate_peak = max(peak, lent + intermediate), max(intermediate_peak, intermediate)
+        for name in freed:
+            intermediate -= alive.pop(name)
     return Activations(peak, intermediate_peak, lent)

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from statistics import median
 
 from hase.inference.memory.buffers import (
@@ -34,6 +34,7 @@ from hase.inference.memory.buffers import (
     Block,
     Layout,
     NodeBuffers,
+    aligned,
     buffers_of_run,
     lay_out,
     layouts_of,
@@ -122,7 +123,7 @@ def used_by_runs(run: Sequence[NodeBuffers], scratch_bytes: Sequence[int]) -> in
     """Bytes of a CPU's arena that were ever in use: by a first run, tensor by tensor, and a second one in one block."""
     arena, block = Arena(), Block()
     lay_out(arena, run, scratch_bytes)
-    lay_out(block, run, [0] * len(run))
+    lay_out(block, run)
     if block.size:
         arena.allocate(block.size)
     if largest := max(scratch_bytes, default=0):
@@ -157,14 +158,15 @@ def weight_bytes_of(record: ModelRecord) -> Mapping[str, int]:
     keeps a copy in cuDNN's order.
     """
     weights: dict[str, int] = {}
+    of_kernels = {name: cached(_weights, name, partial(_weights_of, kernel), KEPT_KERNELS)
+                  for name, kernel in record.kernels.items()}
     for node in record.nodes:
         if node.provider == "cuda":
-            of_kernel = cached(_weights, node.kernel_id, partial(_weights_of, record.kernel_of(node)), KEPT_KERNELS)
-            for place, size, twice in of_kernel:
-                if place < len(node.inputs):
-                    weights.setdefault(node.inputs[place], size)
+            for index, size, twice in of_kernels[node.kernel_id]:
+                if index < len(node.inputs):
+                    weights.setdefault(node.inputs[index], size)
                     if twice:
-                        weights.setdefault(f"{node.inputs[place]}/{node.name}", size)
+                        weights.setdefault(f"{node.inputs[index]}/{node.name}", size)
     return weights
 
 
@@ -174,8 +176,8 @@ def _weights_of(kernel: Kernel) -> tuple[tuple[int, int, bool], ...]:
                          [tensor.dtype for tensor in kernel.outputs])
     on_host = placed.host_inputs if placed else ()
     recurrent = operator_row(kernel.op_type).operator_class == "recurrent"
-    return tuple((place, tensor.bytes, recurrent) for place, tensor in enumerate(kernel.inputs)
-                 if tensor.constant and place not in on_host)
+    return tuple((index, tensor.bytes, recurrent) for index, tensor in enumerate(kernel.inputs)
+                 if tensor.constant and index not in on_host)
 
 
 def taken_bytes(record: ModelRecord, run: Sequence[NodeBuffers], layouts: Sequence[Layout]) -> float:
@@ -185,21 +187,37 @@ def taken_bytes(record: ModelRecord, run: Sequence[NodeBuffers], layouts: Sequen
     previous run stay until a run ends. Weights are loaded in the order of a hash table, which differs between sessions and
     changes what fits into a region. So the result is the median of several orders.
     """
-    weights, scratch = list(weight_bytes_of(record).values()), [layout.scratch_bytes for layout in layouts]
+    weights = [aligned(size) for size in weight_bytes_of(record).values()]
     block = Block()
-    lay_out(block, run, [0] * len(run))
-    with_outputs = [buffers._replace(made=[*buffers.made, (f"output {place}", buffers.lent_bytes)]) if buffers.lent_bytes else
-                    buffers for place, buffers in enumerate(run)]
-    shuffle, taken = random.Random(0).shuffle, []
-    for _ in range(ORDERS):
-        shuffle(weights)
+    lay_out(block, run)
+    changes, scratch = [], []  # at nodes that change the arena
+    for index, (buffers, layout) in enumerate(zip(run, layouts, strict=True)):
+        if buffers.lent_bytes:
+            changes.append(buffers._replace(made=[*buffers.made, (f"output {index}", buffers.lent_bytes)]))
+            scratch.append(layout.scratch_bytes)
+        elif buffers.made or buffers.freed or layout.scratch_bytes:
+            changes.append(buffers)
+            scratch.append(layout.scratch_bytes)
+    second_run = [size for size in (block.size, max(scratch, default=0), *(buffers.lent_bytes for buffers in run)) if size]
+    taken: list[int] = []
+    for order in _orders(len(weights)):
         arena = Arena()
-        arena.keep(weights)
-        lay_out(arena, with_outputs, scratch)
-        for size in (block.size, max(scratch, default=0), *(buffers.lent_bytes for buffers in run)):
-            if size:
-                arena.allocate(size)
+        arena.keep(map(weights.__getitem__, order))
+        lay_out(arena, changes, scratch)
+        for size in second_run:
+            arena.allocate(size)
         taken.append(arena.taken)
         if taken.count(arena.taken) > ORDERS / 2:  # then it is the median, whatever the other orders take
             break
     return float(median(taken))
+
+
+@lru_cache(maxsize=1024)
+def _orders(count: int) -> tuple[tuple[int, ...], ...]:
+    """ORDERS orders of so many weights, the same in each process."""
+    indices, shuffle = list(range(count)), random.Random(0).shuffle
+    orders = []
+    for _ in range(ORDERS):
+        shuffle(indices)
+        orders.append(tuple(indices))
+    return tuple(orders)
