@@ -60,6 +60,14 @@ def open_writer(folder: Path, *kernels: Kernel, model: str = "net") -> DatasetWr
     return DatasetWriter(folder, HEADER, [DatasetKernel(kernel=kernel, models=(model,), groups=(model,)) for kernel in kernels])
 
 
+def add(folder: Path, *kernels: Kernel, measured: Kernel, owner: str = "net", model: str = "") -> DatasetWriter:
+    """A further collector, of `kernels`, measures one of them, and perhaps a model."""
+    writer = open_writer(folder, *kernels, model=owner)
+    writer.append(block_of(measured, model=model))
+    writer.write_tables()
+    return writer
+
+
 def workspace_of(folder: Path) -> Workspace:
     return Workspace(folder.parents[2])
 
@@ -105,9 +113,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_rows_of_further_kernels_and_models_are_added(folder: Path, rewrites: list[int]) -> None:
     """Both to rows that were there before and to this collector's own. A kernel that failed has a row too."""
-    writer = open_writer(folder, SECOND, THIRD)
-    writer.append(block_of(SECOND, model="net"))
-    writer.write_tables()
+    writer = add(folder, SECOND, THIRD, measured=SECOND, model="net")
     writer.append(block_of(THIRD, status="failed"))
     writer.write_tables()
     assert not rewrites
@@ -133,16 +139,21 @@ def test_a_further_metric_is_a_column_that_is_empty_in_the_rows_before(folder: P
     assert tables(folder) == rewritten(folder)
 
 
-def test_a_metric_that_is_not_measured_any_more_is_refused(folder: Path) -> None:
-    with pytest.raises(UserError, match=rf"was collected with metrics {METRIC}; add {METRIC} to those of the config \(it may"):
-        DatasetWriter(folder, HEADER.model_copy(update={"metrics": (FURTHER,)}), [])
-    assert read_header(folder).metrics == (METRIC,)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"metrics": (FURTHER,)}, rf"was collected with metrics {METRIC}; add {METRIC} to those of the config \(it may"),
+    ({"sharing": "mps:50"}, "was collected with sharing slices, not mps:50; move it away"),
+    ({"target": TARGET.model_copy(update={"threads": 96})}, rf"is of {TARGET.name}, not of \S*-96t-\S*;")])
+def test_another_way_of_measuring_is_refused(folder: Path, change: dict[str, object], message: str) -> None:
+    before = header_path(folder).read_bytes()
+    with pytest.raises(UserError, match=message):
+        DatasetWriter(folder, HEADER.model_copy(update=change), [])
+    assert header_path(folder).read_bytes() == before
 
 
-def test_a_dataset_is_of_one_way_of_sharing(folder: Path) -> None:
-    assert read_header(folder).sharing == "slices"
-    with pytest.raises(UserError, match="was collected with sharing slices, not mps:50; move it away"):
-        DatasetWriter(folder, HEADER.model_copy(update={"sharing": "mps:50"}), [])
+def test_another_machine_of_the_target_joins(folder: Path) -> None:
+    second = MACHINE.model_copy(update={"uuid": "another"})
+    DatasetWriter(folder, HEADER.model_copy(update={"machines": {"another": second}}), [])
+    assert set(read_header(folder).machines) == {MACHINE.uuid, "another"}
 
 
 def test_without_anything_new_nothing_is_written(folder: Path, rewrites: list[int]) -> None:
@@ -150,6 +161,17 @@ def test_without_anything_new_nothing_is_written(folder: Path, rewrites: list[in
     open_writer(folder, FIRST).write_tables()
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert not rewrites
+
+
+def test_tables_are_updated_now_and_then_while_it_measures(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataset_writer, "TABLES_EVERY_S", 0.0)
+    writer = open_writer(folder, SECOND, THIRD)
+    writer.append(block_of(SECOND))
+    assert SECOND.id in tables(folder)[0]
+    monkeypatch.setattr(dataset_writer, "TABLES_EVERY_S", 30.0)
+    writer = open_writer(folder, THIRD)
+    writer.append(block_of(THIRD))
+    assert THIRD.id not in tables(folder)[0]
 
 
 def test_a_kernel_measured_again_keeps_one_row(folder: Path, rewrites: list[int]) -> None:
@@ -166,9 +188,7 @@ def test_a_kernel_measured_again_keeps_one_row(folder: Path, rewrites: list[int]
 
 
 def test_the_row_of_a_kernel_names_a_further_model(folder: Path, rewrites: list[int]) -> None:
-    writer = open_writer(folder, FIRST, SECOND, model="other")
-    writer.append(block_of(SECOND))
-    writer.write_tables()
+    add(folder, FIRST, SECOND, measured=SECOND, owner="other")
     assert rewrites == [2]
     assert [row.split(",")[0] for row in tables(folder)[0].splitlines() if "other" in row] == [FIRST.id, SECOND.id]
 
@@ -176,9 +196,7 @@ def test_the_row_of_a_kernel_names_a_further_model(folder: Path, rewrites: list[
 def test_blocks_of_a_collector_that_was_killed_are_not_forgotten(folder: Path, rewrites: list[int]) -> None:
     """It had appended to the journal, not to the tables."""
     open_writer(folder, SECOND).append(block_of(SECOND))
-    writer = open_writer(folder, THIRD)
-    writer.append(block_of(THIRD))
-    writer.write_tables()
+    add(folder, THIRD, measured=THIRD)
     assert rewrites == [3]
     assert tables(folder)[0].count("\n") == 1 + 3
 
@@ -189,9 +207,7 @@ def test_tables_of_an_older_journal_are_made_anew_whatever_their_times_say(
         folder: Path, rewrites: list[int], older: list[Callable[[Path], Path]]) -> None:
     """A collector was killed between the two tables, or they were restored from a copy."""
     before = {path_of(folder): path_of(folder).read_bytes() for path_of in older}
-    writer = open_writer(folder, SECOND)
-    writer.append(block_of(SECOND, model="net"))
-    writer.write_tables()
+    add(folder, SECOND, measured=SECOND, model="net")
     right, later_ns = tables(folder), time.time_ns() + 10**12
     for path, contents in before.items():
         path.write_bytes(contents)
@@ -278,32 +294,26 @@ def test_a_block_that_stands_twice_counts_once(folder: Path, caplog: pytest.LogC
     assert tables(folder) == right
 
 
-def test_a_number_changed_in_the_journal_or_the_kernels_is_reported(folder: Path) -> None:
-    for path, read, old, new in ((journal_path(folder), read_journal, "0.25", "0.35"),
-                                 (kernels_path(folder), read_kernels, '"bytes_written":131072', '"bytes_written":131073')):
-        right = path.read_text()
-        assert old in right
-        path.write_text(right.replace(old, new, 1))
-        with pytest.raises(UserError, match=rf"{path.name}, line 1: damaged .*its digest does not match its contents"):
-            read(folder)
-        path.write_text(right)
-
-
-@pytest.mark.parametrize("value", ["NaN", "Infinity", "1e400", "null", "[0.5]", "-1.0", '"fast"'])
-def test_a_time_that_is_none_is_reported_with_its_place(folder: Path, value: str) -> None:
-    old_lines(journal_path(folder))
-    path = journal_path(folder)
-    path.write_text(path.read_text().replace("0.25", value, 1))
-    with pytest.raises(UserError, match=r"measurements\.jsonl, line 1: not a block .*measurements\.0\.samples_ms\.1: "):
-        read_journal(folder)
-
-
-def test_a_measurement_without_samples_did_not_go_well(folder: Path) -> None:
-    old_lines(journal_path(folder))
-    path = journal_path(folder)
-    path.write_text(path.read_text().replace("[0.5,0.25,1.0]", "[]", 1))
-    with pytest.raises(UserError, match=r"has status ok and no samples of label run"):
-        read_journal(folder)
+@pytest.mark.parametrize("digests", [True, False])
+@pytest.mark.parametrize(("path_of", "right", "wrong", "message"), [
+    *((journal_path, "0.25", time, r"measurements\.jsonl, line 1: not a block .*measurements\.0\.samples_ms\.1: ")
+      for time in ("NaN", "Infinity", "1e400", "null", "[0.5]", "-1.0", '"fast"')),
+    (journal_path, "[0.5,0.25,1.0]", "[]", "has status ok and no samples of label run"),
+    *((kernels_path, '"pads":[1,1,1,1]', f'"pads":{pads}',
+       r"kernels\.jsonl: damaged at kernel\.attributes: .*attribute pads must be whole")
+      for pads in ('"1"', '[1,1,1,"1"]', "1", "[0.5]"))])
+def test_damage_is_reported_with_its_place(folder: Path, digests: bool, path_of: Callable[[Path], Path], right: str, wrong: str,
+                                           message: str) -> None:
+    """By the digest of its line, or, in a file of an earlier version, by what it says."""
+    path, read = path_of(folder), read_journal if path_of is journal_path else read_kernels
+    if not digests:
+        old_lines(path)
+    before = path.read_text()
+    path.write_text(before.replace(right, wrong, 1))
+    assert path.read_text() != before
+    by_digest = rf"{path.name}, line 1: damaged .*its digest does not match its contents"
+    with pytest.raises(UserError, match=by_digest if digests else message):
+        read(folder)
 
 
 def test_a_label_that_the_dataset_does_not_have_is_refused(folder: Path) -> None:
@@ -314,19 +324,8 @@ def test_a_label_that_the_dataset_does_not_have_is_refused(folder: Path) -> None
         writer.write_tables()
 
 
-@pytest.mark.parametrize("pads", ['"1"', '[1,1,1,"1"]', "1", "[0.5]"])
-def test_an_attribute_that_costs_can_not_be_computed_from_is_refused(folder: Path, pads: str) -> None:
-    path = kernels_path(folder)
-    old_lines(path)
-    path.write_text(path.read_text().replace('"pads":[1,1,1,1]', f'"pads":{pads}'))
-    with pytest.raises(UserError, match=r"kernels\.jsonl: damaged at kernel\.attributes: .*attribute pads must be whole"):
-        read_kernels(folder)
-
-
 def test_a_journal_that_lost_blocks_is_refused(folder: Path) -> None:
-    writer = open_writer(folder, SECOND)
-    writer.append(block_of(SECOND))
-    writer.write_tables()
+    add(folder, SECOND, measured=SECOND)
     path = journal_path(folder)
     path.write_text(path.read_text().splitlines(keepends=True)[0])
     with pytest.raises(UserError, match=r"blocks are missing: .*restore it, or remove .*tables\.json"):
@@ -350,20 +349,11 @@ def test_a_line_that_a_kill_cut_short_is_no_lost_block(folder: Path) -> None:
     assert tables(folder) == rewritten(folder)
 
 
-def test_kernels_cut_short_are_reported(folder: Path) -> None:
-    path = kernels_path(folder)
-    path.write_text(path.read_text()[:-1])
-    with pytest.raises(UserError, match=r"kernels\.jsonl: damaged \(its last line is cut short\)"):
-        read_kernels(folder)
-
-
-@pytest.mark.parametrize("damage", ["gone", "other columns"])
-def test_tables_that_are_gone_or_of_other_columns_are_written_anew(folder: Path, rewrites: list[int], damage: str) -> None:
+@pytest.mark.parametrize("contents", [None, "Kernel_ID,median_ms\n"])
+def test_tables_that_are_gone_or_of_other_columns_are_written_anew(folder: Path, rewrites: list[int],
+                                                                   contents: str | None) -> None:
     right, path = tables(folder), kernel_table_path(folder)
-    if damage == "gone":
-        path.unlink()
-    else:
-        path.write_text(right[0].replace("run_median_ms", "median"))
+    path.unlink() if contents is None else path.write_text(contents)
     open_writer(folder).write_tables()
     assert rewrites == [1]
     assert tables(folder) == right
@@ -381,8 +371,12 @@ def test_new_kernels_join_the_described_ones(folder: Path) -> None:
         kernels[3].id: ("later",), FIRST.id: ("net",)}
 
 
-@pytest.mark.parametrize("line", ["no json", "[]", '{"kernel": 1}', '{"models": []}'])
-def test_a_line_that_describes_no_kernel_is_reported(folder: Path, line: str) -> None:
-    files.append_line(kernels_path(folder), line)
-    with pytest.raises(UserError, match=r"kernels\.jsonl, line 2: damaged .*; measure anew: python benchmark/collector\.py"):
+@pytest.mark.parametrize(("added", "message"), [
+    *((f"{line}\n", r"kernels\.jsonl, line 2: damaged .*; measure anew: python benchmark/collector\.py")
+      for line in ("no json", "[]", '{"kernel": 1}', '{"models": []}')),
+    ('{"kernel"', r"kernels\.jsonl: damaged \(its last line is cut short\)")])
+def test_a_line_that_describes_no_kernel_is_reported(folder: Path, added: str, message: str) -> None:
+    with kernels_path(folder).open("a") as kernels:
+        kernels.write(added)
+    with pytest.raises(UserError, match=message):
         open_writer(folder, SECOND)
