@@ -50,8 +50,6 @@ from hase.records.kernel_record import Kernel, KernelInput, Tensor
 from hase.records.kernel_record_files import index_path, read_index, record_path
 from hase.records.kernel_types import describe_kernel
 from hase.records.measurement import (
-    BACKGROUND_KINDS,
-    BACKGROUND_QUEUES,
     Background,
     Block,
     Effort,
@@ -320,10 +318,12 @@ def test_labels_are_a_choice(anet: Workspace) -> None:
 
 @pytest.mark.usefixtures("fake_workers")
 def test_numpy_in_and_out_is_a_variant(anet: Workspace) -> None:
-    """What a model takes with numpy arrays in and out stands beside its latency; asked for later, it is measured later."""
+    """What a model takes with numpy arrays in and out stands beside its latency; asked for later, it is measured later. Models
+    alone need no built kernels."""
+    shutil.rmtree(anet.kernel_onnx)
     for variants, rows in (([], 1), (["host_io"], 2), (["host_io"], 2)):
-        collect(anet, CollectorConfig.model_validate(IDLE | {"kernel_levels": [], "variants": variants}))
-        assert len(read_table(model_table_path(dataset_of(anet)))) == rows
+        totals = collect(anet, CollectorConfig.model_validate(IDLE | {"kernel_levels": [], "variants": variants}))
+        assert (totals["kernel_rows"], totals["model_rows"]) == (0, rows)
     table = read_table(model_table_path(dataset_of(anet)))
     expected_ms = np.median(made_up("model", "anet_b1", "host_io", "anet_b1", "alone").samples_ms)
     assert table["host_io_ms"].to_list() == [pytest.approx(np.nan, nan_ok=True), pytest.approx(expected_ms)]
@@ -340,13 +340,6 @@ def test_what_another_machine_measured(anet: Workspace, each_machine: bool, bloc
     write_journal(folder, [block.model_copy(update={"machine": "elsewhere"}) for block in read_journal(folder)])
     collect(anet, config)
     assert len(read_journal(folder)) == blocks
-
-
-@pytest.mark.usefixtures("fake_workers")
-def test_models_alone_need_no_built_kernels(anet: Workspace) -> None:
-    shutil.rmtree(anet.kernel_onnx)
-    totals = collect(anet, CollectorConfig.model_validate(IDLE | {"kernel_levels": [], "model_labels": False}))
-    assert (totals["kernel_rows"], totals["model_rows"]) == (0, 1)
 
 
 def test_without_kernels_or_models_the_command_before_is_named(workspace: Workspace) -> None:
@@ -529,6 +522,7 @@ def test_the_pace_of_the_host_beside_each_model() -> None:
 
 
 def test_drift() -> None:
+    """Of the canary, or between the halves of a latency."""
     block = block_of(canary_before_ms=2.0, canary_after_ms=2.5)
     assert block.drift == 0.25
     assert block.model_copy(update={"measurements": (of_model("m", "latency", 2.0, 2.0, 1.0, 1.0),)}).drift == 0.5
@@ -741,8 +735,7 @@ def test_files_that_are_no_table(tmp_path: Path, text: str | None, message: str)
 # config ------------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("levls: [0]", "levls: unknown key; did you mean levels?"), ("levels: [0.3, 0.3]", "levels: duplicate value"),
-    ("levels: []", "levels: "), ("stress: {backgrounds: []}", "stress.backgrounds: "),
+    ("levels: [0.3, 0.3]", "levels: duplicate value"),
     ("stress: {backgrounds: [{name: a, queu: deep}]}", "stress.backgrounds.0.queu: unknown key; did you mean queue?"),
     ("stress: {backgrounds: [{name: a}, {name: a, kind: memory}]}", "stress.backgrounds: two backgrounds have one name"),
     ("held_out_backgrounds: [net]", "held_out_backgrounds: stress.backgrounds has no net, but compute")])
@@ -753,18 +746,14 @@ def test_config_errors(tmp_path: Path, text: str, message: str) -> None:
         read_config(path, CollectorConfig)
 
 
-def test_the_shipped_configs_under_load_are_a_gpus_and_cover_what_is_reported_of_them() -> None:
-    """Families and backgrounds are left out when learning, one after another, so none is held out of the collecting."""
+def test_the_shipped_configs_under_load_are_a_gpus_and_hold_nothing_out() -> None:
+    """Families and backgrounds are left out when learning, one after another."""
     beside, more, with_kernels = (read_config(ROOT / "recipes" / "h200" / f"{name}.yaml", CollectorConfig)
                                   for name in ("beside", "beside_more", "collector_under_load"))
     assert beside.stress.backgrounds == with_kernels.stress.backgrounds
-    assert {background.kind for background in (*beside.stress.backgrounds, *more.stress.backgrounds)} == set(BACKGROUND_KINDS)
-    assert not {background.name for background in beside.stress.backgrounds} & set(more.backgrounds_on("cuda"))
-    assert {background.queue for background in beside.stress.backgrounds} == set(BACKGROUND_QUEUES)
-    assert {level for level, _ in beside.loads()} == {level for level, _ in with_kernels.loads()} == {0.0, 0.25, 0.5, 1.0}
+    assert not beside.backgrounds_on("cuda").keys() & more.backgrounds_on("cuda").keys()
     assert (beside.kernel_levels, more.kernel_levels, with_kernels.kernel_levels) == ((), (), None)
-    assert beside.held_out_backgrounds == more.held_out_backgrounds == with_kernels.held_out_backgrounds == ()
+    for config in (beside, more, with_kernels, read_config(ROOT / "benchmark" / "config.yaml", CollectorConfig)):
+        assert (config.held_out, config.held_out_backgrounds) == ((), ())
     with pytest.raises(UserError, match="compute_deep: queue deep: only a GPU"):
         with_kernels.backgrounds_on("cpu")
-    shipped = read_config(ROOT / "benchmark" / "config.yaml", CollectorConfig)
-    assert (shipped.held_out, shipped.held_out_backgrounds) == ((), ())

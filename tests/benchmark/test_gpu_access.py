@@ -15,7 +15,7 @@ from hase.runtimes.protocol import Worker
 
 pytestmark = pytest.mark.measuring
 
-ROUNDS, WORKERS = 4, 3
+ROUNDS, WORKERS = 3, 3
 
 
 def _take_turns(folder: str, out: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -56,14 +57,6 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # one block ---------------------------------------------------------------------------------------------------------------
-
-def test_a_steady_block_is_measured_once() -> None:
-    bench = bench_with([1.0, 1.04])
-    block = measure_block(bench, "k", lambda: [timed("a")], idle(bench))
-    assert (block.attempts, block.key, block.load, block.machine) == (1, "k", (0.0, ""), "here")
-    assert [m.id for m in block.measurements] == ["a"]
-    assert (block.background, block.during, block.background_s, block.during_s) == ({}, {}, 0.0, 0.0)  # there is no source
-
 
 def test_a_block_waits_until_the_machine_is_at_its_best_again() -> None:
     bench = bench_with([2.0, 1.5, 1.05, 1.05], patience_s=60.0)
@@ -136,6 +129,13 @@ def test_each_load_is_started_once_and_only_where_something_is_missing() -> None
     elsewhere = journal.blocks[-1].model_copy(update={"machine": "elsewhere", "canary_before_ms": 0.1})
     assert best_canary_ms([*journal.blocks, elsewhere]) == 0.1
     assert best_canary_ms([]) == 0.0
+
+
+def test_no_block_begins_when_the_time_is_over() -> None:
+    bench, journal, todo = Bench("cpu", "here", lambda loaded: [1.0]), Journal(), in_blocks([Named(name) for name in "abc"], 1)
+    for stop_at_s, left in ((0.0, 3), (math.inf, 0)):
+        totals = measure_loads(bench, lambda load, blocks: todo, time_all, journal, stop_at_s=stop_at_s)
+        assert (totals.left, len(journal.blocks)) == (left, 3 - left)
 
 
 def failing(name: str, status: Status, label: str = "run") -> Measurement:
@@ -344,17 +344,13 @@ def test_the_caller_says_what_counts_as_measured() -> None:
 
 
 def test_a_second_machine_measures_the_rest_and_a_few_ties() -> None:
-    units, journal = [Named(name) for name in "abcde"], Journal()
-    bench = bench_with([1.0] * 2)
-    journal.append(measure_block(bench, "k", lambda: [timed(name) for name in "abcd"], idle(bench)))
-    bench = replace(bench_with([1.0] * 4), machine_uuid="another")
+    units, journal, bench = [Named(name) for name in "abcde"], Journal(), Bench("cpu", "here", lambda loaded: [1.0])
 
-    def planned() -> list[PlannedBlock[Named]]:
-        return plan_blocks(units, journal.blocks, "another", each_machine=False, ties=2)
+    def of_another(load: tuple[float, str], blocks: Sequence[Block]) -> list[PlannedBlock[Named]]:
+        return plan_blocks(units, blocks, "another", each_machine=False, ties=2)
 
-    ties, rest = planned()
-    assert len(ties.units) == 2
-    assert rest.units == [Named("e")]
-    for block in (ties, rest):
-        journal.append(measure_block(bench, block.key, lambda: [timed(unit.id) for unit in block.units], idle(bench)))
-    assert planned() == []
+    measure_loads(bench, lambda load, blocks: in_blocks(units[:4], 2), time_all, journal)
+    totals = measure_loads(replace(bench, machine_uuid="another"), of_another, time_all, journal)
+    assert len(totals.units) == 3
+    assert Named("e") in totals.units
+    assert not of_another((0.0, ""), journal.blocks)

@@ -106,13 +106,6 @@ def test_runs_share_the_energy_of_their_window(monkeypatch: pytest.MonkeyPatch) 
     assert runs.used.mean_w > idle.mean_w > 100.0
 
 
-def test_a_monitor_that_is_closed() -> None:
-    with PowerMonitor(Ramp()) as monitor:
-        monitor.rest(0.01)
-    with pytest.raises(RuntimeError, match="not open"):
-        monitor.rest(0.01)
-
-
 def test_a_sensor_that_fails_during_a_window_is_an_error() -> None:
     class Lost(Ramp):
         def read(self) -> PowerSample:

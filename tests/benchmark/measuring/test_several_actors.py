@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hase.benchmark.measuring.blocks import Attempt, PlannedBlock, Steadiness
-from hase.benchmark.measuring.driver import Actor, BlockPlan, Driver, Finished, Totals, pending
+from hase.benchmark.measuring.driver import Actor, BlockPlan, Driver, Finished, Totals
 from hase.records.measurement import Background, Block, Journal, Measurement, Status, now
 from hase.utils.errors import UserError
 
@@ -169,12 +169,3 @@ def test_actors_of_one_host_measure_together_only_what_may_share_it() -> None:
     actors = StandIns([A, B])
     measure(actors, BlockPlan({}, blocks(["gpu 1", "gpu 2", "gpu 3"])), may_share=lambda planned: True)
     assert {actor for actor, _ in actors.together[0]} == {A, B}
-
-
-def test_a_run_that_ended_early_is_resumed() -> None:
-    journal = Journal()
-    with pytest.raises(UserError):
-        measure(StandIns([A], lost_at={A: 2}), BlockPlan({}, blocks("rstu")), journal)
-    left = pending([Named(name) for name in "rstu"], journal.blocks)
-    measure(StandIns([A, C]), BlockPlan({}, blocks(unit.id for unit in left)), journal)
-    assert {key: len(machines) for key, machines in who_measured(journal.blocks).items()} == dict.fromkeys("rstu", 1)
