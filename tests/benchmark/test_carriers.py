@@ -67,3 +67,8 @@ def test_groups_run_on_streams_of_their_own(tmp_path: Path) -> None:
     [measured] = time_carrier(request).measurements
     assert measured.queued
     assert (measured.launches or 0) >= 16
+
+
+def test_only_what_was_queued_says_so() -> None:
+    assert "queued" not in of_kernel("a", 1).model_dump_json()
+    assert Measurement.model_validate_json(of_kernel("a", 1, queued=True).model_dump_json()).queued

@@ -25,9 +25,8 @@ from made_up_dataset import chain, conv
 from hase.benchmark.collecting.collect import collect
 from hase.benchmark.collecting.config import CollectorConfig
 from hase.benchmark.collecting.plans import CollectionWork, KernelItem, ModelItem, by_similar_work, carriers, find_work, plan
-from hase.benchmark.collecting.units import KernelUnits, open_bench, start_workers
-from hase.benchmark.measuring.blocks import idle, measure_block
-from hase.benchmark.metrics.sources import CpuSource, open_source
+from hase.benchmark.collecting.units import start_workers
+from hase.benchmark.metrics.sources import CpuSource
 from hase.benchmark.ort import worker
 from hase.kernel_model.building.kernel_models import build_model, write_kernel
 from hase.kernel_model.sampling.draws import SEED_FILE
@@ -66,8 +65,6 @@ from hase.utils.errors import UserError
 from hase.utils.fingerprint import Flavour, instruction_set, machine
 from hase.utils.paths import ROOT, Workspace
 from hase.utils.processes import WorkerFailed
-
-pytestmark = pytest.mark.measuring
 
 METRICS = ["DCGM_FI_DEV_CPU_UTIL_TOTAL", "DCGM_FI_DEV_CPU_UTIL_SYS"]
 LEVELS = (0.0, 0.5)
@@ -245,6 +242,10 @@ def test_rows_say_what_was_measured(collected: Collected) -> None:
         assert row["Latency_ms"] == pytest.approx(np.mean(latencies[row["Model"], row["Level"]]), abs=1e-6)
     for block in blocks:
         assert (block.stress["duty"] > 0.0) is (block.level > 0.0)  # very little, if the machine is busy
+        assert set(block.background) == set(METRICS)
+        assert block.background_s >= 0.2
+        assert (block.during_s > 0.2) is bool(block.during)  # a window too short to be valid is left empty
+        assert block.drift > 0.0  # no two runs of a canary take as long
 
 
 @pytest.mark.slow
@@ -276,27 +277,11 @@ def test_a_second_run_has_nothing_to_do_and_another_config_is_refused(collected:
             ({"labels": ["run"]}, r"collected with labels \[run, kernel_time, node_span\], not \[run\]"),
             ({"metrics": ["DCGM_FI_DEV_SM_CLOCK"]}, "can't read it here; it has .*CPU_UTIL_TOTAL"),
             ({"window_s": 0.01}, r"window_s 0\.01: psutil needs at least 0\.03 s"),
+            ({"labels": ["gpu"]}, "labels: gpu: ONNX Runtime has no such labels on cpu; it has run, "),
             ({"variants": ["cuda_graph"]}, "variants: cuda_graph: ONNX Runtime has no such variants on cpu")):
         with pytest.raises(UserError, match=message):
             collect(collected.workspace, CollectorConfig.model_validate(TINY | change))
     assert [path.read_bytes() for path in paths] == before
-
-
-@pytest.mark.slow
-def test_a_block_has_canaries_windows_and_all_labels(collected: Collected) -> None:
-    """No drift is small enough here, so the block is unsteady."""
-    config = CollectorConfig.model_validate(TINY | {"canary_drift": 1e-9})
-    target = local_target("cpu")
-    item = find_work(collected.workspace, target, ()).kernels[-1]
-    with start_workers(config, "cpu", config.labels_on("cpu")) as workers:
-        bench = open_bench(config, "cpu", "here", open_source("cpu", METRICS), workers.worker)
-        block = measure_block(bench, "one", lambda: KernelUnits(config, target, workers).time([item]), idle(bench))
-    assert block.unsteady
-    assert {m.label for m in block.measurements} == {"run", "kernel_time", "node_span"}
-    assert set(block.background) == set(METRICS)
-    assert block.during == {} or set(block.during) == set(METRICS)  # a window too short to be valid is left empty
-    assert (block.during_s > 0.2) is bool(block.during)
-    assert block.background_s >= 0.2
 
 
 # what is measured ---------------------------------------------------------------------------------------------------------
@@ -365,13 +350,6 @@ def test_kernels_are_described_by_the_index_alone(anet: Workspace) -> None:
     alone = find_work(anet, target, ())
     assert [model.id for model in both.models] == ["anet_b1"]
     assert (alone.models, alone.kernels, alone.described) == ((), both.kernels, both.described)
-
-
-def test_the_gpu_s_own_time_needs_a_gpu() -> None:
-    with pytest.raises(UserError, match="labels: gpu: ONNX Runtime has no such labels on cpu; it has run, "):
-        CollectorConfig(labels=("gpu",)).labels_on("cpu")
-    assert "gpu" not in CollectorConfig().labels_on("cpu")
-    assert "gpu" in CollectorConfig().labels_on("cuda")
 
 
 def item_of(elements: int, opset: int = 20, op_type: str = "Relu") -> KernelItem:
