@@ -27,7 +27,6 @@ from hase.benchmark.collecting.config import CollectorConfig
 from hase.benchmark.collecting.plans import CollectionWork, KernelItem, ModelItem, by_similar_work, carriers, find_work, plan
 from hase.benchmark.collecting.units import start_workers
 from hase.benchmark.metrics.sources import CpuSource
-from hase.benchmark.ort import worker
 from hase.kernel_model.building.kernel_models import build_model, write_kernel
 from hase.kernel_model.sampling.draws import SEED_FILE
 from hase.ort_analysis.graph.source import KERNEL_KEY
@@ -569,17 +568,6 @@ def test_tracers_prepare_where_their_label_is_asked_for(device: str, labels: tup
     with start_workers(CollectorConfig(tracers=2), device, labels) as workers:
         asked = [request for worker in workers.processes if isinstance(worker, FakeWorker) for request in worker.asked]
     assert [(request.do, request.device, request.labels) for request in asked] == prepared
-
-
-def test_a_tracer_prepares_by_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU; what would look into a GPU is replaced by something that runs what it is given."""
-    traced: list[int] = []
-    monkeypatch.setattr(worker, "trace", lambda runs: traced.append(len([run() for run in runs])))
-    request = Request(do="prepare", device="cpu", effort=Effort())
-    assert worker.answer(request).error == ""
-    assert not traced
-    assert worker.answer(request.model_copy(update={"labels": ("gpu",)})).error == ""
-    assert traced == [1]
 
 
 # kinds of load -----------------------------------------------------------------------------------------------------------

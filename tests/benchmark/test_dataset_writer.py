@@ -217,31 +217,40 @@ def test_tables_of_an_older_journal_are_made_anew_whatever_their_times_say(
     assert tables(folder) == right
 
 
+def change_table(folder: Path) -> None:
+    path = kernel_table_path(folder)
+    path.write_text(path.read_text().replace("0.5", "0.7"))
+
+
+def median_ms(folder: Path) -> float:
+    return float(read_kernel_table(workspace_of(folder), folder.name)["run_median_ms"][0])
+
+
 def test_who_reads_a_changed_table_gets_the_right_one_and_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    workspace, right = workspace_of(folder), tables(folder)
-    kernel_table_path(folder).write_text(right[0].replace("0.5", "0.7"))
-    assert read_kernel_table(workspace, folder.name)["run_median_ms"][0] == 0.5
+    right = tables(folder)
+    change_table(folder)
+    assert median_ms(folder) == 0.5
     assert tables(folder) == right
     assert "the tables are not those of the journal" in caplog.text
     caplog.clear()
-    assert read_model_table(workspace, folder.name)["median_ms"][0] == 0.5
+    assert read_model_table(workspace_of(folder), folder.name)["median_ms"][0] == 0.5
     assert not caplog.text
 
 
 def test_tables_that_were_never_checked_are_made_anew_where_that_is_possible(folder: Path,
                                                                              caplog: pytest.LogCaptureFixture) -> None:
     """Archives of earlier versions hold no digests; one of them holds no kernels either."""
-    workspace, right = workspace_of(folder), tables(folder)
+    right = tables(folder)
     for path in (journal_path(folder), kernels_path(folder)):
         old_lines(path)
     digests_path(folder).unlink()
-    kernel_table_path(folder).write_text(right[0].replace("0.5", "0.7"))
-    assert read_kernel_table(workspace, folder.name)["run_median_ms"][0] == 0.5
+    change_table(folder)
+    assert median_ms(folder) == 0.5
     assert tables(folder) == right
     digests_path(folder).unlink()
     kernels_path(folder).unlink()
-    kernel_table_path(folder).write_text(right[0].replace("0.5", "0.7"))
-    assert read_kernel_table(workspace, folder.name)["run_median_ms"][0] == 0.7
+    change_table(folder)
+    assert median_ms(folder) == 0.7
     assert "its tables can't be checked without kernels.jsonl; they are used as they are" in caplog.text
 
 
@@ -250,14 +259,14 @@ def test_a_changed_table_without_a_journal_is_refused(folder: Path) -> None:
     digests_path(folder).write_text(json.dumps(files.with_digest(digests)))
     journal_path(folder).unlink()
     with pytest.raises(UserError, match=r"the tables were changed .* without measurements\.jsonl; measure anew"):
-        read_kernel_table(workspace_of(folder), folder.name)
+        median_ms(folder)
 
 
 def test_tables_are_read_while_another_process_measures(folder: Path, caplog: pytest.LogCaptureFixture,
                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     """They lack its latest block, and are left to it. Tables that it is just writing are not read."""
     monkeypatch.setattr(dataset_tables, "PATIENCE_S", 0.0)
-    workspace, right = workspace_of(folder), tables(folder)
+    workspace = workspace_of(folder)
     files.append_line(journal_path(folder), journal_line(block_of(FIRST, level=0.5)))
     (folder / WRITER).touch()
     descriptor = try_lock(folder / WRITER)
@@ -265,7 +274,7 @@ def test_tables_are_read_while_another_process_measures(folder: Path, caplog: py
     try:
         assert len(read_kernel_table(workspace, folder.name)) == 1
         assert "another process measures; its latest blocks are not in the tables yet" in caplog.text
-        kernel_table_path(folder).write_text(right[0].replace("0.5", "0.7"))
+        change_table(folder)
         with pytest.raises(UserError, match=r"in use by"):
             read_kernel_table(workspace, folder.name)
     finally:
@@ -317,8 +326,7 @@ def test_damage_is_reported_with_its_place(folder: Path, digests: bool, path_of:
 
 
 def test_a_label_that_the_dataset_does_not_have_is_refused(folder: Path) -> None:
-    writer = open_writer(folder)
-    block = block_of(FIRST)
+    writer, block = open_writer(folder), block_of(FIRST)
     writer.append(block.model_copy(update={"measurements": (block.measurements[0].model_copy(update={"label": "odd"}),)}))
     with pytest.raises(UserError, match=r"measurements\.jsonl: damaged: it has odd_ms, which kernel_latency\.csv has no "):
         writer.write_tables()
@@ -331,7 +339,7 @@ def test_a_journal_that_lost_blocks_is_refused(folder: Path) -> None:
     with pytest.raises(UserError, match=r"blocks are missing: .*restore it, or remove .*tables\.json"):
         open_writer(folder)
     with pytest.raises(UserError, match=r"blocks are missing"):
-        read_kernel_table(workspace_of(folder), folder.name)
+        median_ms(folder)
     digests_path(folder).unlink()
     open_writer(folder).write_tables()
     assert tables(folder)[0].count("\n") == 1 + 1

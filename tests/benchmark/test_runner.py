@@ -187,15 +187,6 @@ def test_a_real_profile(model: Path, tmp_path: Path) -> None:
     assert 0.8 < np.median(covered) < 1.01
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("[]", "without node events"), ("{}", "not an ONNX Runtime profile"), ("[{", "not valid JSON")])
-def test_files_that_are_no_profile(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "profile.json"
-    path.write_text(text)
-    with pytest.raises(UserError, match=message):
-        read_profile(path)
-
-
 # the worker --------------------------------------------------------------------------------------------------------------
 
 def samples_of(reply: Reply) -> dict[str, dict[str, tuple[float, ...]]]:
