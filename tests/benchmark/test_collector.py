@@ -306,7 +306,8 @@ def test_numpy_in_and_out_is_a_variant(anet: Workspace) -> None:
     alone need no built kernels."""
     shutil.rmtree(anet.kernel_onnx)
     for variants, rows in (([], 1), (["host_io"], 2), (["host_io"], 2)):
-        totals = collect(anet, CollectorConfig.model_validate(IDLE | {"kernel_levels": [], "variants": variants}))
+        totals = collect(anet, CollectorConfig.model_validate(
+            IDLE | {"kernel_levels": [], "model_labels": False, "variants": variants}))
         assert (totals["kernel_rows"], totals["model_rows"]) == (0, rows)
     table = read_table(model_table_path(dataset_of(anet)))
     expected_ms = np.median(made_up("model", "anet_b1", "host_io", "anet_b1", "alone").samples_ms)
@@ -508,28 +509,23 @@ def test_drift() -> None:
 # the worker process ------------------------------------------------------------------------------------------------------
 
 @pytest.mark.slow
-def test_a_worker_that_hangs_or_crashes_is_replaced(tmp_path: Path) -> None:
-    canary = Request(do="canary", device="cpu", effort=Effort())
-    hangs, crashes = tmp_path / "hangs.onnx", write_kernel(CRASHES, tmp_path)
-    endless(hangs)
+def test_a_worker_that_hangs_is_replaced(tmp_path: Path) -> None:
+    """As one that crashes is, in the collection above."""
+    endless(tmp_path / "hangs.onnx")
     before = set(psutil.Process().children())
 
-    def alone(path: Path) -> Request:
-        return Request(do="alone", device="cpu", effort=Effort(), paths=(str(path),))
+    def alone(name: str) -> Request:
+        return Request(do="alone", device="cpu", effort=Effort(), paths=(str(tmp_path / name),))
 
     with Worker(timeout_s=60) as worker:
-        assert min(worker.ask(canary).measurements[0].samples_ms) > 0
+        assert min(worker.ask(Request(do="canary", device="cpu", effort=Effort())).measurements[0].samples_ms) > 0
         worker.timeout_s = 0.5
         with pytest.raises(WorkerFailed, match="no answer within") as raised:
-            worker.ask(alone(hangs))
+            worker.ask(alone("hangs.onnx"))
         assert raised.value.status == "timeout"
         assert set(psutil.Process().children()) <= before
         worker.timeout_s = 60
-        if X86:
-            with pytest.raises(WorkerFailed, match="SIGFPE") as raised:
-                worker.ask(alone(crashes))
-            assert raised.value.status == "crashed"
-        assert "no such file" in worker.ask(alone(tmp_path / "none.onnx")).error
+        assert "no such file" in worker.ask(alone("none.onnx")).error
         (worker_process,) = set(psutil.Process().children()) - before
     assert not psutil.wait_procs([worker_process], timeout=10)[1]
 
