@@ -44,20 +44,21 @@ FIRST, SECOND, THIRD = conv(), relu(), gemm()
 
 def block_of(*kernels: Kernel, level: float = 0.0, model: str = "", status: str = "ok") -> Block:
     """A made-up block of kernels, or of a model."""
+    units = [("kernel", kernel.id, "run", "alone") for kernel in kernels] + [("model", model, "latency", model)] * bool(model)
     stamps = {"started": "2026-01-01T00:00:00+00:00", "ended": "2026-01-01T00:00:01+00:00", "status": status}
-    samples = () if status != "ok" else (0.5, 0.25, 1.0)
-    measurements = [Measurement(subject="kernel", id=kernel.id, label="run", context="alone", place="alone", samples_ms=samples,
-                                **stamps)
-                    for kernel in kernels]
-    if model:
-        measurements.append(Measurement(subject="model", id=model, label="latency", context=model, place="alone",
-                                        samples_ms=samples, **stamps))
+    measurements = tuple(Measurement(subject=subject, id=name, label=label, context=context, place="alone",
+                                     samples_ms=(0.5, 0.25, 1.0) if status == "ok" else (), **stamps)
+                         for subject, name, label, context in units)
     return Block(level=level, key="made up", background={METRIC: 1.0}, during={}, canary_before_ms=1.0, canary_after_ms=1.0,
-                 attempts=1, machine=MACHINE.uuid, measurements=tuple(measurements))
+                 attempts=1, machine=MACHINE.uuid, measurements=measurements)
+
+
+def described(*kernels: Kernel, model: str = "net") -> list[DatasetKernel]:
+    return [DatasetKernel(kernel=kernel, models=(model,), groups=(model,)) for kernel in kernels]
 
 
 def open_writer(folder: Path, *kernels: Kernel, model: str = "net") -> DatasetWriter:
-    return DatasetWriter(folder, HEADER, [DatasetKernel(kernel=kernel, models=(model,), groups=(model,)) for kernel in kernels])
+    return DatasetWriter(folder, HEADER, described(*kernels, model=model))
 
 
 def add(folder: Path, *kernels: Kernel, measured: Kernel, owner: str = "net", model: str = "") -> DatasetWriter:
@@ -68,8 +69,9 @@ def add(folder: Path, *kernels: Kernel, measured: Kernel, owner: str = "net", mo
     return writer
 
 
-def workspace_of(folder: Path) -> Workspace:
-    return Workspace(folder.parents[2])
+def read(folder: Path) -> pd.DataFrame:
+    """The kernel table, as training reads it."""
+    return read_kernel_table(Workspace(folder.parents[2]), folder.name)
 
 
 def old_lines(path: Path) -> None:
@@ -124,16 +126,14 @@ def test_rows_of_further_kernels_and_models_are_added(folder: Path, rewrites: li
 
 def test_a_further_metric_is_a_column_that_is_empty_in_the_rows_before(folder: Path) -> None:
     """The config may name the metrics in any order. The journal keeps what was measured."""
-    further = HEADER.model_copy(update={"metrics": (FURTHER, METRIC)})
     before = read_journal(folder)
-    writer = DatasetWriter(folder, further, [DatasetKernel(kernel=SECOND, models=("net",), groups=("net",))])
+    writer = DatasetWriter(folder, HEADER.model_copy(update={"metrics": (FURTHER, METRIC)}), described(SECOND))
     writer.append(block_of(SECOND, model="net").model_copy(update={"background": {METRIC: 2.0, FURTHER: 3.0}}))
     writer.write_tables()
     assert read_header(folder).metrics == (METRIC, FURTHER)
     assert read_journal(folder)[:1] == before
-    for path, column in ((kernel_table_path(folder), "Kernel_ID"), (model_table_path(folder), "Model")):
-        table = pd.read_csv(path)
-        assert len(table) == 2, column
+    for path_of in (kernel_table_path, model_table_path):
+        table = pd.read_csv(path_of(folder))
         assert table[METRIC].tolist() == [1.0, 2.0]
         assert table[FURTHER].tolist() == [pytest.approx(math.nan, nan_ok=True), 3.0]
     assert tables(folder) == rewritten(folder)
@@ -222,18 +222,14 @@ def change_table(folder: Path) -> None:
     path.write_text(path.read_text().replace("0.5", "0.7"))
 
 
-def median_ms(folder: Path) -> float:
-    return float(read_kernel_table(workspace_of(folder), folder.name)["run_median_ms"][0])
-
-
 def test_who_reads_a_changed_table_gets_the_right_one_and_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     right = tables(folder)
     change_table(folder)
-    assert median_ms(folder) == 0.5
+    assert read(folder)["run_median_ms"][0] == 0.5
     assert tables(folder) == right
     assert "the tables are not those of the journal" in caplog.text
     caplog.clear()
-    assert read_model_table(workspace_of(folder), folder.name)["median_ms"][0] == 0.5
+    assert read_model_table(Workspace(folder.parents[2]), folder.name)["median_ms"][0] == 0.5
     assert not caplog.text
 
 
@@ -245,12 +241,12 @@ def test_tables_that_were_never_checked_are_made_anew_where_that_is_possible(fol
         old_lines(path)
     digests_path(folder).unlink()
     change_table(folder)
-    assert median_ms(folder) == 0.5
+    assert read(folder)["run_median_ms"][0] == 0.5
     assert tables(folder) == right
     digests_path(folder).unlink()
     kernels_path(folder).unlink()
     change_table(folder)
-    assert median_ms(folder) == 0.7
+    assert read(folder)["run_median_ms"][0] == 0.7
     assert "its tables can't be checked without kernels.jsonl; they are used as they are" in caplog.text
 
 
@@ -259,33 +255,32 @@ def test_a_changed_table_without_a_journal_is_refused(folder: Path) -> None:
     digests_path(folder).write_text(json.dumps(files.with_digest(digests)))
     journal_path(folder).unlink()
     with pytest.raises(UserError, match=r"the tables were changed .* without measurements\.jsonl; measure anew"):
-        median_ms(folder)
+        read(folder)
 
 
 def test_tables_are_read_while_another_process_measures(folder: Path, caplog: pytest.LogCaptureFixture,
                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     """They lack its latest block, and are left to it. Tables that it is just writing are not read."""
     monkeypatch.setattr(dataset_tables, "PATIENCE_S", 0.0)
-    workspace = workspace_of(folder)
     files.append_line(journal_path(folder), journal_line(block_of(FIRST, level=0.5)))
     (folder / WRITER).touch()
     descriptor = try_lock(folder / WRITER)
     assert descriptor is not None
     try:
-        assert len(read_kernel_table(workspace, folder.name)) == 1
+        assert len(read(folder)) == 1
         assert "another process measures; its latest blocks are not in the tables yet" in caplog.text
         change_table(folder)
         with pytest.raises(UserError, match=r"in use by"):
-            read_kernel_table(workspace, folder.name)
+            read(folder)
     finally:
         os.close(descriptor)
-    assert len(read_kernel_table(workspace, folder.name)) == 2
+    assert len(read(folder)) == 2
 
 
 def test_a_reader_that_made_the_tables_does_not_make_a_writer_add_rows_twice(folder: Path) -> None:
     writer = open_writer(folder, SECOND)
     writer.append(block_of(SECOND))
-    assert len(read_kernel_table(workspace_of(folder), folder.name)) == 2
+    assert len(read(folder)) == 2
     writer.write_tables()
     assert tables(folder) == rewritten(folder)
 
@@ -314,7 +309,7 @@ def test_a_block_that_stands_twice_counts_once(folder: Path, caplog: pytest.LogC
 def test_damage_is_reported_with_its_place(folder: Path, digests: bool, path_of: Callable[[Path], Path], right: str, wrong: str,
                                            message: str) -> None:
     """By the digest of its line, or, in a file of an earlier version, by what it says."""
-    path, read = path_of(folder), read_journal if path_of is journal_path else read_kernels
+    path = path_of(folder)
     if not digests:
         old_lines(path)
     before = path.read_text()
@@ -322,7 +317,7 @@ def test_damage_is_reported_with_its_place(folder: Path, digests: bool, path_of:
     assert path.read_text() != before
     by_digest = rf"{path.name}, line 1: damaged .*its digest does not match its contents"
     with pytest.raises(UserError, match=by_digest if digests else message):
-        read(folder)
+        (read_journal if path_of is journal_path else read_kernels)(folder)
 
 
 def test_a_label_that_the_dataset_does_not_have_is_refused(folder: Path) -> None:
@@ -336,10 +331,9 @@ def test_a_journal_that_lost_blocks_is_refused(folder: Path) -> None:
     add(folder, SECOND, measured=SECOND)
     path = journal_path(folder)
     path.write_text(path.read_text().splitlines(keepends=True)[0])
-    with pytest.raises(UserError, match=r"blocks are missing: .*restore it, or remove .*tables\.json"):
-        open_writer(folder)
-    with pytest.raises(UserError, match=r"blocks are missing"):
-        median_ms(folder)
+    for use in (open_writer, read):
+        with pytest.raises(UserError, match=r"blocks are missing: .*restore it, or remove .*tables\.json"):
+            use(folder)
     digests_path(folder).unlink()
     open_writer(folder).write_tables()
     assert tables(folder)[0].count("\n") == 1 + 1
@@ -349,7 +343,7 @@ def test_a_line_that_a_kill_cut_short_is_no_lost_block(folder: Path) -> None:
     """Tables were made meanwhile; then a shorter line takes its place."""
     with journal_path(folder).open("a") as journal:
         journal.write('{"version":2,' + " " * 5000)
-    assert len(read_kernel_table(workspace_of(folder), folder.name)) == 1
+    assert len(read(folder)) == 1
     writer = open_writer(folder, SECOND)
     writer.append(block_of(SECOND))
     assert len(read_journal(folder)) == 2
