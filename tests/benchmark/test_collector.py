@@ -40,7 +40,6 @@ from hase.records.dataset_files import (
     read_journal,
     read_kernels,
     read_table,
-    write_journal,
 )
 from hase.records.dataset_tables import input_shape, kernel_rows, model_rows, model_sessions
 from hase.records.host_pace import idle_models, is_undisturbed, usual_probe_us
@@ -313,18 +312,6 @@ def test_numpy_in_and_out_is_a_variant(anet: Workspace) -> None:
     expected_ms = np.median(made_up("model", "anet_b1", "host_io", "anet_b1", "alone").samples_ms)
     assert table["host_io_ms"].to_list() == [pytest.approx(np.nan, nan_ok=True), pytest.approx(expected_ms)]
     assert table["cuda_graph_ms"].isna().all()
-
-
-@pytest.mark.usefixtures("fake_workers")
-@pytest.mark.parametrize(("each_machine", "blocks"), [(True, 4), (False, 2)])
-def test_what_another_machine_measured(anet: Workspace, each_machine: bool, blocks: int) -> None:
-    """Measured here too, or left as it is: two blocks, one of the model and one of its kernels."""
-    config = CollectorConfig.model_validate(IDLE | {"each_machine": each_machine, "ties": 0})
-    collect(anet, config)
-    folder = dataset_of(anet)
-    write_journal(folder, [block.model_copy(update={"machine": "elsewhere"}) for block in read_journal(folder)])
-    collect(anet, config)
-    assert len(read_journal(folder)) == blocks
 
 
 def test_without_kernels_or_models_the_command_before_is_named(workspace: Workspace) -> None:
