@@ -8,8 +8,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -104,32 +104,16 @@ def add_sampled(workspace: Workspace, flavour: Flavour) -> None:
                                           held.id: ["heldnet"]})
 
 
-@dataclass
+@dataclass(frozen=True)
 class Collected:
-    """A dataset that real workers collected, with kills in between."""
+    """A dataset that real workers collected, with a kill in between."""
 
     workspace: Workspace
     flavour: Flavour
     folder: Path
-    command: list[str]
-    final: subprocess.CompletedProcess[str] | None = None
-    orphans: list[str] = field(default_factory=list)
-    blocks_after: list[int] = field(default_factory=list)  # in the journal, after each kill
-
-    def kill_once(self, when: Callable[[list[Block]], bool]) -> None:
-        """Starts the collector, kills it without warning as soon as the journal is so, and notes which processes stay."""
-        process = psutil.Popen(self.command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while not when(read_journal(self.folder)):
-            assert process.poll() is None, "the collector ended before it could be killed"
-            time.sleep(0.02)
-        children = process.children(recursive=True)
-        process.kill()
-        process.wait()
-        _, alive = psutil.wait_procs(children, timeout=10)
-        self.orphans += [" ".join(child.cmdline()) for child in alive if child.is_running()]
-        for child in alive:
-            child.kill()
-        self.blocks_after.append(len(read_journal(self.folder)))
+    orphans: list[str]  # processes that the kill left behind
+    blocks_after: list[str]  # the journal's lines after it
+    final: subprocess.CompletedProcess[str]
 
     def kernels(self) -> pd.DataFrame:
         return read_table(kernel_table_path(self.folder))
@@ -138,21 +122,36 @@ class Collected:
         return read_table(model_table_path(self.folder))
 
 
+def killed_under_load(command: list[str], folder: Path) -> list[str]:
+    """Starts the collector, kills it without warning after its first block under a load, and returns which processes stay."""
+    process = psutil.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not any(block.level for block in read_journal(folder)):
+        assert process.poll() is None, "the collector ended before it could be killed"
+        time.sleep(0.02)
+    children = process.children(recursive=True)
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs(children, timeout=10)
+    orphans = [" ".join(child.cmdline()) for child in alive if child.is_running()]
+    for child in alive:
+        child.kill()
+    assert len(children) >= 2, "a worker and a stressor"
+    return orphans
+
+
 @pytest.fixture(scope="module")
 def collected(tmp_path_factory: pytest.TempPathFactory) -> Collected:
-    """Killed after the first block, and under the load."""
     workspace = Workspace(tmp_path_factory.mktemp("collector"))
     flavour = build_workspace(workspace, {"anet_b1": small_model(), "heldnet_b1": small_model(side=24)})
     if X86:
         add_sampled(workspace, flavour)
-    config = workspace.root / "config.yaml"
+    config, folder = workspace.root / "config.yaml", dataset_of(workspace)
     config.write_text(yaml.safe_dump(TINY))
     command = [sys.executable, "benchmark/collector.py", "--config", str(config), "--workspace", str(workspace.root), "--json"]
-    collection = Collected(workspace, flavour, workspace.dataset(local_target("cpu").name), command)
-    collection.kill_once(lambda blocks: len(blocks) > 0)
-    collection.kill_once(lambda blocks: any(block.level for block in blocks))
-    collection.final = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    return collection
+    orphans = killed_under_load(command, folder)
+    blocks_after = files.read_lines(journal_path(folder))
+    final = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return Collected(workspace, flavour, folder, orphans, blocks_after, final)
 
 
 @pytest.fixture
@@ -173,13 +172,14 @@ def dataset_of(workspace: Workspace) -> Path:
     return workspace.dataset(local_target("cpu").name)
 
 
-# a run that was killed several times, with real workers ------------------------------------------------------------------
+# a run that was killed, with real workers --------------------------------------------------------------------------------
 
 @pytest.mark.slow
-def test_kills_leave_no_process_behind_and_lose_no_block(collected: Collected) -> None:
+def test_a_kill_leaves_no_process_behind_and_loses_no_block(collected: Collected) -> None:
     assert collected.orphans == []
-    first, second = collected.blocks_after
-    assert 0 < first < second < len(read_journal(collected.folder))
+    lines = files.read_lines(journal_path(collected.folder))
+    assert lines[:len(collected.blocks_after)] == collected.blocks_after
+    assert len(lines) > len(collected.blocks_after)
 
 
 @pytest.mark.slow
@@ -257,7 +257,6 @@ def test_a_kernel_that_crashes_costs_only_its_row(collected: Collected) -> None:
     assert (in_carrier["Latency_ms"] > 0).all()  # alone it runs
     assert set(crashed["Models"]) == {"sampled:anet|sampled:bnet"}
     assert set(table.drop([CRASHES.id, CRASHES_IN_A_CARRIER.id])["Status"]) == {"ok"}
-    assert collected.final is not None
     assert collected.final.returncode == 1
     assert set(json.loads(collected.final.stdout)["failed"]) == {CRASHES.id, CRASHES_IN_A_CARRIER.id}
     assert "Traceback" not in collected.final.stderr
