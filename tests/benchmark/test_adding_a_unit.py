@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import importlib.util
 import os
 import re
@@ -12,11 +13,13 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from hase.benchmark.measuring.blocks import Steadiness
 from hase.benchmark.metrics.source import MetricSource, OpenWindow
 from hase.records.measurement import Measurement, counting_measurements, read_blocks
 from hase.utils.paths import ROOT
@@ -47,15 +50,22 @@ def module(script: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     imported = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "convolution_times", imported)
     spec.loader.exec_module(imported)
+    as_it_is = Steadiness(drift=100.0, patience_s=0.0, attempts=1)  # as unsteady as a test's machine may be
+    monkeypatch.setattr(imported, "Bench", functools.partial(imported.Bench, window_s=0.01, steadiness=as_it_is))
     return imported
 
 
 def measured(folder: Path) -> dict[str, Measurement]:
-    """What counts of each unit. None is begun twice, and a disturbed one measured once more."""
-    blocks = read_blocks(folder / "measurements.jsonl")
-    begun = [m.id for block in blocks if block.attempts == 1 for m in block.measurements]
-    assert len(set(begun)) == len(begun)
-    return counting_measurements(blocks)
+    """None is measured twice."""
+    measurements = [m for block in read_blocks(folder / "measurements.jsonl") for m in block.measurements]
+    assert len({m.id for m in measurements}) == len(measurements)
+    return {m.id: m for m in measurements}
+
+
+def table_of(folder: Path) -> dict[str, dict[str, str]]:
+    """The table's rows by unit."""
+    with (folder / "convolutions.csv").open() as table:
+        return {row["Unit"]: row for row in csv.DictReader(table)}
 
 
 class PretendedPower(MetricSource):
@@ -74,31 +84,32 @@ class PretendedPower(MetricSource):
 
 
 def test_the_command_resumes_after_ctrl_c(script: Path, module: ModuleType, tmp_path: Path) -> None:
-    """Stopped after its first block. The second run measures the rest, the third nothing."""
-    folder = tmp_path / "benchmark" / "convolutions"
-    process = subprocess.Popen(
-        [sys.executable, script, "--device", "cpu", "--workspace", tmp_path, "--seconds", "0.02", "--image-sizes",
-         "8,10,12,14"],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    until = time.monotonic() + 60
-    while not read_blocks(folder / "measurements.jsonl") and time.monotonic() < until and process.poll() is None:
+    """Stopped after its first block; a kill may also tear the line that is being written. The second run measures the rest, the
+    third nothing."""
+    folder, options = tmp_path / "benchmark" / "convolutions", ["--seconds", "0.02", "--image-sizes", "8,10,12,14"]
+    process = subprocess.Popen([sys.executable, script, "--device", "cpu", "--workspace", tmp_path, *options], text=True,
+                               cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL,
+                               stderr=subprocess.PIPE)
+    journal = folder / "measurements.jsonl"
+    while not read_blocks(journal) and process.poll() is None:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    stderr = process.communicate(timeout=30)[1]
+    stderr = process.communicate()[1]
     assert process.returncode == 128 + signal.SIGINT, stderr
-    before = measured(folder)
+    before = counting_measurements(read_blocks(journal))
     assert 0 < len(before) < 16
+    with journal.open("a") as torn:
+        torn.write('{"level": 0.0, "key": "to')
     units = [module.Convolution(name, channels, side)
              for name in module.ALGORITHMS for channels in (16, 64) for side in (8, 10, 12, 14)]
     totals = module.collect(folder, units, "cpu", 0.01)
     assert {unit.id for unit in totals.units} == {unit.id for unit in units} - set(before)
     assert not module.collect(folder, units, "cpu", 0.01).units
-    after = measured(folder)
+    after = counting_measurements(read_blocks(journal))
     assert after.items() >= before.items()
     assert {m.status for m in after.values()} == {"ok"}
     assert all(len(m.samples_ms) >= 5 and min(m.samples_ms) > 0 and not m.quantities for m in after.values())
-    with (folder / "convolutions.csv").open() as table:
-        assert {row["Unit"] for row in csv.DictReader(table)} == set(after)
+    assert set(table_of(folder)) == set(after) == {unit.id for unit in units}
 
 
 def test_power_energy_and_a_unit_that_fails(module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,18 +120,24 @@ def test_power_energy_and_a_unit_that_fails(module: ModuleType, tmp_path: Path, 
     monkeypatch.setitem(module.ALGORITHMS, "fft", refuse)
     units = [module.Convolution(name, 8, 8) for name in ("guess", "gemm", "fft")]
     module.collect(tmp_path, units, "cpu", 0.05)
-    measurements = measured(tmp_path)
-    failed = measurements.pop("conv3x3_8_8_fft")
+    assert not module.collect(tmp_path, units, "cpu", 0.05).units  # all are measured, the failed one too
+    measurements, rows = measured(tmp_path), table_of(tmp_path)
+    failed, row = measurements.pop("conv3x3_8_8_fft"), rows.pop("conv3x3_8_8_fft")
     assert (failed.status, failed.error, failed.samples_ms) == ("failed", "not supported", ())
-    assert set(measurements) == {"conv3x3_8_8_guess", "conv3x3_8_8_gemm"}
-    for m in measurements.values():
+    assert (row["Status"], row["Error"], row["run_ms"]) == ("failed", "not supported", "")
+    [block] = read_blocks(tmp_path / "measurements.jsonl")
+    assert block.background == {module.POWER: PRETENDED_W}
+    assert block.background_s >= 0.01
+    assert block.during_s >= sum(sum(m.samples_ms) for m in measurements.values()) / 1e3
+    assert 0 < block.canary_best_ms <= min(block.canary_before_ms, block.canary_after_ms)
+    assert set(measurements) == set(rows) == {"conv3x3_8_8_guess", "conv3x3_8_8_gemm"}
+    for name, m in measurements.items():
         (watts,), (joules,) = m.quantities["power_w"], m.quantities["energy_j"]
         assert watts == PRETENDED_W
-        assert sum(m.samples_ms) / 1e3 <= joules * len(m.samples_ms) / watts < 1.0  # the window's seconds: 0.05, and a bit
-    block = min(read_blocks(tmp_path / "measurements.jsonl"), key=lambda block: block.drift)  # whose measurements count
-    assert block.background == {module.POWER: PRETENDED_W}
-    assert block.during_s >= sum(sum(m.samples_ms) for m in measurements.values()) / 1e3
-    assert not module.collect(tmp_path, units, "cpu", 0.05).units  # all are measured, the failed one too
+        assert sum(m.samples_ms) / 1e3 <= joules * len(m.samples_ms) / watts <= block.during_s  # the window's seconds
+        row = rows[name]
+        assert (row["Status"], row["Runs"], row[module.POWER]) == ("ok", str(len(m.samples_ms)), str(PRETENDED_W))
+        assert float(row["run_ms"]) == pytest.approx(median(m.samples_ms), abs=1e-6)
 
 
 def test_the_algorithms_compute_the_same(module: ModuleType) -> None:

@@ -48,6 +48,7 @@ finally:
 """
 
 
+@pytest.mark.slow
 def test_off_the_core_of_a_pinned_thread_and_back_again_also_after_an_error() -> None:
     """In a process of its own: this one may hold sessions whose workers are pinned, too."""
     done = subprocess.run([sys.executable, "-c", BESIDE_A_WORKER], cwd=ROOT, capture_output=True, text=True)
@@ -65,13 +66,14 @@ def test_nowhere_to_go_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
 PINNED = """
 import os, sys
 from pathlib import Path
-from runtimes import local_target
+from hase.runtimes import local_target
 from hase.utils.ort_sessions import open_session
 session = open_session(Path(sys.argv[1]), "cpu")
 print(local_target("cpu").threads, {frozenset(os.sched_getaffinity(int(thread))) for thread in os.listdir("/proc/self/task")})
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_may_use_one_core_measures_with_one_thread_there(tmp_path: Path) -> None:
     """ONNX Runtime, left to itself, would start a thread on another core."""
     (tmp_path / "net.onnx").write_bytes(small_model().SerializeToString())

@@ -6,14 +6,17 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
 from command import printed, run_script
 from conftest import small_model
+from fake_worker import FakeWorker
 
 from hase.benchmark.measuring.gpu_trace import attribute
-from hase.benchmark.run_anatomy import TracedModel, as_json, ask, measure, row, runs_of
+from hase.benchmark.ort.worker import answer
+from hase.benchmark.run_anatomy import TracedModel, as_json, measure, row, runs_of
 from hase.records.measurement import Effort, Measurement
 from hase.records.traces import (
     MEASURED,
@@ -26,7 +29,7 @@ from hase.records.traces import (
     read_processes,
     typical_run,
 )
-from hase.runtimes.protocol import Reply, Request, Worker
+from hase.runtimes.protocol import Reply, Request
 from hase.utils import files
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import has_cuda
@@ -52,41 +55,35 @@ def parts(run: GpuRun) -> dict[str, float]:
     return {name: time for name, time in named.items() if time}
 
 
-def test_each_pause_has_its_cause() -> None:
-    """Before: 10. The second was launched (12 to 15) while the first ran: a gap of 3. The third's call ended (at 60) after the
-    second's end (at 50): 12 of waiting, of which 2 came after the call."""
-    run = run_of(((2, 5), (10, 30)), ((12, 15), (33, 50)), ((55, 60), (62, 90)))
-    assert parts(run) == {"before_us": 10, "kernels_us": 20 + 17 + 28, "gaps_us": 3, "waiting_us": 12, "after_us": 10}
+def joined(*runs: GpuRun) -> GpuRun:
+    return GpuRun(100.0, tuple(work for run in runs for work in run.work), 1000.0,
+                  tuple(launch for run in runs for launch in run.launches))
+
+
+CALL = Launch("cudaGraphLaunch", 0.0, 8.0)
+
+
+@pytest.mark.parametrize(("run", "expected", "launching_us"), [
+    # Before: 10. The second was launched (12 to 15) while the first ran: a gap of 3. The third's call ended (at 60) after the
+    # second's end (at 50): 12 of waiting, of which 2 came after the call.
+    (run_of(((2, 5), (10, 30)), ((12, 15), (33, 50)), ((55, 60), (62, 90))),
+     {"before_us": 10, "kernels_us": 20 + 17 + 28, "gaps_us": 3, "waiting_us": 12, "after_us": 10}, 3 + 3 + 5),
+    # a call that ends with the previous work is no waiting
+    (run_of(((0, 1), (1, 20)), ((15, 20), (22, 100))), {"before_us": 1, "kernels_us": 97, "gaps_us": 2}, 6),
+    # copies and fills are no kernels
+    (joined(run_of(((0, 1), (5, 25)), category="gpu_memcpy"), run_of(((2, 3), (30, 40)), category="gpu_memset")),
+     {"before_us": 5, "copies_us": 30, "gaps_us": 5, "after_us": 60}, 2),
+    # what overlaps or outlasts the run counts once
+    (run_of(((0, 1), (10, 50)), ((2, 3), (40, 60)), ((4, 5), (20, 30)), ((6, 7), (90, 120))),
+     {"before_us": 10, "kernels_us": 60, "gaps_us": 30}, 4),
+    # one call may launch much, as that of a CUDA graph does
+    (GpuRun(50.0, (GpuWork("a", 5.0, 10.0), GpuWork("b", 16.0, 10.0)), 0.0, (CALL, CALL)),
+     {"before_us": 5, "kernels_us": 20, "waiting_us": 0, "gaps_us": 1, "after_us": 24}, 8),
+    (GpuRun(30.0, ()), {"after_us": 30.0}, 0)])
+def test_each_pause_has_its_cause(run: GpuRun, expected: dict[str, float], launching_us: float) -> None:
+    assert parts(run) == {name: time for name, time in expected.items() if time}
     anatomy = anatomy_of(run)
-    assert (anatomy.launches, anatomy.launching_us, anatomy.run_us) == (3, 3 + 3 + 5, 100)
-
-
-def test_a_call_that_ends_with_the_previous_work_is_no_waiting() -> None:
-    assert parts(run_of(((0, 1), (1, 20)), ((15, 20), (22, 100)))) == {"before_us": 1, "kernels_us": 97, "gaps_us": 2}
-
-
-def test_copies_and_fills_are_reported_separately_from_kernels() -> None:
-    run = run_of(((0, 1), (5, 25)), category="gpu_memcpy")
-    fill = run_of(((2, 3), (30, 40)), category="gpu_memset")
-    joined = GpuRun(100.0, run.work + fill.work, 1000.0, run.launches + fill.launches)
-    assert parts(joined) == {"before_us": 5, "copies_us": 30, "gaps_us": 5, "after_us": 60}
-
-
-def test_what_overlaps_or_outlasts_the_run_counts_once() -> None:
-    run = run_of(((0, 1), (10, 50)), ((2, 3), (40, 60)), ((4, 5), (20, 30)), ((6, 7), (90, 120)))
-    assert parts(run) == {"before_us": 10, "kernels_us": 60, "gaps_us": 30}
-
-
-def test_one_call_may_launch_much() -> None:
-    """As that of a CUDA graph does."""
-    call = Launch("cudaGraphLaunch", 0.0, 8.0)
-    run = GpuRun(50.0, (GpuWork("a", 5.0, 10.0), GpuWork("b", 16.0, 10.0)), 0.0, (call, call))
-    assert (anatomy_of(run).launches, anatomy_of(run).launching_us) == (2, 8.0)
-    assert [event["name"] for event in spans(measured_trace(run), 1)] == ["run", "cudaGraphLaunch"]
-
-
-def test_a_run_without_work() -> None:
-    assert parts(GpuRun(30.0, ())) == {"after_us": 30.0}
+    assert (anatomy.launches, anatomy.launching_us, anatomy.run_us) == (len(run.work), launching_us, run.host_us)
 
 
 def test_events_become_an_anatomy() -> None:
@@ -109,22 +106,19 @@ def test_the_typical_run_is_one_of_them(lengths: tuple[float, ...], typical: flo
     assert typical_run([GpuRun(length, ()) for length in lengths]).host_us == typical
 
 
-def spans(trace: dict[str, object], track: int) -> list[dict[str, object]]:
-    events = trace["traceEvents"]
-    assert isinstance(events, list)
-    return [event for event in events if event["ph"] == "X" and event["tid"] == track]
+def spans(trace: dict[str, Any], track: int) -> list[tuple[str, float, float]]:
+    return [(event["name"], event["ts"], event["dur"]) for event in trace["traceEvents"]
+            if event["ph"] == "X" and event["tid"] == track]
 
 
-def test_the_real_trace_begins_with_the_run() -> None:
+def test_the_real_trace_begins_with_the_run_and_is_read_back_under_another_number(tmp_path: Path) -> None:
     trace = measured_trace(run_of(((2, 5), (10, 30)), ((12, 15), (33, 50))))
-    assert [(event["name"], event["ts"], event["dur"]) for event in spans(trace, 1)] == [
-        ("run", 0, 100), ("cudaLaunchKernel", 2, 3), ("cudaLaunchKernel", 12, 3)]
-    assert [(event["name"], event["ts"], event["dur"]) for event in spans(trace, 2)] == [("k0", 10, 20), ("k1", 33, 17)]
-
-
-def test_processes_are_read_back_under_another_number(tmp_path: Path) -> None:
+    assert spans(trace, 1) == [("run", 0, 100), ("cudaLaunchKernel", 2, 3), ("cudaLaunchKernel", 12, 3)]
+    assert spans(trace, 2) == [("k0", 10, 20), ("k1", 33, 17)]
+    of_graph = GpuRun(50.0, (GpuWork("a", 5.0, 10.0), GpuWork("b", 16.0, 10.0)), 0.0, (CALL, CALL))
+    assert [name for name, _, _ in spans(measured_trace(of_graph), 1)] == ["run", "cudaGraphLaunch"]
     path = tmp_path / "real.json"
-    files.write_json(path, measured_trace(run_of(((2, 5), (10, 30)))))
+    files.write_json(path, trace)
     events = read_processes(path, MEASURED, 2)
     assert {event["pid"] for event in events} == {2}
     assert [event | {"pid": 1} for event in events] == files.read_json(path)["traceEvents"]
@@ -132,7 +126,6 @@ def test_processes_are_read_back_under_another_number(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("text", "message"), [
     ("{", "not valid JSON"), ("[]", "no such trace"), ('{"traceEvents": 3}', "no such trace"),
-    ('{"traceEvents": [{"ph": "X"}]}', "no such trace"),
     ('{"traceEvents": [{"ph": "X", "name": "a", "pid": 1, "ts": "soon", "dur": 1}]}', "no such trace"),
     ('{"traceEvents": [{"ph": "X", "name": "a", "pid": 1, "ts": 0, "dur": 1}]}', "without a process named measured"),
     ('{"traceEvents": [{"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "measured"}}]}',
@@ -144,28 +137,13 @@ def test_files_that_are_no_such_trace(tmp_path: Path, text: str, message: str) -
         read_processes(path, MEASURED, 2)
 
 
-class FakeWorker(Worker):
-    """Answers with what a worker on a GPU would: made up."""
-
-    def __init__(self, reply: Reply | None) -> None:
-        super().__init__(1.0)
-        self.reply, self.asked = reply, list[Request]()
-
-    def ask(self, request: Request) -> Reply:
-        self.asked.append(request)
-        if self.reply is None:
-            raise WorkerFailed("crashed", "the process that ran it ended with SIGSEGV")
-        return self.reply
-
-
 def test_one_process_times_and_another_traces() -> None:
-    timer = FakeWorker(Reply(measurements=(
-        Measurement(subject="model", id="net", context="net", place="alone", label="latency",
-                    samples_ms=(0.09, 0.08, 0.5), disturbance=0.02),
-        Measurement(subject="model", id="net", context="net", place="alone", label="host",
-                    samples_ms=(0.04, 0.06, 0.05), disturbance=0.1))))
+    timer = FakeWorker(reply=Reply(measurements=tuple(
+        Measurement(subject="model", id="net", context="net", place="alone", label=label, samples_ms=samples_ms,
+                    disturbance=disturbance)
+        for label, samples_ms, disturbance in (("latency", (0.09, 0.08, 0.5), 0.02), ("host", (0.04, 0.06, 0.05), 0.1)))))
     runs = tuple(run_of(((2, 5), (10, 30)), host_us=length) for length in (300.0, 90.0, 99.0))
-    tracer = FakeWorker(Reply.model_validate_json(Reply(runs=runs).model_dump_json()))  # as through the pipe
+    tracer = FakeWorker(reply=Reply.model_validate_json(Reply(runs=runs).model_dump_json()))  # as through the pipe
     anatomy, run = measure(TracedModel(Path("net.onnx"), {"batch": 4}, 4), timer, tracer, EFFORT)
     assert [(request.do, request.host, request.watch_host, request.labels, request.dims, request.static)
             for request in timer.asked] == [("model", True, "quiet", (), {"batch": 4}, False)]
@@ -183,25 +161,25 @@ def test_one_process_times_and_another_traces() -> None:
         "50 (56%)", "20 (22%)", "99 (110%)")
 
 
-@pytest.mark.parametrize(("reply", "message"), [(None, r"net\.onnx: the process that ran it ended with SIGSEGV"),
-                                                (Reply(error="net.onnx: does not fit in the memory"), "does not fit")])
-def test_a_model_that_fails_says_why(reply: Reply | None, message: str) -> None:
+@pytest.mark.parametrize(("reply", "message"), [
+    (WorkerFailed("crashed", "the process ended with SIGSEGV"), r"net\.onnx: the process ended with SIGSEGV"),
+    (Reply(error="net.onnx: does not fit in the memory"), "does not fit")])
+def test_a_model_that_fails_says_why(reply: Reply | WorkerFailed, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        measure(TracedModel(Path("net.onnx"), {}, 1), FakeWorker(reply), FakeWorker(None), EFFORT)
+        measure(TracedModel(Path("net.onnx"), {}, 1), FakeWorker(reply=reply), FakeWorker(), EFFORT)
 
 
 @pytest.mark.slow
-def test_the_real_workers_need_no_record(tmp_path: Path) -> None:
-    """On the CPU provider, which leaves a GPU nothing to do: the runs come through the pipe with their times on the host."""
+def test_a_worker_needs_no_record(tmp_path: Path) -> None:
+    """On the CPU provider, which leaves a GPU nothing to do: the runs come with their times on the host."""
     onnx.save(small_model(batch="batch"), tmp_path / "net.onnx")
     request = Request(do="model", device="cpu", paths=(str(tmp_path / "net.onnx"),), dims={"batch": 2},
                       watch_host="quiet", effort=Effort(budget_s=0.02, least_runs=3, most_runs=20))
-    with Worker(100.0) as worker:
-        (timed,) = ask(worker, request).measurements
-        (at_any_moment,) = ask(worker, request.model_copy(update={"watch_host": "all"})).measurements
-        runs = ask(worker, request.model_copy(update={"do": "model_trace"})).runs
-        with pytest.raises(UserError, match=r"net\.onnx: no dynamic dimension width"):
-            ask(worker, request.model_copy(update={"do": "model_trace", "dims": {"width": 2}}))
+    tracing = request.model_copy(update={"do": "model_trace"})
+    (timed,) = answer(request).measurements
+    (at_any_moment,) = answer(request.model_copy(update={"watch_host": "all"})).measurements
+    runs = Reply.model_validate_json(answer(tracing).model_dump_json()).runs  # as through the pipe
+    assert "net.onnx: no dynamic dimension width" in answer(tracing.model_copy(update={"dims": {"width": 2}})).error
     assert (timed.id, timed.label) == ("net@batch=2,dynamic", "latency")
     assert timed.disturbance is not None
     assert timed.probe_us is not None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from chromium import column, opened
 from command import printed, run_script
-from made_up_dataset import TARGET, conv, draw_kernels, gemm, relu, true_ms, write_dataset
+from made_up_dataset import TARGET, conv, gemm, relu, true_ms, write_dataset
 
 from hase.utils.paths import Workspace
 
@@ -41,6 +41,7 @@ def test_kernels_are_counted_by_operator_and_size(made_up: Workspace) -> None:
     assert by_operator["Relu"]["most_ms"] == pytest.approx(true_ms(LARGE))
     assert [by_operator["Gemm"][name] for name in ("kernels", "measured", "failed", "least_ms")] == [1, 0, 1, None]
     assert [(load["level"], load["kernels"], load["models"]) for load in coverage["loads"]] == [(0.0, 11, 2), (0.5, 11, 0)]
+    assert sum(sum(row["by_size"]) for row in coverage["operators"]) == coverage["measured"]
 
 
 def test_a_dataset_is_named_where_there_are_several(made_up: Workspace) -> None:
@@ -69,10 +70,3 @@ def test_the_page_of_a_dataset(made_up: Workspace, browser: Browser, tmp_path: P
         assert "Fewer than 5 kernels were measured of Relu and 1 more" in page.inner_text("header")
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         assert not complaints
-
-
-def test_every_kernel_is_in_one_row(workspace: Workspace) -> None:
-    kernels = {kernel.id: kernel for kernel in draw_kernels(60)}
-    write_dataset(workspace, kernels, {}, {"anet": 1.0}, {0.0: 0.0})
-    coverage = json.loads(printed(SCRIPT, "--workspace", workspace.root, "--json"))
-    assert coverage["measured"] == sum(sum(row["by_size"]) for row in coverage["operators"]) == len(kernels)

@@ -44,24 +44,34 @@ FIRST, SECOND, THIRD = conv(), relu(), gemm()
 
 def block_of(*kernels: Kernel, level: float = 0.0, model: str = "", status: str = "ok") -> Block:
     """A made-up block of kernels, or of a model."""
+    units = [("kernel", kernel.id, "run", "alone") for kernel in kernels] + [("model", model, "latency", model)] * bool(model)
     stamps = {"started": "2026-01-01T00:00:00+00:00", "ended": "2026-01-01T00:00:01+00:00", "status": status}
-    samples = () if status != "ok" else (0.5, 0.25, 1.0)
-    measurements = [Measurement(subject="kernel", id=kernel.id, label="run", context="alone", place="alone", samples_ms=samples,
-                                **stamps)
-                    for kernel in kernels]
-    if model:
-        measurements.append(Measurement(subject="model", id=model, label="latency", context=model, place="alone",
-                                        samples_ms=samples, **stamps))
+    measurements = tuple(Measurement(subject=subject, id=name, label=label, context=context, place="alone",
+                                     samples_ms=(0.5, 0.25, 1.0) if status == "ok" else (), **stamps)
+                         for subject, name, label, context in units)
     return Block(level=level, key="made up", background={METRIC: 1.0}, during={}, canary_before_ms=1.0, canary_after_ms=1.0,
-                 attempts=1, machine=MACHINE.uuid, measurements=tuple(measurements))
+                 attempts=1, machine=MACHINE.uuid, measurements=measurements)
+
+
+def described(*kernels: Kernel, model: str = "net") -> list[DatasetKernel]:
+    return [DatasetKernel(kernel=kernel, models=(model,), groups=(model,)) for kernel in kernels]
 
 
 def open_writer(folder: Path, *kernels: Kernel, model: str = "net") -> DatasetWriter:
-    return DatasetWriter(folder, HEADER, [DatasetKernel(kernel=kernel, models=(model,), groups=(model,)) for kernel in kernels])
+    return DatasetWriter(folder, HEADER, described(*kernels, model=model))
 
 
-def workspace_of(folder: Path) -> Workspace:
-    return Workspace(folder.parents[2])
+def add(folder: Path, *kernels: Kernel, measured: Kernel, owner: str = "net", model: str = "") -> DatasetWriter:
+    """A further collector, of `kernels`, measures one of them, and perhaps a model."""
+    writer = open_writer(folder, *kernels, model=owner)
+    writer.append(block_of(measured, model=model))
+    writer.write_tables()
+    return writer
+
+
+def read(folder: Path) -> pd.DataFrame:
+    """The kernel table, as training reads it."""
+    return read_kernel_table(Workspace(folder.parents[2]), folder.name)
 
 
 def old_lines(path: Path) -> None:
@@ -105,9 +115,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_rows_of_further_kernels_and_models_are_added(folder: Path, rewrites: list[int]) -> None:
     """Both to rows that were there before and to this collector's own. A kernel that failed has a row too."""
-    writer = open_writer(folder, SECOND, THIRD)
-    writer.append(block_of(SECOND, model="net"))
-    writer.write_tables()
+    writer = add(folder, SECOND, THIRD, measured=SECOND, model="net")
     writer.append(block_of(THIRD, status="failed"))
     writer.write_tables()
     assert not rewrites
@@ -118,31 +126,34 @@ def test_rows_of_further_kernels_and_models_are_added(folder: Path, rewrites: li
 
 def test_a_further_metric_is_a_column_that_is_empty_in_the_rows_before(folder: Path) -> None:
     """The config may name the metrics in any order. The journal keeps what was measured."""
-    further = HEADER.model_copy(update={"metrics": (FURTHER, METRIC)})
     before = read_journal(folder)
-    writer = DatasetWriter(folder, further, [DatasetKernel(kernel=SECOND, models=("net",), groups=("net",))])
+    writer = DatasetWriter(folder, HEADER.model_copy(update={"metrics": (FURTHER, METRIC)}), described(SECOND))
     writer.append(block_of(SECOND, model="net").model_copy(update={"background": {METRIC: 2.0, FURTHER: 3.0}}))
     writer.write_tables()
     assert read_header(folder).metrics == (METRIC, FURTHER)
     assert read_journal(folder)[:1] == before
-    for path, column in ((kernel_table_path(folder), "Kernel_ID"), (model_table_path(folder), "Model")):
-        table = pd.read_csv(path)
-        assert len(table) == 2, column
+    for path_of in (kernel_table_path, model_table_path):
+        table = pd.read_csv(path_of(folder))
         assert table[METRIC].tolist() == [1.0, 2.0]
         assert table[FURTHER].tolist() == [pytest.approx(math.nan, nan_ok=True), 3.0]
     assert tables(folder) == rewritten(folder)
 
 
-def test_a_metric_that_is_not_measured_any_more_is_refused(folder: Path) -> None:
-    with pytest.raises(UserError, match=rf"was collected with metrics {METRIC}; add {METRIC} to those of the config \(it may"):
-        DatasetWriter(folder, HEADER.model_copy(update={"metrics": (FURTHER,)}), [])
-    assert read_header(folder).metrics == (METRIC,)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"metrics": (FURTHER,)}, rf"was collected with metrics {METRIC}; add {METRIC} to those of the config \(it may"),
+    ({"sharing": "mps:50"}, "was collected with sharing slices, not mps:50; move it away"),
+    ({"target": TARGET.model_copy(update={"threads": 96})}, rf"is of {TARGET.name}, not of \S*-96t-\S*;")])
+def test_another_way_of_measuring_is_refused(folder: Path, change: dict[str, object], message: str) -> None:
+    before = header_path(folder).read_bytes()
+    with pytest.raises(UserError, match=message):
+        DatasetWriter(folder, HEADER.model_copy(update=change), [])
+    assert header_path(folder).read_bytes() == before
 
 
-def test_a_dataset_is_of_one_way_of_sharing(folder: Path) -> None:
-    assert read_header(folder).sharing == "slices"
-    with pytest.raises(UserError, match="was collected with sharing slices, not mps:50; move it away"):
-        DatasetWriter(folder, HEADER.model_copy(update={"sharing": "mps:50"}), [])
+def test_another_machine_of_the_target_joins(folder: Path) -> None:
+    second = MACHINE.model_copy(update={"uuid": "another"})
+    DatasetWriter(folder, HEADER.model_copy(update={"machines": {"another": second}}), [])
+    assert set(read_header(folder).machines) == {MACHINE.uuid, "another"}
 
 
 def test_without_anything_new_nothing_is_written(folder: Path, rewrites: list[int]) -> None:
@@ -150,6 +161,17 @@ def test_without_anything_new_nothing_is_written(folder: Path, rewrites: list[in
     open_writer(folder, FIRST).write_tables()
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert not rewrites
+
+
+def test_tables_are_updated_now_and_then_while_it_measures(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataset_writer, "TABLES_EVERY_S", 0.0)
+    writer = open_writer(folder, SECOND, THIRD)
+    writer.append(block_of(SECOND))
+    assert SECOND.id in tables(folder)[0]
+    monkeypatch.setattr(dataset_writer, "TABLES_EVERY_S", 30.0)
+    writer = open_writer(folder, THIRD)
+    writer.append(block_of(THIRD))
+    assert THIRD.id not in tables(folder)[0]
 
 
 def test_a_kernel_measured_again_keeps_one_row(folder: Path, rewrites: list[int]) -> None:
@@ -166,9 +188,7 @@ def test_a_kernel_measured_again_keeps_one_row(folder: Path, rewrites: list[int]
 
 
 def test_the_row_of_a_kernel_names_a_further_model(folder: Path, rewrites: list[int]) -> None:
-    writer = open_writer(folder, FIRST, SECOND, model="other")
-    writer.append(block_of(SECOND))
-    writer.write_tables()
+    add(folder, FIRST, SECOND, measured=SECOND, owner="other")
     assert rewrites == [2]
     assert [row.split(",")[0] for row in tables(folder)[0].splitlines() if "other" in row] == [FIRST.id, SECOND.id]
 
@@ -176,9 +196,7 @@ def test_the_row_of_a_kernel_names_a_further_model(folder: Path, rewrites: list[
 def test_blocks_of_a_collector_that_was_killed_are_not_forgotten(folder: Path, rewrites: list[int]) -> None:
     """It had appended to the journal, not to the tables."""
     open_writer(folder, SECOND).append(block_of(SECOND))
-    writer = open_writer(folder, THIRD)
-    writer.append(block_of(THIRD))
-    writer.write_tables()
+    add(folder, THIRD, measured=THIRD)
     assert rewrites == [3]
     assert tables(folder)[0].count("\n") == 1 + 3
 
@@ -189,9 +207,7 @@ def test_tables_of_an_older_journal_are_made_anew_whatever_their_times_say(
         folder: Path, rewrites: list[int], older: list[Callable[[Path], Path]]) -> None:
     """A collector was killed between the two tables, or they were restored from a copy."""
     before = {path_of(folder): path_of(folder).read_bytes() for path_of in older}
-    writer = open_writer(folder, SECOND)
-    writer.append(block_of(SECOND, model="net"))
-    writer.write_tables()
+    add(folder, SECOND, measured=SECOND, model="net")
     right, later_ns = tables(folder), time.time_ns() + 10**12
     for path, contents in before.items():
         path.write_bytes(contents)
@@ -201,31 +217,36 @@ def test_tables_of_an_older_journal_are_made_anew_whatever_their_times_say(
     assert tables(folder) == right
 
 
+def change_table(folder: Path) -> None:
+    path = kernel_table_path(folder)
+    path.write_text(path.read_text().replace("0.5", "0.7"))
+
+
 def test_who_reads_a_changed_table_gets_the_right_one_and_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    workspace, right = workspace_of(folder), tables(folder)
-    kernel_table_path(folder).write_text(right[0].replace("0.5", "0.7"))
-    assert read_kernel_table(workspace, folder.name)["run_median_ms"][0] == 0.5
+    right = tables(folder)
+    change_table(folder)
+    assert read(folder)["run_median_ms"][0] == 0.5
     assert tables(folder) == right
     assert "the tables are not those of the journal" in caplog.text
     caplog.clear()
-    assert read_model_table(workspace, folder.name)["median_ms"][0] == 0.5
+    assert read_model_table(Workspace(folder.parents[2]), folder.name)["median_ms"][0] == 0.5
     assert not caplog.text
 
 
 def test_tables_that_were_never_checked_are_made_anew_where_that_is_possible(folder: Path,
                                                                              caplog: pytest.LogCaptureFixture) -> None:
     """Archives of earlier versions hold no digests; one of them holds no kernels either."""
-    workspace, right = workspace_of(folder), tables(folder)
+    right = tables(folder)
     for path in (journal_path(folder), kernels_path(folder)):
         old_lines(path)
     digests_path(folder).unlink()
-    kernel_table_path(folder).write_text(right[0].replace("0.5", "0.7"))
-    assert read_kernel_table(workspace, folder.name)["run_median_ms"][0] == 0.5
+    change_table(folder)
+    assert read(folder)["run_median_ms"][0] == 0.5
     assert tables(folder) == right
     digests_path(folder).unlink()
     kernels_path(folder).unlink()
-    kernel_table_path(folder).write_text(right[0].replace("0.5", "0.7"))
-    assert read_kernel_table(workspace, folder.name)["run_median_ms"][0] == 0.7
+    change_table(folder)
+    assert read(folder)["run_median_ms"][0] == 0.7
     assert "its tables can't be checked without kernels.jsonl; they are used as they are" in caplog.text
 
 
@@ -234,33 +255,32 @@ def test_a_changed_table_without_a_journal_is_refused(folder: Path) -> None:
     digests_path(folder).write_text(json.dumps(files.with_digest(digests)))
     journal_path(folder).unlink()
     with pytest.raises(UserError, match=r"the tables were changed .* without measurements\.jsonl; measure anew"):
-        read_kernel_table(workspace_of(folder), folder.name)
+        read(folder)
 
 
 def test_tables_are_read_while_another_process_measures(folder: Path, caplog: pytest.LogCaptureFixture,
                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     """They lack its latest block, and are left to it. Tables that it is just writing are not read."""
     monkeypatch.setattr(dataset_tables, "PATIENCE_S", 0.0)
-    workspace, right = workspace_of(folder), tables(folder)
     files.append_line(journal_path(folder), journal_line(block_of(FIRST, level=0.5)))
     (folder / WRITER).touch()
     descriptor = try_lock(folder / WRITER)
     assert descriptor is not None
     try:
-        assert len(read_kernel_table(workspace, folder.name)) == 1
+        assert len(read(folder)) == 1
         assert "another process measures; its latest blocks are not in the tables yet" in caplog.text
-        kernel_table_path(folder).write_text(right[0].replace("0.5", "0.7"))
+        change_table(folder)
         with pytest.raises(UserError, match=r"in use by"):
-            read_kernel_table(workspace, folder.name)
+            read(folder)
     finally:
         os.close(descriptor)
-    assert len(read_kernel_table(workspace, folder.name)) == 2
+    assert len(read(folder)) == 2
 
 
 def test_a_reader_that_made_the_tables_does_not_make_a_writer_add_rows_twice(folder: Path) -> None:
     writer = open_writer(folder, SECOND)
     writer.append(block_of(SECOND))
-    assert len(read_kernel_table(workspace_of(folder), folder.name)) == 2
+    assert len(read(folder)) == 2
     writer.write_tables()
     assert tables(folder) == rewritten(folder)
 
@@ -278,61 +298,42 @@ def test_a_block_that_stands_twice_counts_once(folder: Path, caplog: pytest.LogC
     assert tables(folder) == right
 
 
-def test_a_number_changed_in_the_journal_or_the_kernels_is_reported(folder: Path) -> None:
-    for path, read, old, new in ((journal_path(folder), read_journal, "0.25", "0.35"),
-                                 (kernels_path(folder), read_kernels, '"bytes_written":131072', '"bytes_written":131073')):
-        right = path.read_text()
-        assert old in right
-        path.write_text(right.replace(old, new, 1))
-        with pytest.raises(UserError, match=rf"{path.name}, line 1: damaged .*its digest does not match its contents"):
-            read(folder)
-        path.write_text(right)
-
-
-@pytest.mark.parametrize("value", ["NaN", "Infinity", "1e400", "null", "[0.5]", "-1.0", '"fast"'])
-def test_a_time_that_is_none_is_reported_with_its_place(folder: Path, value: str) -> None:
-    old_lines(journal_path(folder))
-    path = journal_path(folder)
-    path.write_text(path.read_text().replace("0.25", value, 1))
-    with pytest.raises(UserError, match=r"measurements\.jsonl, line 1: not a block .*measurements\.0\.samples_ms\.1: "):
-        read_journal(folder)
-
-
-def test_a_measurement_without_samples_did_not_go_well(folder: Path) -> None:
-    old_lines(journal_path(folder))
-    path = journal_path(folder)
-    path.write_text(path.read_text().replace("[0.5,0.25,1.0]", "[]", 1))
-    with pytest.raises(UserError, match=r"has status ok and no samples of label run"):
-        read_journal(folder)
+@pytest.mark.parametrize("digests", [True, False])
+@pytest.mark.parametrize(("path_of", "right", "wrong", "message"), [
+    *((journal_path, "0.25", time, r"measurements\.jsonl, line 1: not a block .*measurements\.0\.samples_ms\.1: ")
+      for time in ("NaN", "Infinity", "1e400", "null", "[0.5]", "-1.0", '"fast"')),
+    (journal_path, "[0.5,0.25,1.0]", "[]", "has status ok and no samples of label run"),
+    *((kernels_path, '"pads":[1,1,1,1]', f'"pads":{pads}',
+       r"kernels\.jsonl: damaged at kernel\.attributes: .*attribute pads must be whole")
+      for pads in ('"1"', '[1,1,1,"1"]', "1", "[0.5]"))])
+def test_damage_is_reported_with_its_place(folder: Path, digests: bool, path_of: Callable[[Path], Path], right: str, wrong: str,
+                                           message: str) -> None:
+    """By the digest of its line, or, in a file of an earlier version, by what it says."""
+    path = path_of(folder)
+    if not digests:
+        old_lines(path)
+    before = path.read_text()
+    path.write_text(before.replace(right, wrong, 1))
+    assert path.read_text() != before
+    by_digest = rf"{path.name}, line 1: damaged .*its digest does not match its contents"
+    with pytest.raises(UserError, match=by_digest if digests else message):
+        (read_journal if path_of is journal_path else read_kernels)(folder)
 
 
 def test_a_label_that_the_dataset_does_not_have_is_refused(folder: Path) -> None:
-    writer = open_writer(folder)
-    block = block_of(FIRST)
+    writer, block = open_writer(folder), block_of(FIRST)
     writer.append(block.model_copy(update={"measurements": (block.measurements[0].model_copy(update={"label": "odd"}),)}))
     with pytest.raises(UserError, match=r"measurements\.jsonl: damaged: it has odd_ms, which kernel_latency\.csv has no "):
         writer.write_tables()
 
 
-@pytest.mark.parametrize("pads", ['"1"', '[1,1,1,"1"]', "1", "[0.5]"])
-def test_an_attribute_that_costs_can_not_be_computed_from_is_refused(folder: Path, pads: str) -> None:
-    path = kernels_path(folder)
-    old_lines(path)
-    path.write_text(path.read_text().replace('"pads":[1,1,1,1]', f'"pads":{pads}'))
-    with pytest.raises(UserError, match=r"kernels\.jsonl: damaged at kernel\.attributes: .*attribute pads must be whole"):
-        read_kernels(folder)
-
-
 def test_a_journal_that_lost_blocks_is_refused(folder: Path) -> None:
-    writer = open_writer(folder, SECOND)
-    writer.append(block_of(SECOND))
-    writer.write_tables()
+    add(folder, SECOND, measured=SECOND)
     path = journal_path(folder)
     path.write_text(path.read_text().splitlines(keepends=True)[0])
-    with pytest.raises(UserError, match=r"blocks are missing: .*restore it, or remove .*tables\.json"):
-        open_writer(folder)
-    with pytest.raises(UserError, match=r"blocks are missing"):
-        read_kernel_table(workspace_of(folder), folder.name)
+    for use in (open_writer, read):
+        with pytest.raises(UserError, match=r"blocks are missing: .*restore it, or remove .*tables\.json"):
+            use(folder)
     digests_path(folder).unlink()
     open_writer(folder).write_tables()
     assert tables(folder)[0].count("\n") == 1 + 1
@@ -342,7 +343,7 @@ def test_a_line_that_a_kill_cut_short_is_no_lost_block(folder: Path) -> None:
     """Tables were made meanwhile; then a shorter line takes its place."""
     with journal_path(folder).open("a") as journal:
         journal.write('{"version":2,' + " " * 5000)
-    assert len(read_kernel_table(workspace_of(folder), folder.name)) == 1
+    assert len(read(folder)) == 1
     writer = open_writer(folder, SECOND)
     writer.append(block_of(SECOND))
     assert len(read_journal(folder)) == 2
@@ -350,20 +351,11 @@ def test_a_line_that_a_kill_cut_short_is_no_lost_block(folder: Path) -> None:
     assert tables(folder) == rewritten(folder)
 
 
-def test_kernels_cut_short_are_reported(folder: Path) -> None:
-    path = kernels_path(folder)
-    path.write_text(path.read_text()[:-1])
-    with pytest.raises(UserError, match=r"kernels\.jsonl: damaged \(its last line is cut short\)"):
-        read_kernels(folder)
-
-
-@pytest.mark.parametrize("damage", ["gone", "other columns"])
-def test_tables_that_are_gone_or_of_other_columns_are_written_anew(folder: Path, rewrites: list[int], damage: str) -> None:
+@pytest.mark.parametrize("contents", [None, "Kernel_ID,median_ms\n"])
+def test_tables_that_are_gone_or_of_other_columns_are_written_anew(folder: Path, rewrites: list[int],
+                                                                   contents: str | None) -> None:
     right, path = tables(folder), kernel_table_path(folder)
-    if damage == "gone":
-        path.unlink()
-    else:
-        path.write_text(right[0].replace("run_median_ms", "median"))
+    path.unlink() if contents is None else path.write_text(contents)
     open_writer(folder).write_tables()
     assert rewrites == [1]
     assert tables(folder) == right
@@ -381,8 +373,12 @@ def test_new_kernels_join_the_described_ones(folder: Path) -> None:
         kernels[3].id: ("later",), FIRST.id: ("net",)}
 
 
-@pytest.mark.parametrize("line", ["no json", "[]", '{"kernel": 1}', '{"models": []}'])
-def test_a_line_that_describes_no_kernel_is_reported(folder: Path, line: str) -> None:
-    files.append_line(kernels_path(folder), line)
-    with pytest.raises(UserError, match=r"kernels\.jsonl, line 2: damaged .*; measure anew: python benchmark/collector\.py"):
+@pytest.mark.parametrize(("added", "message"), [
+    *((f"{line}\n", r"kernels\.jsonl, line 2: damaged .*; measure anew: python benchmark/collector\.py")
+      for line in ("no json", "[]", '{"kernel": 1}', '{"models": []}')),
+    ('{"kernel"', r"kernels\.jsonl: damaged \(its last line is cut short\)")])
+def test_a_line_that_describes_no_kernel_is_reported(folder: Path, added: str, message: str) -> None:
+    with kernels_path(folder).open("a") as kernels:
+        kernels.write(added)
+    with pytest.raises(UserError, match=message):
         open_writer(folder, SECOND)

@@ -52,17 +52,13 @@ def test_concurrent_work_counts_once() -> None:
     assert covered_us(split["kernel_0"]) == 5.0
 
 
-def test_work_knows_its_stream() -> None:
-    events = [annotation(0, 100.0, 10.0), launch(1, 101.0), launch(2, 102.0), kernel("first", 1, 103.0, 1.0),
-              kernel("second", 2, 104.0, 1.0)]
-    events[-1]["args"]["stream"] = 7
-    assert [work.stream for work in attribute(events, 1)[0].work] == [0, 7]
-
-
-def test_work_outside_every_run_belongs_to_none() -> None:
+def test_work_knows_its_stream_and_outside_every_run_belongs_to_none() -> None:
     events = [annotation(0, 100.0, 10.0), launch(1, 90.0), launch(2, 111.0), kernel("before", 1, 95.0, 1.0),
               kernel("after", 2, 112.0, 1.0), kernel("without a launch", 9, 105.0, 1.0)]
     assert attribute(events, 1)[0].work == ()
+    events += [launch(3, 101.0), launch(4, 102.0), kernel("first", 3, 103.0, 1.0), kernel("second", 4, 104.0, 1.0)]
+    events[-1]["args"]["stream"] = 7
+    assert [work.stream for work in attribute(events, 1)[0].work] == [0, 7]
 
 
 def run_of(*names: str) -> GpuRun:

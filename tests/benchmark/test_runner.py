@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
-import sys
+import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import get_args
@@ -12,10 +11,10 @@ from typing import get_args
 import numpy as np
 import onnx
 import pytest
+from command import run_script
 from conftest import build_workspace, small_model
 from onnx import numpy_helper
 
-from hase.benchmark import ort_kernel_runner
 from hase.benchmark.ort.profile import kernel_times_ms, node_spans_ms, read_profile
 from hase.benchmark.ort.runner import open_runner
 from hase.benchmark.ort.worker import WORK, answer
@@ -24,9 +23,9 @@ from hase.ort_analysis.graph.source import built_kernel
 from hase.records.kernel_record_files import read_model_record, record_path
 from hase.records.measurement import Effort
 from hase.runtimes.protocol import Reply, Request
-from hase.utils import files, logger, timing
+from hase.utils import files, timing
 from hase.utils.errors import UserError
-from hase.utils.fingerprint import Flavour, has_cuda
+from hase.utils.fingerprint import Flavour
 from hase.utils.paths import Workspace
 
 pytestmark = pytest.mark.measuring
@@ -69,22 +68,17 @@ def test_a_timing(model: Path) -> None:
     assert (measured.model, measured.device, measured.io, measured.warmup) == ("anet_b1", "cpu", "device", 2)
 
 
-def test_a_budget_instead_of_a_number(model: Path) -> None:
+def test_how_often_a_model_runs(model: Path) -> None:
+    """A number of runs or a budget; warm-up runs are run and not counted."""
     runner = open_runner(model, "cpu")
-    measured = runner.time(warmup=0, budget_s=0.05)
-    assert sum(measured.samples_ms) > 30
+    assert sum(runner.time(warmup=0, budget_s=0.05).samples_ms) > 30
     assert len(runner.time(budget_s=1e-9, least_runs=4).samples_ms) == 4
-
-
-def test_warm_up_runs_are_run_and_not_counted(model: Path) -> None:
-    runner = open_runner(model, "cpu")
-    runs = []
-    run_once = runner.run_once
+    runs, run_once = [], runner.run_once
     runner.run_once = lambda: runs.append(run_once())
     assert len(runner.time(warmup=3, loops=2).samples_ms) == 2
     assert len(runs) == 5
-    assert len(runner.time(warmup=0, loops=1).samples_ms) == 1
-    assert len(runs) == 6
+    effort = Effort(warmup=0, budget_s=0.1, least_runs=3, most_runs=20)
+    assert [effort.runs(seconds) for seconds in (0.0, 0.001, 0.01, 0.02, 1.0)] == [20, 20, 10, 5, 3]
 
 
 def test_host_and_device(model: Path) -> None:
@@ -124,55 +118,37 @@ def test_a_model_that_fails_while_running_is_a_user_error(tmp_path: Path) -> Non
             measure(path, "cpu", loops=1, io=io)
 
 
-def run_main(monkeypatch: pytest.MonkeyPatch, workspace: Workspace, *options: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["ort_kernel_runner.py", "--workspace", str(workspace.root), "--device", "cpu", *options])
-    try:
-        return ort_kernel_runner.main()
-    finally:
-        logger.configure(None)
+def run(workspace: Workspace, *options: str | Path) -> subprocess.CompletedProcess[str]:
+    return run_script("benchmark/ort_kernel_runner.py", "--workspace", workspace.root, "--device", "cpu", "--model",
+                      "anet_b1.onnx", *options)
 
 
-def test_the_command(built: tuple[Workspace, Flavour], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                     capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(built: tuple[Workspace, Flavour], tmp_path: Path) -> None:
     raw = tmp_path / "raw.json"
-    assert run_main(monkeypatch, built[0], "--model", "anet_b1.onnx", "--loops", "5", "--json", "--raw", str(raw)) == 0
-    row = json.loads(capsys.readouterr().out)
+    row = json.loads(run(built[0], "--loops", "5", "--json", "--raw", raw).stdout)
     assert list(row) == ["model", "device", "io", *STATISTICS, "started", "ended", "samples_ms"]
     written = json.loads(raw.read_text())
-    assert written["samples_ms"] == row["samples_ms"]
+    assert {name: written[name] for name in ("samples_ms", "started", "ended")}.items() <= row.items()
     assert len(written["samples_ms"]) == row["runs"] == 5
-    assert (written["started"], written["ended"]) == (row["started"], row["ended"])
-    assert run_main(monkeypatch, built[0], "--model", "anet_b1.onnx", "--no-warmup", "--budget-s", "0.01", "--io", "host") == 0
-    header, values = capsys.readouterr().out.splitlines()
+    header, values = run(built[0], "--no-warmup", "--budget-s", "0.01", "--io", "host").stdout.splitlines()
     assert header.split("\t") == ["model", "device", "io", *STATISTICS, "started", "ended"]
     assert values.split("\t")[:3] == ["anet_b1", "cpu", "host"]
 
 
 @pytest.mark.parametrize(("threshold", "warns"), [(-1.0, True), (1e9, False)])
-def test_an_unstable_timing_is_reported(built: tuple[Workspace, Flavour], monkeypatch: pytest.MonkeyPatch,
-                                        capsys: pytest.CaptureFixture[str], threshold: float, warns: bool) -> None:
+def test_an_unstable_timing_is_reported(built: tuple[Workspace, Flavour], monkeypatch: pytest.MonkeyPatch, threshold: float,
+                                        warns: bool) -> None:
     monkeypatch.setattr(timing, "UNSTABLE_SPREAD", threshold)
-    run_main(monkeypatch, built[0], "--model", "anet_b1.onnx", "--loops", "3")
-    error = capsys.readouterr().err
-    assert ("unstable" in error) is warns
-    assert ("close other work on this device, or run longer" in error) is warns
-    assert logging.getLogger("hase").level == logging.DEBUG
+    error = run(built[0], "--loops", "3").stderr
+    assert ("unstable" in error, "close other work on this device, or run longer" in error) == (warns, warns)
 
 
 @pytest.mark.parametrize("options", [
     ["--loops", "0"], ["--warmup", "-1"], ["--budget-s", "0"], ["--loops", "2", "--budget-s", "1"]])
-def test_wrong_options(built: tuple[Workspace, Flavour], monkeypatch: pytest.MonkeyPatch,
-                       capsys: pytest.CaptureFixture[str], options: list[str]) -> None:
-    with pytest.raises(SystemExit) as raised:
-        run_main(monkeypatch, built[0], "--model", "anet_b1.onnx", *options)
-    assert raised.value.code == 2
-    assert capsys.readouterr().err.startswith("error: ")
-
-
-@pytest.mark.skipif(has_cuda(), reason="this machine has a GPU")
-def test_cuda_without_a_gpu_is_an_error(model: Path) -> None:
-    with pytest.raises(UserError, match="no NVIDIA GPU"):
-        measure(model, "cuda", loops=1)
+def test_wrong_options(workspace: Workspace, options: list[str]) -> None:
+    done = run(workspace, *options)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
 
 
 # the profile -------------------------------------------------------------------------------------------------------------
@@ -201,15 +177,6 @@ def test_a_real_profile(model: Path, tmp_path: Path) -> None:
     assert 0.8 < np.median(covered) < 1.01
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("[]", "without node events"), ("{}", "not an ONNX Runtime profile"), ("[{", "not valid JSON")])
-def test_files_that_are_no_profile(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "profile.json"
-    path.write_text(text)
-    with pytest.raises(UserError, match=message):
-        read_profile(path)
-
-
 # the worker --------------------------------------------------------------------------------------------------------------
 
 def samples_of(reply: Reply) -> dict[str, dict[str, tuple[float, ...]]]:
@@ -220,38 +187,15 @@ def samples_of(reply: Reply) -> dict[str, dict[str, tuple[float, ...]]]:
     return by_label
 
 
-def test_effort_fits_its_budget() -> None:
-    effort = Effort(warmup=0, budget_s=0.1, least_runs=3, most_runs=20)
-    assert [effort.runs(seconds) for seconds in (0.0, 0.001, 0.01, 0.02, 1.0)] == [20, 20, 10, 5, 3]
-
-
-def test_alone(kernels: list[Path]) -> None:
-    reply = answer(Request(do="alone", device="cpu", effort=FEW, paths=(str(kernels[0]),)))
-    assert reply.error == ""
-    assert reply.started < reply.ended
-    samples = samples_of(reply)["run"][kernels[0].stem]
-    assert 4 <= len(samples) <= 6
-    assert min(samples) > 0
-
-
-def test_a_carrier_times_every_kernel(kernels: list[Path]) -> None:
-    reply = answer(Request(do="carrier", device="cpu", effort=FEW, paths=tuple(map(str, kernels)),
-                           labels=("kernel_time", "node_span")))
-    assert reply.error == ""
-    samples_by_label = samples_of(reply)
-    assert set(samples_by_label) == {"kernel_time", "node_span"}
-    for label in samples_by_label:
-        assert set(samples_by_label[label]) == {path.stem for path in kernels}
-        assert all(4 <= len(samples) <= 6 and min(samples) > 0 for samples in samples_by_label[label].values())
-
-
 def test_a_model_and_its_kernels_in_it(built: tuple[Workspace, Flavour], model: Path) -> None:
     workspace, flavour = built
     record_file = record_path(workspace, flavour, "anet_b1")
     record = read_model_record(record_file)
     request = Request(do="model", device="cpu", effort=FEW, paths=(str(model),), record=str(record_file),
                       labels=("kernel_time", "node_span"))
-    by_label = samples_of(answer(request))
+    reply = answer(request)
+    assert {(m.context, m.place) for m in reply.measurements} == {("anet_b1", "alone"), ("anet_b1", "in_model")}
+    by_label = samples_of(reply)
     assert set(by_label) == {"latency", "kernel_time", "node_span"}
     assert set(by_label["latency"]) == {"anet_b1"}
     assert set(by_label["kernel_time"]) == set(by_label["node_span"]) == set(record.kernels)
@@ -270,21 +214,30 @@ def test_a_model_and_its_kernels_in_it(built: tuple[Workspace, Flavour], model: 
 
 
 @pytest.mark.slow
-def test_every_kind_of_work_gives_a_reply(model: Path, kernels: list[Path]) -> None:
-    """Each request has its function, which returns the reply without its times: measurements, or runs. What only a GPU can do
-    is tested on a GPU."""
+def test_every_kind_of_work_gives_a_whole_reply(built: tuple[Workspace, Flavour], model: Path, kernels: list[Path]) -> None:
+    """A kernel alone, a carrier, a session, traced runs and the canary. What only a GPU can do is tested on a GPU."""
     assert set(WORK) == set(get_args(Request.model_fields["do"].annotation))
-    paths = {"alone": kernels[:1], "carrier": kernels[:2], "model": [model], "model_gpu": [model], "model_trace": [model],
-             "session": [model], "canary": []}
-    for do, files_of in paths.items():
-        request = Request.model_validate({"do": do, "device": "cpu", "effort": FEW, "labels": ["kernel_time"] * (
-            do == "carrier"), "paths": [str(path) for path in files_of]})
-        returned = WORK[do](request)
-        assert isinstance(returned, Reply)
-        assert (bool(returned.measurements), bool(returned.runs)) == (do != "model_trace", do == "model_trace")
-        assert returned.started == returned.ended == ""
-        reply = answer(request)
-        assert "" < reply.started < reply.ended
+
+    def ask(do: str, *paths: Path, labels: tuple[str, ...] = ()) -> set[tuple[str, str, str, str, str]]:
+        reply = answer(Request.model_validate({
+            "do": do, "device": "cpu", "effort": FEW, "paths": tuple(map(str, paths)), "labels": labels}))
+        assert Reply.model_validate_json(reply.model_dump_json()) == reply
+        assert not reply.error
+        assert bool(reply.runs) == (do == "model_trace")
+        assert all(m.status == "ok" and (min(m.samples_ms) > 0) is (m.label != "gpu") for m in reply.measurements)
+        assert all(4 <= len(m.samples_ms) <= 6 for m in reply.measurements if do in ("alone", "carrier", "canary"))
+        assert {(m.started, m.ended) for m in reply.measurements} <= {(reply.started, reply.ended)}
+        assert datetime.fromisoformat(reply.started) < datetime.fromisoformat(reply.ended)
+        return {(m.subject, m.id, m.label, m.context, m.place) for m in reply.measurements}
+
+    first = kernels[0]
+    assert ask("alone", first) == {("kernel", first.stem, "run", "alone", "alone")}
+    assert ask("carrier", *kernels, labels=("kernel_time", "node_span")) == {
+        ("kernel", path.stem, label, "carrier", "carrier") for path in kernels for label in ("kernel_time", "node_span")}
+    assert ask("session", model) == {("model", "anet_b1", "latency", "anet_b1", "alone")}
+    assert ask("model_gpu", model) == {("model", "anet_b1", "gpu", "anet_b1", "alone")}
+    assert ask("model_trace", model) == set()
+    assert ask("canary") == {("canary", "canary", "run", "alone", "alone")}
 
 
 def test_a_model_that_differs_from_its_record(built: tuple[Workspace, Flavour], model: Path, tmp_path: Path) -> None:

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 from conftest import build_workspace, small_model
+from fake_worker import replace_workers
 
 from hase.benchmark.collecting.collect import collect
 from hase.benchmark.collecting.config import CollectorConfig
 from hase.benchmark.collecting.plans import Item, find_work, plan_by_usefulness
-from hase.benchmark.load.stress import Stress
-from hase.benchmark.measuring.blocks import Bench, PlannedBlock
-from hase.benchmark.measuring.driver import measure_loads
+from hase.benchmark.measuring.blocks import PlannedBlock
+from hase.benchmark.metrics.sources import CpuSource
 from hase.kernel_model.building.kernel_models import write_kernel
 from hase.kernel_model.sampling.draws import SEED_FILE, draw_kernel
 from hase.kernel_model.sampling.usefulness import KernelError
 from hase.records.dataset_files import read_journal
 from hase.records.kernel_record import Kernel
 from hase.records.kernel_record_files import index_path, read_index
-from hase.records.measurement import Block, Journal, Measurement, now
 from hase.runtimes import local_target
 from hase.training.kernels.training_set import read_training_set
 from hase.utils import files
@@ -33,16 +30,8 @@ from hase.utils.paths import Workspace
 
 TARGET = local_target("cpu")
 CONFIG = CollectorConfig.model_validate({
-    "device": "cpu", "labels": ["kernel_time"], "variants": [], "levels": [0.0], "window_s": 0.2, "patience_s": 0,
-    "attempts": 1, "kernel": {"warmup": 1, "warmup_s": 0.0, "budget_s": 0.005, "least_runs": 3, "most_runs": 5},
-    "model": {"warmup": 1, "warmup_s": 0.0, "budget_s": 0.02, "least_runs": 4, "most_runs": 6},
-    "block_kernels": 2, "canary_drift": 100.0, "timeout_s": 60})
-
-
-class Named(NamedTuple):
-    """Something to measure."""
-
-    id: str
+    "device": "cpu", "labels": ["kernel_time"], "levels": [0.0], "window_s": 0.03, "patience_s": 0, "attempts": 1,
+    "block_kernels": 2, "canary_drift": 100.0})
 
 
 def convolutions(kernels: Sequence[Kernel], count: int) -> list[Kernel]:
@@ -98,30 +87,11 @@ def test_errors_of_the_last_training_change_the_order(sampled: tuple[Workspace, 
     assert len({first(kernel) for kernel in drawn}) > 1
 
 
-def test_no_block_begins_when_the_time_is_over() -> None:
-    bench = Bench("cpu", "here", lambda loaded: [1.0])
-    todo = [PlannedBlock(f"block {place}", [Named(f"k{place}")]) for place in range(3)]
-
-    @contextmanager
-    def start(level: float, background: object) -> Iterator[Stress]:
-        yield Stress(0.0)
-
-    def blocks_of(load: tuple[float, str], blocks: Sequence[Block]) -> Sequence[PlannedBlock[Named]]:
-        return todo
-
-    def time_units(units: Sequence[Named], level: float) -> list[Measurement]:
-        return [Measurement(subject="kernel", id=unit.id, label="run", context="alone", place="alone", started=now(),
-                            ended=now(), samples_ms=(1.0,)) for unit in units]
-
-    journal = Journal()
-    totals = measure_loads(bench, blocks_of, time_units, journal, start=start, stop_at_s=0.0)
-    assert (totals.left, journal.blocks) == (3, [])
-    totals = measure_loads(bench, blocks_of, time_units, journal, start=start)
-    assert (totals.left, len(journal.blocks)) == (0, 3)
-
-
 @pytest.mark.slow
-def test_a_collector_stops_in_time_and_the_next_one_goes_on(sampled: tuple[Workspace, list[Kernel]]) -> None:
+def test_a_collector_stops_in_time_and_the_next_one_goes_on(sampled: tuple[Workspace, list[Kernel]],
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_workers(monkeypatch)
+    monkeypatch.setattr(CpuSource, "minimum_window_s", 0.03)
     workspace, drawn = sampled
     stopped = collect(workspace, CONFIG, minutes=1e-6)
     assert stopped["left"] == 8

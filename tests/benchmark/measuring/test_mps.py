@@ -56,13 +56,12 @@ def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(("text", "sharing"), [
     ("slices", GpuSharing()), ("mps", GpuSharing(True, 100, 100)), ("mps:50", GpuSharing(True, 50, 50)),
-    ("mps:25/75", GpuSharing(True, 25, 75))])
-def test_ways_of_sharing(text: str, sharing: GpuSharing) -> None:
-    assert GpuSharing.parse(text) == sharing
-
-
-@pytest.mark.parametrize("text", ["", "mig", "mps:", "mps:0", "mps:101", "mps:50/0", "mps:50/50/50", "MPS", "slices:50"])
-def test_what_is_no_way_of_sharing(text: str) -> None:
+    ("mps:25/75", GpuSharing(True, 25, 75)),
+    *((text, None) for text in ("", "mig", "mps:", "mps:0", "mps:101", "mps:50/0", "mps:50/50/50", "MPS", "slices:50"))])
+def test_ways_of_sharing(text: str, sharing: GpuSharing | None) -> None:
+    if sharing:
+        assert GpuSharing.parse(text) == sharing
+        return
     with pytest.raises(UserError, match=r"sharing: .*is no way of sharing a GPU: use slices, mps, mps:50"):
         validate({"sharing": text}, CollectorConfig, "config")
 
@@ -91,18 +90,14 @@ def test_processes_inherit_the_daemon_and_their_share(control: Path) -> None:
     assert not mps_daemon_answers()
 
 
-def test_a_daemon_that_runs_is_used_and_stays(control: Path) -> None:
+def test_a_daemon_that_runs_is_used_and_stays_and_time_slices_beside_it_are_refused(control: Path) -> None:
     with gpu_shared(GpuSharing(True)):
         folder = os.environ[PIPE_DIRECTORY]
         with gpu_shared(GpuSharing.parse("mps:50")):
             assert (os.environ[PIPE_DIRECTORY], os.environ[THREADS]) == (folder, "50")
         assert mps_daemon_answers()
-
-
-def test_time_slices_beside_a_daemon_are_refused(control: Path) -> None:
-    with (gpu_shared(GpuSharing(True)), pytest.raises(UserError, match="sharing slices: an MPS daemon runs"),
-          gpu_shared(GpuSharing())):
-        pass
+        with pytest.raises(UserError, match="sharing slices: an MPS daemon runs"), gpu_shared(GpuSharing()):
+            pass
 
 
 def test_without_mps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

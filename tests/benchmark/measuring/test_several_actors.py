@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hase.benchmark.measuring.blocks import Attempt, PlannedBlock, Steadiness
-from hase.benchmark.measuring.driver import Actor, BlockPlan, Driver, Finished, Totals, pending
+from hase.benchmark.measuring.driver import Actor, BlockPlan, Driver, Finished, Totals
 from hase.records.measurement import Background, Block, Journal, Measurement, Status, now
 from hase.utils.errors import UserError
 
@@ -79,11 +79,12 @@ def blocks(names: Iterable[str]) -> list[PlannedBlock[Named]]:
     return [PlannedBlock(name, [Named(name)]) for name in names]
 
 
-def measure(actors: StandIns, plan: BlockPlan[Named], journal: Journal | None = None, attempts: int = 1,
-            may_share: Callable[[PlannedBlock[Named]], bool] = lambda planned: False) -> tuple[Totals[Named], list[Block]]:
+def measure(actors: StandIns, plan: BlockPlan[Named], journal: Journal | None = None,
+            attempts: int = 1) -> tuple[Totals[Named], list[Block]]:
+    """Blocks of a name `gpu…` may be measured while another device of the host measures."""
     journal = journal or Journal()
     driver = Driver[Named](actors, journal, Steadiness(attempts=attempts))
-    shared = [planned._replace(shares_host=may_share(planned)) for planned in plan.shared]
+    shared = [planned._replace(shares_host=planned.key.startswith("gpu")) for planned in plan.shared]
     driver.measure(0.0, None, BlockPlan(plan.own, shared))
     return driver.finish(), journal.blocks
 
@@ -153,28 +154,15 @@ def test_an_unsteady_block_is_measured_again_on_its_machine() -> None:
 
 
 def test_actors_of_one_host_measure_together_only_what_may_share_it() -> None:
-    """Blocks `gpu…` may, others may not: beside such a one, nobody of its host measures. Another host does not matter."""
-    actors = StandIns([A, B, C])
-    _, measured = measure(actors, BlockPlan({}, blocks(["model 1", "gpu 1", "gpu 2", "model 2", "gpu 3", "gpu 4", "model 3"])),
-                          may_share=lambda planned: planned.key.startswith("gpu"))
-    assert sorted(block.key for block in measured) == sorted(
-        ["model 1", "gpu 1", "gpu 2", "model 2", "gpu 3", "gpu 4", "model 3"])
-    shared = 0
+    """Beside another block, nobody of its host measures. Another host does not matter."""
+    actors, names = StandIns([A, B, C]), ["model 1", "gpu 1", "gpu 2", "model 2", "gpu 3", "gpu 4", "model 3"]
+    _, measured = measure(actors, BlockPlan({}, blocks(names)))
+    assert sorted(block.key for block in measured) == sorted(names)
     for moment in actors.together:
         on_host_1 = {actor: [attempt.planned.key for other, attempt in moment if other == actor] for actor in (A, B)}
         if all(on_host_1.values()):
-            shared += 1
             assert all(key.startswith("gpu") for keys in on_host_1.values() for key in keys)
     assert len({block.machine for block in measured}) >= 2
     actors = StandIns([A, B])
-    measure(actors, BlockPlan({}, blocks(["gpu 1", "gpu 2", "gpu 3"])), may_share=lambda planned: True)
+    measure(actors, BlockPlan({}, blocks(["gpu 1", "gpu 2", "gpu 3"])))
     assert {actor for actor, _ in actors.together[0]} == {A, B}
-
-
-def test_a_run_that_ended_early_is_resumed() -> None:
-    journal = Journal()
-    with pytest.raises(UserError):
-        measure(StandIns([A], lost_at={A: 2}), BlockPlan({}, blocks("rstu")), journal)
-    left = pending([Named(name) for name in "rstu"], journal.blocks)
-    measure(StandIns([A, C]), BlockPlan({}, blocks(unit.id for unit in left)), journal)
-    assert {key: len(machines) for key, machines in who_measured(journal.blocks).items()} == dict.fromkeys("rstu", 1)
