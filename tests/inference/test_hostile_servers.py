@@ -26,7 +26,7 @@ from hase.inference.live.prometheus import MAX_ANSWER_MIB, PrometheusConfig, Pro
 from hase.inference.live.prometheus_readings import PrometheusSource
 from hase.utils.errors import UserError
 
-SOON_S = 3.0  # a busy machine needs far more than TIMEOUT_S for 8 MiB
+SOON_S = 5.0  # a busy machine needs far more than TIMEOUT_S for 8 MiB
 DAMAGED = 60  # answers
 
 
@@ -40,15 +40,14 @@ def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_hostile_server_costs_little(scheme: str, name: str, caplog: pytest.LogCaptureFixture) -> None:
     pieces, message = (HOSTILE if scheme == "http" else HOSTILE_TLS)[name]
     with serving(pieces) as url:
-        server = PrometheusServer(PrometheusConfig(url=url.replace("http", scheme, 1), timeout_s=TIMEOUT_S))
+        server = PrometheusServer(PrometheusConfig(url=url.replace("http", scheme, 1),
+                                                   timeout_s=TIMEOUT_S if message == LATE else SOON_S))
         began_s = time.monotonic()
         with pytest.raises(PrometheusError) as raised:
             PrometheusSource(server, [UTIL]).latest()
         assert time.monotonic() - began_s < SOON_S
     text = str(raised.value)
-    assert message in text, text
-    assert text.isprintable()
-    assert len(text) < 2000
+    assert (message in text, text.isprintable(), len(text) < 2000) == (True, True, True), text
     assert not caplog.records  # urllib3 would show tracebacks
 
 
