@@ -203,11 +203,14 @@ def test_another_machine_is_compared_with_records_only(workspace: Workspace, tmp
     assert len(evaluate(copy, [], recorded=True).comparisons) == 2 * 19
 
 
-@pytest.mark.parametrize("options", [
-    [], ["anet_c8.onnx", "--rounds", "0"], ["--recorded", "--config", "inference/config.yaml"], ["--recorded", "--probe"],
-    ["--recorded", "--under-load"], ["anet_c8.onnx", "--metrics", "busy.json", "--under-load"]])
-def test_wrong_usage_is_reported(workspace: Workspace, options: list[str]) -> None:
-    assert shell(workspace, *options).returncode == 2
+@pytest.mark.parametrize(("options", "status"), [
+    ([], 2), (["anet_c8.onnx", "--rounds", "0"], 2), (["--recorded", "--config", "inference/config.yaml"], 2),
+    (["--recorded", "--probe"], 2), (["--recorded", "--under-load"], 2), (["anet_c8.onnx", "--probe"], 1),
+    (["anet_c8.onnx", "--metrics", "busy.json", "--under-load"], 2)])
+def test_wrong_usage_is_reported(workspace: Workspace, options: list[str], status: int) -> None:
+    done = shell(workspace, *options)
+    assert done.returncode == status
+    assert status == 2 or "how a GPU is shared in time slices" in done.stderr
 
 
 def test_recorded_loads_are_separated_by_background(workspace: Workspace, tmp_path: Path) -> None:
@@ -290,12 +293,6 @@ def test_warnings_of_predictions_are_reported_once(tmp_path: Path) -> None:
     assert compared[0].warnings == models[0].with_lookup.warnings
     (of_metrics,) = [names for warning, names in models_by_warning(compared).items() if "metrics do not show" in warning]
     assert (of_metrics, first_and_count(of_metrics)) == (["a", "b"], "a and 1 more")
-
-
-def test_a_probe_needs_a_shared_gpu(workspace: Workspace) -> None:
-    done = shell(workspace, "anet_c8.onnx", "--probe")
-    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
-    assert "how a GPU is shared in time slices" in done.stderr
 
 
 def loads_of(text: str, folder: Path, **more: object) -> EvaluationLoads:

@@ -8,6 +8,7 @@ import json
 import math
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,7 +24,7 @@ from test_merged_decoders import merged_decoder
 from hase.inference.library.predictor import Predictor
 from hase.inference.llm.answers import LlmMemory, LlmPrediction
 from hase.inference.llm.language_model import DecoderStep, decoder_file, language_model
-from hase.inference.llm.memory import largest_batch, times_as_many
+from hase.inference.llm.memory import largest_batch, longest_context, times_as_many
 from hase.inference.llm.predicting import (
     NO_LOOP,
     AnalysedModel,
@@ -333,6 +334,16 @@ def test_the_largest_batch_on_a_cpu_is_the_last_that_fits(folders: Path, predict
                        peak_mib=120)
     assert times_as_many(memory, 2.0, on_cpu, True).peak_mib == 100 + 4 + 2 * 16
     assert [largest_batch(memory, 2, on_cpu, True, room) for room in (104 + 8 * 7.0, 104 + 8 * 7.0 - 0.1, 111)] == [7, 6, 0]
+
+
+@pytest.mark.parametrize("grows_mib", [lambda n: 3.0 * n, lambda n: 0.001 * n * n, lambda n: 3.0 * (n // 64 * 64)])
+def test_the_longest_context_is_found_soon(grows_mib: Callable[[int], float]) -> None:
+    left_mib = mock.Mock(side_effect=lambda tokens: 9000.0 - grows_mib(tokens))
+    longest = longest_context(left_mib, 10, 2**20)
+    assert left_mib.call_count <= 14
+    assert left_mib(longest) >= 0 > left_mib(int(1.01 * longest) + 64)
+    assert longest_context(left_mib, 10, 500) == 500
+    assert longest_context(lambda tokens: -1.0, 10, 500) == 0
 
 
 @pytest.mark.slow
