@@ -60,6 +60,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_arguments(name: str, model: Path) -> None:
+    """Of both functions. A measurement takes several sizes."""
     arguments, message = WRONG[name]
     with pytest.raises(UserError, match=f"^{message}"):
         predict(model, **{"target": TARGET, **arguments})

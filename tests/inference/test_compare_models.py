@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import onnx
 import pytest
-from command import run_script
+from command import printed, run_script
 from conftest import small_model
 
 from hase.inference import Predictor
 from hase.inference.compare.model_differences import OperatorTime, causes
 
 pytestmark = pytest.mark.slow
+
+SCRIPT = "inference/compare_models.py"
 
 
 @pytest.fixture(scope="module")
@@ -31,14 +32,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def shell(*options: str | Path) -> subprocess.CompletedProcess[str]:
-    return run_script("inference/compare_models.py", "--target", "nvidia-h200", "--host-pace", "1", *options)
+def compare(*options: str | Path) -> str:
+    return printed(SCRIPT, "--target", "nvidia-h200", "--host-pace", "1", *options)
 
 
 def compared(*options: str | Path) -> dict[str, Any]:
-    done = shell(*options, "--json")
-    assert done.returncode == 0, done.stderr
-    answer: dict[str, Any] = json.loads(done.stdout)
+    answer: dict[str, Any] = json.loads(compare(*options, "--json"))
     return answer
 
 
@@ -61,13 +60,11 @@ def test_all_rows_add_up_to_the_difference(models: Path) -> None:
         assert row["by_runs_ms"] + row["by_work_ms"] + row["by_rate_ms"] == pytest.approx(row["difference_ms"])
         assert row["share"] == pytest.approx(row["difference_ms"] / answer["difference_ms"])
     assert conv["b"]["flops"] == pytest.approx(64 * conv["a"]["flops"])
-    assert conv["by_runs_ms"] == 0.0
-    assert conv["unit"] == "FLOP"
+    assert (conv["by_runs_ms"], conv["unit"]) == (0.0, "FLOP")
     assert "64 times the FLOPs of a run (+" in conv["explanation"]
     relu = next(row for row in rows if row["operator"] == "Relu")
     assert (relu["unit"], relu["b"]["bytes"]) == ("byte", pytest.approx(64 * relu["a"]["bytes"]))
-    sizes = [abs(row["difference_ms"]) for row in rows]
-    assert sizes == sorted(sizes, reverse=True)
+    assert rows == sorted(rows, key=lambda row: -abs(row["difference_ms"]))
 
 
 def test_an_operator_of_one_model_only(models: Path) -> None:
@@ -84,11 +81,10 @@ def test_an_operator_of_one_model_only(models: Path) -> None:
 
 
 def test_the_answer_begins_with_the_difference(models: Path) -> None:
-    done = shell(models / "open.onnx", models / "open.onnx", "--dim", "batch=1", "--b-dim", "batch=128")
-    assert done.returncode == 0, done.stderr
-    sentences, table = done.stdout.split("\n\n")
+    asked = models / "open.onnx", models / "open.onnx", "--dim", "batch=1", "--b-dim", "batch=128"
+    sentences, table = compare(*asked).split("\n\n")
     first, second, third, fourth = sentences.splitlines()
-    answer = compared(models / "open.onnx", models / "open.onnx", "--dim", "batch=1", "--b-dim", "batch=128")
+    answer = compared(*asked)
     assert first.startswith("A = open@batch=1,dynamic, B = open@batch=128,dynamic: "
                             f"B takes {answer['difference_ms']:.4g} ms longer than A (")
     assert first.endswith("; their intervals do not overlap")
@@ -109,38 +105,33 @@ def test_the_same_model_twice_differs_in_nothing(models: Path) -> None:
     assert (answer["difference_ms"], answer["ratio"], answer["intervals_overlap"]) == (0.0, 1.0, True)
     assert {row["explanation"] for row in answer["operators"]} == {"the same"}
     assert {row["share"] for row in answer["operators"]} == {None}
-    said = shell(models / "fixed.onnx", models / "fixed.onnx").stdout.splitlines()
-    assert said[0] == f"A = fixed, B = fixed: both take {answer['a']['latency_ms']:.4g} ms"
-    assert said[1] == ""
+    said = compare(models / "fixed.onnx", models / "fixed.onnx").splitlines()
+    assert said[:2] == [f"A = fixed, B = fixed: both take {answer['a']['latency_ms']:.4g} ms", ""]
 
 
 def test_a_captured_graph_does_not_wait_for_its_host(models: Path) -> None:
-    said = shell(models / "fixed.onnx", models / "sigmoid.onnx", "--cuda-graph").stdout
+    said = compare(models / "fixed.onnx", models / "sigmoid.onnx", "--cuda-graph")
     assert "the GPU works for " in said
     assert "waits for the host" not in said
 
 
 def test_causes_leave_no_rest() -> None:
     """Twice the runs, of four times the work, at half the time of a FLOP: four times as long in all."""
-    a = OperatorTime(runs=2, time_ms=1.0, flops=100.0)
-    b = OperatorTime(runs=4, time_ms=4.0, flops=800.0)
-    found, of_a_log = causes(a, b, "FLOP"), 3.0 / math.log(4)
+    a, b = OperatorTime(runs=2, time_ms=1.0, flops=100.0), OperatorTime(runs=4, time_ms=4.0, flops=800.0)
+    found = causes(a, b, "FLOP")
     assert (found.runs_ms, found.work_ms, found.rate_ms) == pytest.approx(
-        (of_a_log * math.log(2), of_a_log * math.log(4), of_a_log * math.log(0.5)))
-    assert found.runs_ms + found.work_ms + found.rate_ms == pytest.approx(3.0)
-    assert causes(OperatorTime(), b, "FLOP").runs_ms == 4.0
-    assert causes(a, a, "FLOP").rate_ms == 0.0
+        tuple(3.0 * math.log(times) / math.log(4) for times in (2, 4, 0.5)))
+    assert (causes(OperatorTime(), b, "FLOP").runs_ms, causes(a, a, "FLOP").rate_ms) == (4.0, 0.0)
     unknown = causes(a, OperatorTime(runs=2, time_ms=3.0), "FLOP")
     assert (unknown.work_ms, unknown.rate_ms) == (0.0, pytest.approx(2.0))
 
 
-def test_wrong_models_and_sizes_are_told(models: Path) -> None:
-    for options, code, message in (
-            ((models / "fixed.onnx",), 2, "MODEL"), ((models / "fixed.onnx", models / "none.onnx"), 1, "no such model"),
-            ((models / "fixed.onnx", models / "open.onnx", "--dim", "bacth=2"), 1,
-             "none of the 2 models has a size named bacth"),
-            ((models / "fixed.onnx", models / "open.onnx", "--dim", "batch=1,2"), 1, "takes one size"),
-            ((models / "fixed.onnx", models / "open.onnx"), 1, "batch")):
-        done = shell(*options, "--quiet")
-        assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (code, "", 1), done.stderr
-        assert message in done.stderr
+@pytest.mark.parametrize(("options", "code", "message"), [
+    (["fixed.onnx"], 2, "MODEL"), (["fixed.onnx", "none.onnx"], 1, "no such model"),
+    (["fixed.onnx", "open.onnx"], 1, "batch"), (["fixed.onnx", "open.onnx", "--dim", "batch=1,2"], 1, "takes one size"),
+    (["fixed.onnx", "open.onnx", "--dim", "bacth=2"], 1, "none of the 2 models has a size named bacth")])
+def test_wrong_models_and_sizes_are_told(options: list[str], code: int, message: str, models: Path) -> None:
+    done = run_script(SCRIPT, "--target", "nvidia-h200", "--quiet", *(
+        models / word if word.endswith(".onnx") else word for word in options))
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (code, "", 1), done.stderr
+    assert message in done.stderr
