@@ -11,7 +11,7 @@ from command import printed, run_script
 from trained_workspace import conv_net
 
 from hase.inference import predict
-from hase.inference.evaluation.comparison import Comparison, marks_in_words
+from hase.inference.evaluation.comparison import Comparison, marks_in_words, marks_of
 from hase.inference.evaluation.models import MANIFEST, MadeModel, Manifest
 from hase.inference.prediction.conditions import HostPace
 from hase.utils import files
@@ -58,9 +58,8 @@ def test_listed_models_are_compared_with_latencies_of_a_file(listed: Path) -> No
 @pytest.mark.measuring
 @pytest.mark.slow
 @pytest.mark.usefixtures("canary")
-def test_listed_models_are_measured_here_after_their_kernels(listed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listed_models_are_measured_here_after_their_kernels(listed: Path) -> None:
     """Nothing was learned of this CPU before; each model runs at the sizes that the list gives it."""
-    monkeypatch.setattr("hase.benchmark.measuring.blocks.BUSY_ADMITTED", 1.0)  # a busy machine is not waited for
     rows = json.loads(printed("evaluator.py", "--workspace", listed / "workspace", "--manifest", listed, "--only", "fixed",
                               "open", "--measure-missing", "--rounds", "1", "--budget-s", "0.05", "--json"))["comparisons"]
     assert [(row["model"], row["batch"]) for row in rows] == [("fixed", 1), ("open@batch=4,dynamic", 4)]
@@ -85,6 +84,7 @@ def test_marks_in_words() -> None:
         read: dict[str, Any] = {"error": error, "rough_estimate": rough, "measured_ms": 1.0, "interval_low_ms": 0.9,
                                 "interval_high_ms": high}  # the other fields are not read
         rows.append(Comparison.model_construct(**read))
-    assert marks_in_words(rows) == (
+    assert marks_of([]).mape is None
+    assert marks_in_words(marks_of(rows)) == (
         "1 of 3 predictions are marked as rough estimates; the others err by 15.0% on the mean, 15.0% in the median, 20.0% at "
         "most; 66.7% of the 90 % intervals hold what was measured")

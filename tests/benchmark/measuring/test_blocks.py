@@ -64,6 +64,7 @@ def bench_with(times_ms: Sequence[float], **steadiness: float) -> Bench:
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hase.benchmark.measuring.blocks.PAUSE_S", 0.001)
+    monkeypatch.setattr("hase.benchmark.measuring.blocks.BUSY_ADMITTED", 0.25)  # conftest.py admits more
 
 
 # one block ---------------------------------------------------------------------------------------------------------------
