@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
-from command import printed, run_script
+from command import run_script
 from made_up_dataset import METRIC, NOISE, TARGET, conv, draw_kernels, gemm, relu, true_ms, write_dataset, write_workspace
 
 from hase.learned.kernels import estimators
@@ -26,14 +27,13 @@ from hase.training.kernels.fitting import fit_roofline
 from hase.training.kernels.label_training import HeldOutTimes, choose_predictors, cross_validate, train_label, type_errors
 from hase.training.kernels.training_set import read_training_set
 from hase.utils import files
-from hase.utils.config import read_config
 from hase.utils.errors import UserError
-from hase.utils.paths import ROOT, Workspace
+from hase.utils.paths import Workspace
 
-pytestmark = pytest.mark.slow
-
-QUICK = TrainingConfig(folds=3, threads=1, own_min_kernels=60, xgboost=XgboostSettings(trees=120, learning_rate=0.1, bins=64),
+QUICK = TrainingConfig(folds=3, threads=1, own_min_kernels=60, xgboost=XgboostSettings(trees=80, learning_rate=0.15, bins=64),
                        forest=ForestSettings(trees=10))
+BOTH, FOREST_ONLY = (QUICK.model_copy(update={"estimators": names}) for names in (("xgboost", "random_forest"),
+                                                                                  ("random_forest",)))
 LEVELS = {0.0: 0.0, 0.5: 50.0}
 
 
@@ -68,10 +68,10 @@ def test_a_metric_that_came_late_is_learned_from_once_idle_and_loaded_rows_have_
         rows = read_training_set(workspace, TARGET.name)
         assert rows.metrics == metrics
         assert any(f"under load, has {late}" in entry.getMessage() for entry in caplog.records) == (len(metrics) == 1)
-        errors = {(e.rows_of, e.type): e for e in train_label(rows, "run", QUICK).errors}
-        assert errors["under load", "all"].mape < 0.3
 
 
+
+@pytest.mark.slow
 def test_recovers_the_formula_up_to_its_noise(rows: TrainingSet) -> None:
     trained = train_label(rows, "run", QUICK)
     errors = {(e.rows_of, e.type): e for e in trained.errors}
@@ -81,6 +81,9 @@ def test_recovers_the_formula_up_to_its_noise(rows: TrainingSet) -> None:
     assert everything.mape < everything.roofline_mape / 2
     assert errors["under load", "all"].mape < 0.12
     assert {"Conv", "Relu", "Gemm"} <= {name for _, name in errors}
+    idle = rows.rows(rows.idle)
+    loaded = trained.model.predict_ms(replace(idle.kernels, load=np.full((len(idle), 1), 50.0)))
+    assert np.median(loaded / trained.model.predict_ms(idle.kernels)) == pytest.approx(1.5, rel=0.05)
 
 
 def test_numbers_of_launches_have_no_rows_by_time(rows: TrainingSet) -> None:
@@ -94,14 +97,6 @@ def test_numbers_of_launches_have_no_rows_by_time(rows: TrainingSet) -> None:
 
     assert sets_of("run") == ["idle", "idle, 20 µs and more", "all levels", "under load"]
     assert sets_of(LAUNCHES) == ["idle", "all levels", "under load"]
-
-
-def test_load_makes_kernels_slower(rows: TrainingSet) -> None:
-    model = fitting.fit_kernel_model(rows, "run", {}, QUICK)
-    idle = rows.rows(rows.idle)
-    without = model.predict_ms(idle.kernels)
-    loaded = model.predict_ms(replace(idle.kernels, load=np.full((len(idle), 1), 50.0)))
-    assert np.median(loaded / without) == pytest.approx(1.5, rel=0.05)
 
 
 def test_folds_keep_a_kernel_on_one_side(rows: TrainingSet) -> None:
@@ -123,41 +118,35 @@ def test_cross_validation_does_not_see_the_answer(rows: TrainingSet) -> None:
     assert abs(correlation) < 0.3
 
 
-def test_a_type_gets_its_own_predictor_only_where_that_helps(rows: TrainingSet) -> None:
+@pytest.mark.parametrize(("config", "candidates", "dedicated", "forest", "expected"), [
+    # the shared predictors are off by 1.2; the others by these factors for Conv, Relu and Gemm
+    (QUICK, ["Conv", "Relu"], (1.1, 1.3, 1.3), (1.0, 1.0, 1.0), {"Conv": "Conv"}),
+    (BOTH, ["Conv", "Relu", "Gemm"], (1.1, 1.1, 1.1), (1.05, 1.0999, 1.0999), {"Conv": FOREST, "Relu": "Relu", "Gemm": "Gemm"}),
+    (QUICK, ["Conv"], (1.1, 1.1, 1.1), (1.05, 1.0999, 1.0999), {"Conv": "Conv"}),
+    (FOREST_ONLY, [], (1.1, 1.1, 1.1), (1.05, 1.0999, 1.0999), dict.fromkeys(["Conv", "Gemm", "Relu"], FOREST)),
+    (BOTH, ["Conv"], (np.nan,) * 3, (1.3, 1.25, 1.05), {"Gemm": FOREST, "Relu": FOREST}),  # types with few kernels: all of them
+    (BOTH, ["Conv"], (np.nan,) * 3, (1.3, 1.9, 1.05), {})])  # or none
+def test_a_type_gets_another_predictor_only_where_that_is_clearly_better(
+        rows: TrainingSet, config: TrainingConfig, candidates: list[str], dedicated: tuple[float, ...],
+        forest: tuple[float, ...], expected: dict[str, str]) -> None:
     truth = rows.times_ms["run"]
-    conv_rows = rows.types == "Conv"
-    better = HeldOutTimes(shared_ms=truth * 1.2, dedicated_ms=np.where(conv_rows, truth * 1.1, truth * 1.3), forest_ms=truth,
-                     roofline_ms=truth)
-    assert choose_predictors(rows, "run", better, ["Conv", "Relu"], QUICK) == {"Conv": "Conv"}
+    left_out = HeldOutTimes(shared_ms=truth * 1.2, roofline_ms=truth, **{f"{name}_ms": truth * np.select(
+        [rows.types == kind for kind in ("Conv", "Relu", "Gemm")], factors) for name, factors in (
+            ("dedicated", dedicated), ("forest", forest))})
+    assert choose_predictors(rows, "run", left_out, candidates, config) == expected
 
 
-def test_a_forest_predicts_types_where_it_is_clearly_better(rows: TrainingSet) -> None:
-    truth, conv_rows = rows.times_ms["run"], rows.types == "Conv"
-    left_out = HeldOutTimes(shared_ms=truth * 1.2, dedicated_ms=truth * 1.1, roofline_ms=truth,
-                       forest_ms=truth * np.where(conv_rows, 1.05, 1.0999))
-    both = QUICK.model_copy(update={"estimators": ("xgboost", "random_forest")})
-    assert choose_predictors(rows, "run", left_out, ["Conv", "Relu", "Gemm"], both) == {
-        "Conv": FOREST, "Relu": "Relu", "Gemm": "Gemm"}
-    assert choose_predictors(rows, "run", left_out, ["Conv"], QUICK) == {"Conv": "Conv"}
-    forest = QUICK.model_copy(update={"estimators": ("random_forest",)})
-    assert choose_predictors(rows, "run", left_out, [], forest) == dict.fromkeys(["Conv", "Gemm", "Relu"], FOREST)
+def test_errors_are_those_of_the_chosen_predictors(rows: TrainingSet) -> None:
+    truth = rows.times_ms["run"]
+    left_out = HeldOutTimes(shared_ms=truth * 1.2, dedicated_ms=truth * 1.1, roofline_ms=truth, forest_ms=truth * 1.05)
     errors = type_errors(rows, "run", left_out, {"Conv": FOREST, "Relu": "Relu"}, 0.02)
     assert {e.type: (e.predictor, round(e.mape, 3)) for e in errors if e.rows_of == "idle" and e.type != "all"} == {
         "Conv": (FOREST, 0.05), "Relu": ("Relu", 0.1), "Gemm": (SHARED, 0.2)}
 
 
-def test_types_with_few_kernels_get_the_forest_together(rows: TrainingSet) -> None:
-    truth, relu_rows = rows.times_ms["run"], rows.types == "Relu"
-    both = QUICK.model_copy(update={"estimators": ("xgboost", "random_forest")})
-    for ratio, expected in ((1.25, {"Gemm": FOREST, "Relu": FOREST}), (1.9, {})):  # Gemm: 1.05, clearly better than 1.2
-        left_out = HeldOutTimes(shared_ms=truth * 1.2, dedicated_ms=np.full(len(truth), np.nan), roofline_ms=truth,
-                           forest_ms=truth * np.where(relu_rows, ratio, np.where(rows.types == "Conv", 1.3, 1.05)))
-        assert choose_predictors(rows, "run", left_out, ["Conv"], both) == expected
-
-
+@pytest.mark.slow
 def test_a_forest_that_is_chosen_is_saved(rows: TrainingSet, tmp_path: Path) -> None:
-    config = QUICK.model_copy(update={"estimators": ("random_forest",)})
-    trained = train_label(rows, "run", config)
+    trained = train_label(rows, "run", FOREST_ONLY)
     assert trained.errors[0].mape == trained.errors[0].forest_mape < 0.2
     assert set(trained.model.predictor_of.values()) == {FOREST}
     saved = save_estimator(tmp_path, "run", trained.model)
@@ -177,11 +166,6 @@ def test_a_forest_as_a_booster_predicts_what_scikit_learn_does() -> None:
     unseen[::7, 2] = np.nan
     for read in (matrix, unseen):
         assert from_forest(forest).inplace_predict(read) == pytest.approx(forest.predict(read), abs=1e-3)
-
-
-def test_types_are_numbered_by_speed() -> None:
-    codes = fitting.encode_types(["a", "b", "c", "b"], np.array([0.5, 2.0, -1.0, 3.0]))
-    assert codes == {"c": 0.0, "a": 1.0, "b": 2.0}
 
 
 def test_the_roofline_finds_the_rates_of_the_device() -> None:
@@ -231,11 +215,9 @@ def test_failed_rows_are_named_and_left_out(workspace: Workspace, caplog: pytest
     assert kernels[2].id in caplog.text
 
 
-@pytest.mark.parametrize("column", ["Latency_ms", "run_median_ms", "kernel_time_ms"])
-@pytest.mark.parametrize("value", ["-1.5", "0", "inf"])
+@pytest.mark.parametrize(("column", "value"), [
+    ("Latency_ms", "-1.5"), ("Latency_ms", "nan"), ("run_median_ms", "0"), ("kernel_time_ms", "inf")])
 def test_impossible_times_are_refused(workspace: Workspace, column: str, value: str) -> None:
-    import pandas as pd
-
     write_dataset(workspace, {kernel.id: kernel for kernel in draw_kernels(10)}, {}, {}, LEVELS)
     path = kernel_table_path(workspace.dataset(TARGET.name))
     table = pd.read_csv(path, dtype=str)
@@ -243,12 +225,6 @@ def test_impossible_times_are_refused(workspace: Workspace, column: str, value: 
     table.to_csv(path, index=False)
     note_tables(path.parent)
     with pytest.raises(UserError, match=rf"line 5: {column} is .*positive"):
-        read_training_set(workspace, TARGET.name)
-
-
-def test_nan_times_are_refused(workspace: Workspace) -> None:
-    write_dataset(workspace, {kernel.id: kernel for kernel in draw_kernels(10)}, {}, {}, LEVELS, noise=float("nan"))
-    with pytest.raises(UserError, match="line 2: Latency_ms is nan"):
         read_training_set(workspace, TARGET.name)
 
 
@@ -264,20 +240,13 @@ def test_no_dataset_no_idle_rows_too_few_kernels(workspace: Workspace) -> None:
         train_label(read_training_set(workspace, TARGET.name), "run", QUICK)
 
 
-def test_measured_times_are_the_idle_ones(workspace: Workspace) -> None:
-    kernel = conv()
-    write_dataset(workspace, {kernel.id: kernel}, {}, {}, LEVELS, noise=0.0)
-    times = measured_times(workspace, TARGET.name)
-    assert times == {kernel.id: {"run": pytest.approx(true_ms(kernel)), "kernel_time": pytest.approx(0.9 * true_ms(kernel))}}
-
-
 def test_a_kernel_of_several_machines(workspace: Workspace) -> None:
     """Three machines with known ratios: each has a row, all in one fold. The look-up takes the median, the first one's time."""
-    import pandas as pd
-
     kernels = {kernel.id: kernel for kernel in draw_kernels(12)}
     write_dataset(workspace, kernels, {}, {}, LEVELS, noise=0.0)
     alone = measured_times(workspace, TARGET.name)
+    assert alone == {name: {"run": pytest.approx(true_ms(kernel)), "kernel_time": pytest.approx(0.9 * true_ms(kernel))}
+                     for name, kernel in kernels.items()}  # the idle ones
     path = kernel_table_path(workspace.dataset(TARGET.name))
     table, times = pd.read_csv(path), ["Latency_ms", "run_median_ms", "kernel_time_ms"]
     further = [table.assign(Machine=name, **{column: table[column] * ratio for column in times})
@@ -292,52 +261,30 @@ def test_a_kernel_of_several_machines(workspace: Workspace) -> None:
     assert {name: looked_up[name]["run"] for name in kernels} == pytest.approx({name: alone[name]["run"] for name in kernels})
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("fold: 5", r"fold: unknown key; did you mean folds\?"), ("folds: 1", "folds: .*greater than or equal to 2"),
-    ("xgboost: {trees: many}", "xgboost.trees: .*integer"), ("xgboost: {objective: guess}", "squarederror"),
-])
-def test_bad_settings_are_reported(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(text)
-    with pytest.raises(UserError, match=message):
-        read_config(path, TrainingConfig)
-
-
-def test_the_shipped_settings_are_valid() -> None:
-    assert read_config(ROOT / "training" / "config.yaml", TrainingConfig).folds >= 4
-
-
-def test_the_command(workspace: Workspace) -> None:
+@pytest.mark.slow
+def test_the_command_trains_once_for_the_same_rows(workspace: Workspace) -> None:
     write_workspace(workspace, sampled=60)
     settings = workspace.root / "quick.yaml"
     settings.write_text("folds: 2\nthreads: 1\nxgboost: {trees: 20}\nforest: {trees: 3}\n")
-    command = ("training/train_kernel_model.py", "--workspace", workspace.root, "--config", settings)
-    shown = printed(*command)
-    assert shown.splitlines()[0].split("\t")[:4] == ["batch", "channels", "height", "width"]
-    assert "type_code" in shown
-    assert f"{METRIC}" in shown
-    assert "forest_MAPE_%" in shown
-    last = shown.splitlines()[-1]
+
+    def ran(*options: str) -> subprocess.CompletedProcess[str]:
+        done = run_script("training/train_kernel_model.py", "--workspace", workspace.root, "--config", settings, *options)
+        assert done.returncode == 0, done.stderr
+        return done
+
+    first = ran()
+    assert "saved" in first.stderr
+    assert first.stdout.splitlines()[0].split("\t")[:4] == ["batch", "channels", "height", "width"]
+    assert all(column in first.stdout for column in ("type_code", METRIC, "forest_MAPE_%"))
+    last = first.stdout.splitlines()[-1]
     assert re.fullmatch(r"kernel_time: MAPE of all 152 kernels, each held out: \d+\.\d %; worst by type: "
                         r"(Conv|Gemm|Relu) \d+\.\d % \(\d+ kernels\)", last), last
-    report = json.loads(printed(*command, "--json"))
-    assert report[0]["target"] == TARGET.name
-    assert report[0]["errors"]["run"][0]["mape"] > 0
-
-
-def test_a_second_training_on_the_same_rows_is_kept(workspace: Workspace) -> None:
-    write_workspace(workspace)
-    config = workspace.root / "training.yaml"
-    config.write_text("folds: 3\nthreads: 1\nxgboost: {trees: 20}\nforest: {trees: 3}\n")
-    command = ("training/train_kernel_model.py", "--workspace", workspace.root, "--config", config)
-
-    def messages(*more: str) -> str:
-        done = run_script(*command, *more)
-        assert done.returncode == 0
-        return done.stderr
-
-    assert "saved" in messages()
-    assert "nothing changed since" in messages()
-    assert "saved" in messages("--force")
-    config.write_text(config.read_text().replace("trees: 20", "trees: 25"))
-    assert "saved" in messages()
+    again = ran("--json")
+    assert "nothing changed since" in again.stderr
+    (report,) = json.loads(again.stdout)
+    assert report["target"] == TARGET.name
+    assert report["errors"]["run"][0]["mape"] > 0
+    assert "saved" in ran("--force").stderr
+    assert "saved" in ran("--set", "xgboost.trees=25").stderr
+    refused = run_script("training/train_kernel_model.py", "--workspace", workspace.root, "--set", "fold=5")
+    assert "fold: unknown key; did you mean folds?" in refused.stderr

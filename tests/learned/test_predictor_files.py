@@ -5,8 +5,9 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
-import json
+import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -18,39 +19,38 @@ from typing import Any
 import numpy as np
 import pytest
 import xgboost
-from made_up_dataset import METRIC, TARGET, conv, draw_kernels, gemm, relu, tensor, true_ms, write_workspace
+from conftest import Once
+from made_up_dataset import METRIC, TARGET, conv, draw_kernels, gemm, relu, tensor, train_workspace, true_ms
 
 from hase.kernel_model.sampling.free_shapes.layers import recurrent_layer
 from hase.learned import target_files
 from hase.learned.kernels import estimators, sidecar
 from hase.learned.kernels import predictors as predictors_module
-from hase.learned.kernels.interface import ForestSettings, TrainingConfig, XgboostSettings
+from hase.learned.kernels.interface import XgboostSettings
 from hase.learned.kernels.measured import MeasuredTimes
-from hase.learned.kernels.predictors import as_label_has_it, read_predictors, whole_launches
+from hase.learned.kernels.predictors import Predictors, as_label_has_it, read_predictors, whole_launches
 from hase.learned.kernels.saved_form import LEAF_STEP, SavedBoosters, as_arrays, from_arrays
+from hase.records.dataset_files import read_kernels
 from hase.records.kernel_record import Kernel, Tensor
 from hase.records.kernel_types import describe_kernel
 from hase.records.measurement import GPU_LABEL, LAUNCHES
 from hase.training.kernels import fitting
-from hase.training.kernels.label_training import train_label
 from hase.training.kernels.training_set import read_training_set
-from hase.training.train_kernel_model import save
 from hase.utils import files
 from hase.utils.errors import UserError
 from hase.utils.paths import ROOT, SHIPPED, Workspace
 
-QUICK = TrainingConfig(
-    folds=2, threads=1, own_min_kernels=40, xgboost=XgboostSettings(trees=150, learning_rate=0.1, bins=64),
-    forest=ForestSettings(trees=3))
+H200 = SHIPPED / "nvidia-h200-cuda-ort1.31-all"
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    workspace = Workspace(tmp_path_factory.mktemp("predictors"))
-    write_workspace(workspace, held_out=("cnet",))
-    rows = read_training_set(workspace, TARGET.name)
-    save(workspace, rows, [train_label(rows, label, QUICK) for label in rows.times_ms], QUICK)
-    return workspace
+def trained(once: Once) -> Workspace:
+    return Workspace(once("made_up_predictors", train_workspace))
+
+
+@pytest.fixture(scope="module")
+def predictors(trained: Workspace) -> Predictors:
+    return read_predictors(trained.predictors(TARGET.name))
 
 
 @pytest.fixture
@@ -59,26 +59,27 @@ def folder(trained: Workspace, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained.predictors(TARGET.name), tmp_path / "copy"))
 
 
-def measured_kernels(workspace: Workspace) -> list[Kernel]:
-    from hase.records.dataset_files import read_kernels
-
-    return [described.kernel for described in read_kernels(workspace.dataset(TARGET.name))
-            if not all(name.startswith("cnet") for name in described.models)]
+@pytest.fixture(scope="module")
+def measured(trained: Workspace) -> list[Kernel]:
+    """Five kernels that training saw."""
+    described = read_kernels(trained.dataset(TARGET.name))
+    return [entry.kernel for entry in described if not all(name.startswith("secretnet") for name in entry.models)][:5]
 
 
 NEW = [conv(channels=40, side=20, out=56), conv(channels=20, side=24, out=40, window=5), relu(channels=40, side=20),
        gemm(rows=3, depth=300, columns=200)]
 
 
-def test_predicts_new_kernels(trained: Workspace) -> None:
-    times = read_predictors(trained.predictors(TARGET.name)).predict(NEW, {})
-    assert times.provenance == ["predicted"] * len(NEW)
-    assert times.latency_ms == pytest.approx([true_ms(kernel) for kernel in NEW], rel=0.3)
+def test_new_kernels_and_unknown_types_are_predicted(predictors: Predictors) -> None:
+    x = tensor(1, 64, 32, 32)
+    unknown = describe_kernel("NobodyKnows", "org.example", 1, {}, [x], [Tensor(dtype="float32", shape=x.shape)])
+    times = predictors.predict([unknown, *NEW], {})
+    assert times.provenance == ["estimated", *["predicted"] * len(NEW)]
+    assert times.latency_ms[1:] == pytest.approx([true_ms(kernel) for kernel in NEW], rel=0.3)
+    assert times.latency_ms[0] == pytest.approx(true_ms(unknown), rel=1.0)
 
 
-def test_looks_measured_times_up_unless_strict_or_under_load(trained: Workspace) -> None:
-    predictors = read_predictors(trained.predictors(TARGET.name))
-    measured = measured_kernels(trained)[:5]
+def test_measured_times_are_looked_up_unless_strict_or_under_load(predictors: Predictors, measured: list[Kernel]) -> None:
     looked_up = predictors.predict(measured, {}, "run")
     assert looked_up.provenance == ["measured"] * 5
     assert looked_up.latency_ms == [predictors.measured[kernel.id]["run"] for kernel in measured]
@@ -88,8 +89,7 @@ def test_looks_measured_times_up_unless_strict_or_under_load(trained: Workspace)
     assert loaded.latency_ms == pytest.approx([1.5 * true_ms(kernel) for kernel in measured], rel=0.3)
 
 
-def test_labels_differ(trained: Workspace) -> None:
-    predictors = read_predictors(trained.predictors(TARGET.name))
+def test_labels_differ(predictors: Predictors) -> None:
     assert predictors.labels == ("run", "kernel_time")
     run, inside = (sum(predictors.predict(NEW, {}, label).latency_ms) for label in predictors.labels)
     assert inside / run == pytest.approx(0.9, rel=0.05)
@@ -97,10 +97,8 @@ def test_labels_differ(trained: Workspace) -> None:
         predictors.predict(NEW, {}, "gpu")
 
 
-def test_order_and_repeats(trained: Workspace) -> None:
-    predictors = read_predictors(trained.predictors(TARGET.name))
-    measured = measured_kernels(trained)[0]
-    mixed = [NEW[1], measured, NEW[0], NEW[1]]
+def test_order_and_repeats(trained: Workspace, predictors: Predictors, measured: list[Kernel]) -> None:
+    mixed = [NEW[1], measured[0], NEW[0], NEW[1]]
     times = predictors.predict(mixed, {})
     assert times.provenance == ["predicted", "measured", "predicted", "predicted"]
     assert times.latency_ms[0] == times.latency_ms[3]
@@ -136,42 +134,25 @@ def test_predicted_times_are_kept_in_the_users_cache(folder: Path, tmp_path: Pat
         other.predict(NEW, {}, "run")
 
 
-def test_a_type_without_predictor_falls_back_and_is_not_dropped(trained: Workspace) -> None:
-    x = tensor(1, 64, 32, 32)
-    unknown = describe_kernel("NobodyKnows", "org.example", 1, {}, [x], [Tensor(dtype="float32", shape=x.shape)])
-    times = read_predictors(trained.predictors(TARGET.name)).predict([unknown, NEW[0]], {})
-    assert times.provenance == ["estimated", "predicted"]
-    assert times.latency_ms[0] == pytest.approx(true_ms(unknown), rel=1.0)
-
-
-def test_load_must_be_complete(trained: Workspace, caplog: pytest.LogCaptureFixture) -> None:
-    predictors = read_predictors(trained.predictors(TARGET.name))
-    with pytest.raises(UserError, match=f"lacks {METRIC}"):
-        predictors.predict(NEW, {"SOMETHING": 1.0})
-    with pytest.raises(UserError, match=f"lacks {METRIC}"):
-        predictors.predict(NEW, {METRIC: float("nan")})
+def test_a_load_must_be_complete_and_not_for_predictors_of_an_idle_device(
+        predictors: Predictors, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for load in ({"SOMETHING": 1.0}, {METRIC: float("nan")}):
+        with pytest.raises(UserError, match=f"lacks {METRIC}"):
+            predictors.predict(NEW, load)
     predictors.predict(NEW, {METRIC: 400.0})
     assert "beyond what was measured" in caplog.text
-
-
-def test_predictors_of_an_idle_device_refuse_a_load(workspace: Workspace) -> None:
-    write_workspace(workspace, levels={0.0: 0.0}, sampled=20)
-    rows = read_training_set(workspace, TARGET.name)
-    save(workspace, rows, [train_label(rows, "run", QUICK)], QUICK)
+    sidecar.write_sidecar(folder, predictors.sidecar.model_copy(update={"loaded_rows": 0}))
     with pytest.raises(UserError, match="idle device only"):
-        read_predictors(workspace.predictors(TARGET.name)).predict(NEW, {METRIC: 30.0})
+        read_predictors(folder).predict(NEW, {METRIC: 30.0})
 
 
-def test_the_sidecar_describes_the_predictors(trained: Workspace) -> None:
-    sidecar = read_predictors(trained.predictors(TARGET.name)).sidecar
-    assert sidecar.target == TARGET
-    assert sidecar.dataset_sha256 == files.sha256(trained.dataset(TARGET.name) / "kernel_latency.csv")
-    assert sidecar.dtypes == ("float32",)
-    assert sidecar.held_out == ("cnet",)
-    assert sidecar.metrics == (METRIC,)
-    assert sidecar.idle_load[METRIC] == pytest.approx(0, abs=0.5)
-    assert sidecar.packages["xgboost"]
-    assert sidecar.labels["run"].errors[0].mape < 0.06
+def test_the_sidecar_describes_the_predictors(trained: Workspace, predictors: Predictors) -> None:
+    about = predictors.sidecar
+    assert (about.target, about.dtypes, about.held_out, about.metrics) == (TARGET, ("float32",), ("secretnet",), (METRIC,))
+    assert about.dataset_sha256 == files.sha256(trained.dataset(TARGET.name) / "kernel_latency.csv")
+    assert about.idle_load[METRIC] == pytest.approx(0, abs=0.5)
+    assert about.packages["xgboost"]
+    assert about.labels["run"].errors[0].mape < 0.15
 
 
 @pytest.mark.parametrize("pattern", ["run-*.npz", "kernel_time-*.npz", "measured-*.json.gz"])
@@ -186,7 +167,7 @@ def test_one_changed_byte_is_noticed(folder: Path, pattern: str) -> None:
         assert read_predictors(folder).predict(NEW, {}, "run").provenance == ["predicted"] * len(NEW)
 
 
-def test_a_truncated_or_missing_file_is_noticed(folder: Path) -> None:
+def test_a_cut_or_missing_file_is_noticed(folder: Path, tmp_path: Path) -> None:
     path = next(folder.glob("run-*.npz"))
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(UserError, match="damaged"):
@@ -194,14 +175,8 @@ def test_a_truncated_or_missing_file_is_noticed(folder: Path) -> None:
     path.unlink()
     with pytest.raises(UserError, match="missing"):
         read_predictors(folder)
-
-
-def plant(folder: Path, data: bytes) -> None:
-    """Puts `data` in the place of a predictor, with a sidecar that vouches for it."""
-    sidecar = json.loads(target_files.PREDICTORS.path(folder).read_text())
-    (folder / sidecar["labels"]["run"]["file"]).write_bytes(data)
-    sidecar["labels"]["run"]["sha256"] = hashlib.sha256(data).hexdigest()
-    files.write_json(target_files.PREDICTORS.path(folder), files.with_digest(sidecar))
+    with pytest.raises(UserError, match=r"no predictors.*train_kernel_model"):
+        read_predictors(tmp_path)
 
 
 class _Attack:
@@ -209,34 +184,25 @@ class _Attack:
         self.path = path
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
-        import os
-
         return os.system, (f"touch {self.path}",)
 
 
-def test_a_pickle_in_an_array_is_refused(folder: Path) -> None:
-    trace, data = folder / "was_here", io.BytesIO()
+def test_a_foreign_file_in_the_place_of_boosters_is_refused(folder: Path) -> None:
+    """The sidecar vouches for it. Not even a pickle in an array runs."""
+    trace, with_pickle, without = folder / "was_here", io.BytesIO(), io.BytesIO()
     (name, *_) = np.load(next(folder.glob("run-*.npz"))).files
-    np.savez(data, allow_pickle=True, **{name: np.array([_Attack(trace)])})
-    plant(folder, data.getvalue())
-    with pytest.raises(UserError, match=r"booster .* is damaged.*train again"):
-        read_predictors(folder).predict(NEW, {}, "run")
-    assert not trace.exists()
-
-
-@pytest.mark.parametrize("data", [b"not an archive", pickle.dumps({"shared": [1, 2]})])
-def test_a_file_of_something_else_is_refused(folder: Path, data: bytes) -> None:
-    plant(folder, data)
-    with pytest.raises(UserError, match=r"can't read what it saved.*train again"):
-        read_predictors(folder).predict(NEW, {}, "run")
-
-
-def test_an_archive_without_the_boosters_is_refused(folder: Path) -> None:
-    data = io.BytesIO()
-    np.savez(data, nothing=np.zeros(1))
-    plant(folder, data.getvalue())
-    with pytest.raises(UserError, match=r"booster shared is damaged.*train again"):
-        read_predictors(folder).predict(NEW, {}, "run")
+    np.savez(with_pickle, allow_pickle=True, **{name: np.array([_Attack(trace)])})
+    np.savez(without, nothing=np.zeros(1))
+    about = sidecar.read_sidecar(folder)
+    for data, message in ((b"not an archive", "can't read what it saved"),
+                          (pickle.dumps(_Attack(trace)), "can't read what it saved"),
+                          (without.getvalue(), "booster .* is damaged"), (with_pickle.getvalue(), "booster .* is damaged")):
+        (folder / str(about.labels["run"].file)).write_bytes(data)
+        of_run = about.labels["run"].model_copy(update={"sha256": hashlib.sha256(data).hexdigest()})
+        sidecar.write_sidecar(folder, about.model_copy(update={"labels": {**about.labels, "run": of_run}}))
+        with pytest.raises(UserError, match=rf"{message}.*train again"):
+            read_predictors(folder).predict(NEW, {}, "run")
+        assert not trace.exists()
 
 
 @pytest.mark.parametrize(("change", "message"), [
@@ -246,8 +212,7 @@ def test_an_archive_without_the_boosters_is_refused(folder: Path) -> None:
     ({"feature_range": [[0.0, 1.0]]}, "damaged at feature_range: it has 1 features"),
     ({"idle_load": {METRIC: float("nan")}}, rf"damaged at idle_load\.{METRIC}: .*finite"),
     ({"load_range": {}}, "idle_load and load_range are not of the metrics"),
-    *(({"metrics": [name], "idle_load": {name: 0.0}, "load_range": {name: [0.0, 1.0]}}, r"damaged at metrics\.0: .*the name")
-      for name in ("", "a/b", "a\1b")),
+    ({"metrics": ["a/b"], "idle_load": {"a/b": 0.0}, "load_range": {"a/b": [0.0, 1.0]}}, r"damaged at metrics\.0: .*the name"),
 ])
 def test_foreign_sidecars_are_refused(folder: Path, change: dict[str, object], message: str) -> None:
     path = target_files.PREDICTORS.path(folder)
@@ -257,9 +222,9 @@ def test_foreign_sidecars_are_refused(folder: Path, change: dict[str, object], m
 
 
 @pytest.mark.parametrize("value", ["NaN", "1e400", "null", "[0.5]", "-1", '"fast"', "1e13"])
-def test_a_measured_time_that_is_none_is_refused(folder: Path, trained: Workspace, value: str) -> None:
+def test_a_measured_time_that_is_none_is_refused(folder: Path, measured: list[Kernel], value: str) -> None:
     """Its file says so itself: the sidecar vouches for it."""
-    kernel = measured_kernels(trained)[0]
+    kernel = measured[0]
     about = sidecar.read_sidecar(folder)
     times = sidecar.read_measured(folder, about)[kernel.id]
     text = gzip.decompress((folder / about.measured).read_bytes())
@@ -268,16 +233,14 @@ def test_a_measured_time_that_is_none_is_refused(folder: Path, trained: Workspac
     data = gzip.compress(text.replace(old, new.replace(b"-0.125", value.encode())))
     (folder / about.measured).write_bytes(data)
     sidecar.write_sidecar(folder, about.model_copy(update={"measured_sha256": hashlib.sha256(data).hexdigest()}))
-    predictors = read_predictors(folder)
-    with pytest.raises(UserError, match=rf"{about.measured}: damaged at {kernel.id}\.run: .*train again"):
-        predictors.predict([kernel], {}, "run")
-    with pytest.raises(UserError, match=rf"{about.measured}: damaged at {kernel.id}\.run: .*train again"):
-        sidecar.renew_measured(folder, {})
+    for read in (lambda: read_predictors(folder).predict([kernel], {}, "run"), lambda: sidecar.renew_measured(folder, {})):
+        with pytest.raises(UserError, match=rf"{about.measured}: damaged at {kernel.id}\.run: .*train again"):
+            read()
 
 
-def test_trees_in_a_circle_are_refused(trained: Workspace) -> None:
+def test_trees_in_a_circle_are_refused(predictors: Predictors) -> None:
     """XGBoost would crash or never end."""
-    model = read_predictors(trained.predictors(TARGET.name)).kernel_model("run")
+    model = predictors.kernel_model("run")
     assert isinstance(model, estimators.KernelModel)
     numbers, arrays = as_arrays(model.boosters["shared"])
     odd_leaves = arrays["is_leaf"].copy()
@@ -287,50 +250,38 @@ def test_trees_in_a_circle_are_refused(trained: Workspace) -> None:
             from_arrays(numbers, arrays | changed)
 
 
-def test_no_predictors(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no predictors.*train_kernel_model"):
-        read_predictors(tmp_path)
+def about_of(about: sidecar.Sidecar) -> dict[str, Any]:
+    """What `save_predictors` does not find out itself."""
+    return {name: getattr(about, name) for name in sidecar.Sidecar.model_fields
+            if name not in ("version", "packages", "measured", "measured_sha256", "labels", "doubt")}
 
 
-def test_training_again_replaces_the_files_and_a_full_disk_keeps_the_old(
-        trained: Workspace, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    predictors = read_predictors(folder)
-    about = {name: getattr(predictors.sidecar, name) for name in (
-        "target", "created", "dataset_sha256", "metrics", "idle_load", "load_range", "loaded_rows", "dtypes", "held_out",
-        "config", "machines", "feature_range")}
-    models = {"run": predictors.kernel_model("kernel_time")}
-    before = predictors.predict(NEW, {}, "run").latency_ms
+def test_a_full_disk_keeps_the_old_predictors(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = read_predictors(folder)
+    before = known.predict(NEW, {}, "run").latency_ms
 
     def full(path: Path, data: bytes) -> None:
         raise OSError(28, "No space left on device", str(path))
 
-    with monkeypatch.context() as patched:
-        patched.setattr(sidecar.files, "write_json", full)  # a test can't really fill the disk
-        with pytest.raises(OSError, match="No space"):
-            sidecar.save_predictors(folder, models, {"run": ()}, {}, about)
+    monkeypatch.setattr(sidecar.files, "write_json", full)  # a test can't really fill the disk
+    with pytest.raises(OSError, match="No space"):
+        sidecar.save_predictors(folder, {"run": known.kernel_model("kernel_time")}, {"run": ()}, {}, about_of(known.sidecar))
     assert read_predictors(folder).predict(NEW, {}, "run").latency_ms == before
-    sidecar.save_predictors(folder, models, {"run": ()}, {}, about)
-    assert sorted(path.name for path in folder.glob("*.json")) == [
-        target_files.PREDICTORS.name, target_files.UNCERTAINTY.name]
-    sidecar.write_sidecar(folder, read_predictors(folder).sidecar)  # which names the same files: those of the old one go
-    assert sorted(path.suffix for path in folder.iterdir() if path.suffix != ".json") == [".gz", ".npz"]
-    assert read_predictors(folder).predict(NEW, {}, "run").latency_ms == predictors.predict(NEW, {}, "kernel_time").latency_ms
 
 
 def test_predictors_that_were_read_predict_while_new_ones_are_saved(folder: Path, tmp_path: Path) -> None:
-    """Their boosters are read only at the first prediction, when the sidecar is already another one."""
+    """Boosters are read only at the first prediction, when the sidecar is already another one. Its files go with the next."""
     known, reading = read_predictors(folder), read_predictors(folder)
-    before = known.predict(NEW, {}, "run").latency_ms
-    about = {name: getattr(known.sidecar, name) for name in sidecar.Sidecar.model_fields
-             if name not in ("version", "packages", "measured", "measured_sha256", "labels", "doubt")}
-    sidecar.save_predictors(folder, {"kernel_time": known.kernel_model("kernel_time")}, {"kernel_time": ()}, {}, about)
+    before, inside = (known.predict(NEW, {}, label).latency_ms for label in known.labels)
+    sidecar.save_predictors(folder, {"run": known.kernel_model("kernel_time")}, {"run": ()}, {}, about_of(known.sidecar))
     assert reading.predict(NEW, {}, "run").latency_ms == before
+    assert read_predictors(folder).predict(NEW, {}, "run").latency_ms == inside
     new = read_predictors(folder).sidecar
     sidecar.copy_predictors(folder, tmp_path / "another")
     sidecar.write_sidecar(folder, new)
     for kept in (tmp_path / "another", folder):
-        assert {path.name for path in (*kept.glob("*.npz"), *kept.glob("*.gz"))} == {
-            new.measured, new.labels["kernel_time"].file}
+        assert {path.name for path in (*kept.glob("*.npz"), *kept.glob("*.gz"))} == {new.measured, new.labels["run"].file}
+        assert {path.name for path in kept.glob("*.json")} == {target_files.PREDICTORS.name, target_files.UNCERTAINTY.name}
 
 
 def test_only_the_look_up_is_renewed(folder: Path) -> None:
@@ -390,11 +341,10 @@ def test_a_models_kernels_are_predicted_together(folder: Path, monkeypatch: pyte
 
 def test_a_saved_booster_predicts_the_same_as_the_trained_one(trained: Workspace) -> None:
     """Every row reaches the same leaf, also where a feature is missing; the leaves are rounded."""
-    rows = read_training_set(trained, TARGET.name)
-    problem = fitting.learning_problem(rows, "run")
+    problem = fitting.learning_problem(read_training_set(trained, TARGET.name), "run")
     matrix = problem.matrix.copy()
     matrix[::7, ::5] = np.nan
-    booster = fitting.train_booster(matrix, problem.log_ratios, QUICK.booster("run"), seed=3)
+    booster = fitting.train_booster(matrix, problem.log_ratios, XgboostSettings(trees=150, learning_rate=0.1, bins=64), seed=3)
     numbers, arrays = as_arrays(booster)
     assert "missing_left" in arrays
     saved = from_arrays(numbers, arrays)
@@ -418,7 +368,7 @@ def test_a_booster_that_can_not_be_saved_is_an_error(parameters: dict[str, Any])
 
 
 def test_only_the_boosters_that_a_prediction_needs_are_read() -> None:
-    predictors = read_predictors(SHIPPED / "nvidia-h200-cuda-ort1.31-all")
+    predictors = read_predictors(H200)
     model = predictors.kernel_model("gpu")
     assert isinstance(model, estimators.KernelModel)
     boosters = model.boosters
@@ -436,15 +386,15 @@ def test_measured_times_are_looked_up_one_by_one() -> None:
     assert MeasuredTimes(MeasuredTimes.text({})) == {}
 
 
+@pytest.mark.slow
 def test_a_command_ends_without_messages_of_its_boosters(tmp_path: Path) -> None:
     """Boosters were once destroyed after XGBoost's library, with a traceback for each on stderr."""
     with tarfile.open(ROOT / "recipes/same_predictions/records.tar.xz") as archive:
         archive.extract("records/cuda/bert_mask_static.json", tmp_path, filter="data")
-    path = tmp_path / "records" / "cuda" / "bert_mask_static.json"
-    done = subprocess.run([sys.executable, "inference/predict_model_latency.py", "--model", path, "--target", "nvidia-h200",
-                           "--host-pace", "1.1", "--workspace", tmp_path], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "Booster" not in done.stderr
-    assert "Traceback" not in done.stderr
+    done = subprocess.run([sys.executable, "inference/predict_model_latency.py", "--model",
+                           tmp_path / "records/cuda/bert_mask_static.json", "--target", "nvidia-h200", "--host-pace", "1.1",
+                           "--workspace", tmp_path], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not re.search("Booster|Traceback", done.stderr)
 
 
 def test_long_recurrent_layers_launch_as_many_kernels_in_each_step() -> None:
@@ -457,5 +407,5 @@ def test_long_recurrent_layers_launch_as_many_kernels_in_each_step() -> None:
     assert whole_launches(both, 199.6) == 2 * 100 + 3
     assert whole_launches(short, 20.4) == 20.4
     assert as_label_has_it(forward, GPU_LABEL, 0.34) == 0.34
-    predictors = read_predictors(SHIPPED / "nvidia-h200-cuda-ort1.31-all")
+    predictors = read_predictors(H200)
     assert predictors.predict([forward], {}, LAUNCHES, strict=True).latency_ms[0] in (103.0, 153.0)
