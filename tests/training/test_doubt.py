@@ -23,7 +23,7 @@ from hase.utils.paths import Workspace
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> TrainingSet:
     workspace = Workspace(tmp_path_factory.mktemp("doubt"))
-    write_dataset(workspace, {kernel.id: kernel for kernel in draw_kernels(500)}, {}, {}, {0.0: 0.0})
+    write_dataset(workspace, {kernel.id: kernel for kernel in draw_kernels(400)}, {}, {}, {0.0: 0.0})
     made = read_training_set(workspace, TARGET.name)
     return replace(made, times_ms={GPU_LABEL: made.times_ms["run"]})
 
