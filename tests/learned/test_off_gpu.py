@@ -105,7 +105,7 @@ def test_a_node_of_the_cpu_adds_its_copies_and_its_own_guessed_time() -> None:
     assert (gpu.estimated_operators, mixed.estimated_operators) == ((), ("MeanVarianceNormalization",))
     assert mixed.rough_estimate
     assert any("MeanVarianceNormalization: run on the CPU in a CUDA session" in text for text in mixed.warnings)
-    assert mixed.interval_ms[1] / mixed.latency_ms > 0.5 * HOST_RANGE[1]
+    assert mixed.interval_ms[1] / mixed.latency_ms > 0.4 * HOST_RANGE[1]
     spans = [event for event in trace_of(run)["traceEvents"] if event["ph"] == "X"]
     last = max(event["ts"] + event["dur"] for event in spans) / 1000 - min(event["ts"] for event in spans) / 1000
     assert last == pytest.approx(mixed.latency_ms, rel=0.05)
@@ -161,7 +161,7 @@ def with_host(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
         ["recipes/h200/host_kernels.py", "--workspace", workspace.root, "--into", host.root],
         ["kernel_model/kernel_builder.py", "--workspace", host.root],
         ["benchmark/collector.py", "--workspace", host.root, "--config", "recipes/h200/collect_host_kernels.yaml",
-         "--set", "window_s=0.02", "--set", "kernel.budget_s=0.02", "--set", "attempts=1", "--set", "patience_s=0"],
+         "--set", "kernel.budget_s=0.02", "--set", "attempts=1", "--set", "patience_s=0"],
         ["training/train_kernel_model.py", "--workspace", host.root, "--config", workspace.root / "training.yaml"],
         ["training/fit_host.py", "--workspace", workspace.root, "--host", host.root])
     with pytest.MonkeyPatch.context() as patch:
