@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tarfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,12 +30,11 @@ from hase.learned.composition.cuda_nodes import (
     selects_in_rows,
 )
 from hase.learned.composition.fitted import read_composition
-from hase.learned.composition.host_side import DEFAULT_COSTS, CopyCurve, HostSide, read_host_side
-from hase.learned.default_predictors import shipped_costs
+from hase.learned.composition.host_side import CopyCurve, HostSide, read_host_side
 from hase.learned.kernels.measured import measured_times
 from hase.learned.kernels.sidecar import copy_predictors
 from hase.ort_analysis.graph.analysis import analyze
-from hase.records.dataset_files import CopyTimes, MeasuredCopies, WaitTimes, copies_path, read_copies
+from hase.records.dataset_files import CopyTimes, MeasuredCopies, WaitTimes, copies_path
 from hase.records.kernel_record import Kernel, KernelInput, ModelRecord, Tensor
 from hase.records.kernel_record_files import record_path
 from hase.records.kernel_types import describe_kernel
@@ -47,7 +44,7 @@ from hase.training.composition.host_fit import GPU_NODE_MS, HOST_NODE_MS, Step, 
 from hase.training.composition.measured_models import MeasuredModel, tracks
 from hase.utils import files
 from hase.utils.fingerprint import machine
-from hase.utils.paths import ROOT, SHIPPED, Workspace
+from hase.utils.paths import SHIPPED, Workspace
 
 TARGET = "nvidia-h200"
 COSTS = PipelineCosts(node_ms=0.002, view_ms=0.001, launch_ms=0.004, start_ms=0.03, gap_ms=0.001, lead_ms=-0.003, end_ms=0.005)
@@ -279,21 +276,6 @@ def test_a_loop_waits_only_where_its_body_makes_the_condition_on_the_gpu() -> No
     free, reading = looping(False), looping(True)
     assert [len(reading_loops(record)) for record in (free, reading)] == [0, 1]
     assert predicted(reading).latency_ms - predicted(free).latency_ms > 12 * CONDITION_MS
-
-
-def test_the_copies_of_the_h200_are_read_and_fitted(tmp_path: Path) -> None:
-    """From 1 to 16 MiB it copies at least 30 GB/s to the host, and 9 to 14 GB/s to the GPU."""
-    with tarfile.open(ROOT / "recipes" / "h200" / "host-nvidia-h200.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    [dataset] = (tmp_path / "benchmark" / "dataset").iterdir()
-    measured = read_copies(dataset)
-    assert measured is not None
-    costs = fit_copies(measured, lambda wait: None, shipped_costs())
-    assert costs.wait_ms == DEFAULT_COSTS.wait_ms
-    for size in (1 << 20, 1 << 24):
-        assert 8e6 < size / costs.to_gpu.at(size) < 14e6
-        assert 20e6 < size / costs.to_host.at(size) < 60e6
-    assert len(measured.waits) == 9
 
 
 def test_times_of_the_host_s_kernels_are_guessed() -> None:

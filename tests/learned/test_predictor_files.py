@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import xgboost
 from conftest import Once
-from made_up_dataset import METRIC, TARGET, conv, draw_kernels, gemm, relu, tensor, train_workspace, true_ms
+from made_up_dataset import METRIC, TARGET, conv, gemm, relu, tensor, train_workspace, true_ms
 
 from hase.kernel_model.sampling.free_shapes.layers import recurrent_layer
 from hase.learned import target_files
@@ -146,37 +146,22 @@ def test_a_load_must_be_complete_and_not_for_predictors_of_an_idle_device(
         read_predictors(folder).predict(NEW, {METRIC: 30.0})
 
 
-def test_the_sidecar_describes_the_predictors(trained: Workspace, predictors: Predictors) -> None:
-    about = predictors.sidecar
-    assert (about.target, about.dtypes, about.held_out, about.metrics) == (TARGET, ("float32",), ("secretnet",), (METRIC,))
-    assert about.dataset_sha256 == files.sha256(trained.dataset(TARGET.name) / "kernel_latency.csv")
-    assert about.idle_load[METRIC] == pytest.approx(0, abs=0.5)
-    assert about.packages["xgboost"]
-    assert about.labels["run"].errors[0].mape < 0.15
-
-
-@pytest.mark.parametrize("pattern", ["run-*.npz", "kernel_time-*.npz", "measured-*.json.gz"])
-def test_one_changed_byte_is_noticed(folder: Path, pattern: str) -> None:
-    path = next(folder.glob(pattern))
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(UserError, match=rf"{path.name}: damaged .*train_kernel_model"):
-        read_predictors(folder).kernel_model(pattern.partition("-")[0])  # boosters are read on demand
-    if pattern.startswith("kernel_time"):
+@pytest.mark.parametrize("label", ["run", "kernel_time", "measured"])
+def test_a_changed_cut_or_missing_file_is_noticed(folder: Path, label: str) -> None:
+    path = next(folder.glob(f"{label}-*"))
+    data = path.read_bytes()
+    for damaged in (data[:99] + bytes([data[99] ^ 1]) + data[100:], data[:-100]):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=rf"{path.name}: damaged .*train_kernel_model"):
+            read_predictors(folder).kernel_model(label)  # boosters are read on demand
+    if label == "kernel_time":
         assert read_predictors(folder).predict(NEW, {}, "run").provenance == ["predicted"] * len(NEW)
-
-
-def test_a_cut_or_missing_file_is_noticed(folder: Path, tmp_path: Path) -> None:
-    path = next(folder.glob("run-*.npz"))
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(UserError, match="damaged"):
-        read_predictors(folder).predict(NEW, {}, "run")
     path.unlink()
     with pytest.raises(UserError, match="missing"):
         read_predictors(folder)
+    target_files.PREDICTORS.path(folder).unlink()
     with pytest.raises(UserError, match=r"no predictors.*train_kernel_model"):
-        read_predictors(tmp_path)
+        read_predictors(folder)
 
 
 class _Attack:
@@ -207,8 +192,8 @@ def test_a_foreign_file_in_the_place_of_boosters_is_refused(folder: Path) -> Non
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"version": 99}, "version 99"),
-    ({"packages": {"xgboost": "0.9.0"}}, "made with xgboost 0.9.0"), ({"target": "mine"}, "damaged at target"),
-    ({"packages": {}}, r"made with xgboost \(not known\)"), ({"labels": {}}, "damaged at labels"),
+    ({"packages": {"xgboost": "0.9.0"}}, "made with xgboost 0.9.0"),
+    ({"packages": {}}, r"made with xgboost \(not known\)"),
     ({"feature_range": [[0.0, 1.0]]}, "damaged at feature_range: it has 1 features"),
     ({"idle_load": {METRIC: float("nan")}}, rf"damaged at idle_load\.{METRIC}: .*finite"),
     ({"load_range": {}}, "idle_load and load_range are not of the metrics"),
@@ -221,7 +206,7 @@ def test_foreign_sidecars_are_refused(folder: Path, change: dict[str, object], m
         read_predictors(folder)
 
 
-@pytest.mark.parametrize("value", ["NaN", "1e400", "null", "[0.5]", "-1", '"fast"', "1e13"])
+@pytest.mark.parametrize("value", ["NaN", "null", "-1", "1e13"])
 def test_a_measured_time_that_is_none_is_refused(folder: Path, measured: list[Kernel], value: str) -> None:
     """Its file says so itself: the sidecar vouches for it."""
     kernel = measured[0]
@@ -298,6 +283,7 @@ def test_only_the_look_up_is_renewed(folder: Path) -> None:
     assert (times.latency_ms[0], times.provenance) == (7.0, ["measured", "predicted"])
 
 
+@pytest.mark.slow
 def test_loading_imports_neither_pandas_nor_sklearn_nor_xgboost(trained: Workspace) -> None:
     code = ("import sys; from pathlib import Path; from hase.learned.kernels.predictors import read_predictors; "
             f"read_predictors(Path({str(trained.predictors(TARGET.name))!r})); "
@@ -307,36 +293,13 @@ def test_loading_imports_neither_pandas_nor_sklearn_nor_xgboost(trained: Workspa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [True, False])
-def test_sklearn_is_hidden_only_while_a_command_imports_xgboost(command: bool) -> None:
-    """A program that imports Hase has xgboost's API of scikit-learn."""
+def test_sklearn_is_hidden_only_while_a_command_imports_xgboost() -> None:
+    """A command starts faster so. A program that imports Hase has xgboost's API of scikit-learn."""
     code = ("import sys; from hase.learned.kernels.saved_form import import_xgboost; from hase.utils import cli\n"
-            "def main():\n"
-            "    xgboost = import_xgboost()\n"
-            "    print('sklearn' in sys.modules, xgboost.compat.SKLEARN_INSTALLED)\n"
-            "    import sklearn\n"
-            "    assert import_xgboost() is xgboost\n") + ("cli.run(main)" if command else "main()")
-    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert shown.split() == (["False", "False"] if command else ["True", "True"])
-
-
-def test_a_models_kernels_are_predicted_together(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A booster predicts all of its kernels in one call, and is read once."""
-    predictors, rows_asked, ask = read_predictors(folder), list[int](), xgboost.Booster.inplace_predict
-
-    def noted(booster: xgboost.Booster, matrix: np.ndarray, *options: object) -> np.ndarray:
-        rows_asked.append(len(matrix))
-        return ask(booster, matrix, *options)
-
-    monkeypatch.setattr(xgboost.Booster, "inplace_predict", noted)
-    calls = {}
-    for count in (40, 400):
-        rows_asked.clear()
-        predictors.predict(draw_kernels(count, seed=9), {METRIC: 40.0}, "run", strict=True)
-        assert sum(rows_asked) > count / 2  # a type with few kernels has no booster
-        calls[count] = len(rows_asked)
-        shutil.rmtree(folder, ignore_errors=True)
-    assert calls[40] == calls[400]
+            "def main():\n    print('sklearn' in sys.modules, import_xgboost().compat.SKLEARN_INSTALLED)\n    import sklearn\n")
+    for end, expected in (("cli.run(main)", "False False"), ("main()", "True True")):
+        shown = subprocess.run([sys.executable, "-c", code + end], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        assert shown.strip() == expected
 
 
 def test_a_saved_booster_predicts_the_same_as_the_trained_one(trained: Workspace) -> None:

@@ -89,13 +89,6 @@ def tried(label: str, kind: Kind, *errors: float, known: tuple[float, ...] = ())
                  1.0 + np.array(known) if known else predicted_ms)
 
 
-def test_a_candidate_errs_on_what_was_held_out() -> None:
-    sums, measured, groups = np.array([1.0, 2.0, 3.0]), np.array([2.0, 4.0, 6.0]), ["a", "b", "c"]
-    good = try_line("run", "sum", sums, sums, measured, np.ones(3), groups).candidate
-    assert good.plain_mape == pytest.approx(0.5)
-    assert good.cv_mape == pytest.approx(0.0, abs=1e-9)
-
-
 def test_badly_predicted_kernels_do_not_move_the_line() -> None:
     """A family whose kernels nobody measured in the others is off by half, and the constants stay those of measured kernels."""
     known, nodes = np.array([1.0, 2.0, 5.0, 10.0, 20.0, 40.0]), np.array([100.0, 20.0, 60.0, 100.0, 30.0, 80.0])

@@ -124,19 +124,13 @@ def test_a_large_family_counts_as_much_as_a_small_one() -> None:
     assert sizes[1] == pytest.approx(sizes[0], rel=0.1)
 
 
-def test_a_wide_interval_scores_badly_and_a_miss_worse() -> None:
+def test_scores_paces_and_sources_by_hand() -> None:
     ends = [(math.exp(-0.1), math.exp(0.2)), (math.exp(-0.2), math.exp(0.4)), (math.exp(-0.1), math.exp(0.2))]
     assert interval_score(ends, np.exp([0.1, 0.1, 0.25])).tolist() == pytest.approx([0.3, 0.6, 0.3 + 20 * 0.05])
-
-
-def test_a_host_of_unknown_pace_widens_in_quadrature() -> None:
-    low, high = for_any_host((math.exp(-0.3), math.exp(0.3)), math.exp(-0.4), 1.0, math.exp(0.4))
+    low, high = for_any_host((math.exp(-0.3), math.exp(0.3)), math.exp(-0.4), 1.0, math.exp(0.4))  # widens in quadrature
     assert (math.log(low), math.log(high)) == pytest.approx((-0.5, 0.5))
     assert for_any_host((0.9, 1.2), 1.0, 1.0, 1.0) == pytest.approx((0.9, 1.2))  # the host does not matter
-
-
-def test_sources_by_hand() -> None:
-    """The GPU works for 8 of 10 ms: 2 of them measured, 1 known, 2 of unmeasured operators, 3 four times beyond the data."""
+    # the GPU works for 8 of 10 ms: 2 of them measured, 1 known, 2 of unmeasured operators, 3 four times beyond the data
     kernels = [("a", 2.0, None), ("b", 1.0, KNOWN), ("c", 2.0, Novelty("unmeasured")), ("d", 3.0, Novelty("beyond", 4.0))]
     assert sources(kernels, 10.0, 6.0, 2.0) == pytest.approx(Sources(
         predicted=0.4, unmeasured=0.2, other_form=0.0, beyond=0.3 * math.log(4), host=0.36, pace=0.36 * math.log(2)))

@@ -44,15 +44,6 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> TrainingSet:
     return read_training_set(workspace, TARGET.name)
 
 
-def test_rows_and_labels(rows: TrainingSet) -> None:
-    assert len(rows) == 800
-    assert set(rows.times_ms) == {"run", "kernel_time"}  # node_span was not measured
-    assert rows.times_ms["kernel_time"] == pytest.approx(0.9 * rows.times_ms["run"])  # median idle, mean under load
-    assert rows.idle.sum() == 400
-    assert set(rows.load[rows.idle][:, 0]) == {rows.idle_load[METRIC]}  # no noise to learn on the idle device
-    assert rows.load[~rows.idle].mean() == pytest.approx(50, abs=1)
-
-
 def test_a_metric_that_came_late_is_learned_from_once_idle_and_loaded_rows_have_it(
         tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     workspace, late = Workspace(tmp_path), "DCGM_FI_DEV_CPU_UTIL_SYS"
@@ -70,10 +61,12 @@ def test_a_metric_that_came_late_is_learned_from_once_idle_and_loaded_rows_have_
         assert any(f"under load, has {late}" in entry.getMessage() for entry in caplog.records) == (len(metrics) == 1)
 
 
-
 @pytest.mark.slow
 def test_recovers_the_formula_up_to_its_noise(rows: TrainingSet) -> None:
     trained = train_label(rows, "run", QUICK)
+    assert (len(rows), rows.idle.sum(), set(rows.times_ms)) == (800, 400, {"run", "kernel_time"})  # node_span was not measured
+    assert rows.times_ms["kernel_time"] == pytest.approx(0.9 * rows.times_ms["run"])  # median idle, mean under load
+    assert set(rows.load[rows.idle][:, 0]) == {rows.idle_load[METRIC]}  # no noise to learn on the idle device
     errors = {(e.rows_of, e.type): e for e in trained.errors}
     everything = errors["idle", "all"]
     assert everything.kernels == 400
@@ -84,19 +77,6 @@ def test_recovers_the_formula_up_to_its_noise(rows: TrainingSet) -> None:
     idle = rows.rows(rows.idle)
     loaded = trained.model.predict_ms(replace(idle.kernels, load=np.full((len(idle), 1), 50.0)))
     assert np.median(loaded / trained.model.predict_ms(idle.kernels)) == pytest.approx(1.5, rel=0.05)
-
-
-def test_numbers_of_launches_have_no_rows_by_time(rows: TrainingSet) -> None:
-    """Made-up rows like those of a GPU: launches are not milliseconds, so none is longer than 20 µs."""
-    launches = (1 + np.arange(len(rows)) % 3).astype(np.float64)
-    counted = replace(rows, times_ms={**rows.times_ms, LAUNCHES: launches})
-    left_out = HeldOutTimes(*(np.full(len(rows), 2.0),) * 4)
-
-    def sets_of(label: str) -> list[str]:
-        return list(dict.fromkeys(e.rows_of for e in type_errors(counted, label, left_out, {}, short_ms=0.02)))
-
-    assert sets_of("run") == ["idle", "idle, 20 µs and more", "all levels", "under load"]
-    assert sets_of(LAUNCHES) == ["idle", "all levels", "under load"]
 
 
 def test_folds_keep_a_kernel_on_one_side(rows: TrainingSet) -> None:
@@ -142,6 +122,10 @@ def test_errors_are_those_of_the_chosen_predictors(rows: TrainingSet) -> None:
     errors = type_errors(rows, "run", left_out, {"Conv": FOREST, "Relu": "Relu"}, 0.02)
     assert {e.type: (e.predictor, round(e.mape, 3)) for e in errors if e.rows_of == "idle" and e.type != "all"} == {
         "Conv": (FOREST, 0.05), "Relu": ("Relu", 0.1), "Gemm": (SHARED, 0.2)}
+    launches = replace(rows, times_ms={**rows.times_ms, LAUNCHES: (1 + np.arange(len(rows)) % 3).astype(np.float64)})
+    for label, by_time in (("run", ["idle, 20 µs and more"]), (LAUNCHES, [])):  # launches are not milliseconds
+        rows_of = list(dict.fromkeys(e.rows_of for e in type_errors(launches, label, left_out, {}, short_ms=0.02)))
+        assert rows_of == ["idle", *by_time, "all levels", "under load"]
 
 
 @pytest.mark.slow
@@ -197,22 +181,17 @@ def test_an_unknown_type_gets_the_scaled_roofline_where_no_classes_were_learned(
     assert loaded / time_ms == pytest.approx(1.5, rel=0.1)
 
 
-def test_held_out_families_never_enter(workspace: Workspace) -> None:
-    kernels = [conv(side=8 + place) for place in range(4)]
+def test_held_out_families_and_failed_rows_are_left_out(workspace: Workspace, caplog: pytest.LogCaptureFixture) -> None:
+    kernels = [conv(side=8 + place) for place in range(5)]
     owners = {kernels[0].id: ["secretnet18"], kernels[1].id: ["secretnet18", "opennet1"], kernels[2].id: ["opennet1"],
               kernels[3].id: ["sampled:secretnet"]}
-    write_dataset(workspace, {kernel.id: kernel for kernel in kernels}, owners, {}, LEVELS, held_out=("secretnet",))
-    assert set(read_training_set(workspace, TARGET.name).ids) == {kernels[1].id, kernels[2].id}
-
-
-def test_failed_rows_are_named_and_left_out(workspace: Workspace, caplog: pytest.LogCaptureFixture) -> None:
-    kernels = [conv(side=8 + place) for place in range(4)]
-    write_dataset(workspace, {kernel.id: kernel for kernel in kernels}, {}, {}, LEVELS, failed=[kernels[2].id])
+    write_dataset(workspace, {kernel.id: kernel for kernel in kernels}, owners, {}, LEVELS, held_out=("secretnet",),
+                  failed=[kernels[4].id])
     rows = read_training_set(workspace, TARGET.name)
-    assert kernels[2].id not in rows.ids
-    assert len(rows) == 6
+    assert set(rows.ids) == {kernels[1].id, kernels[2].id}
+    assert len(rows) == 4
     assert "2 crashed" in caplog.text
-    assert kernels[2].id in caplog.text
+    assert kernels[4].id in caplog.text
 
 
 @pytest.mark.parametrize(("column", "value"), [
