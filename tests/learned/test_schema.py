@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made_up_dataset import METRIC, TARGET, conv, gemm, relu, tensor, write_workspace
+from made_up_dataset import METRIC, QUICK, TARGET, conv, gemm, relu, tensor, write_workspace
 
 from hase.learned.kernels.estimators import SHARED, KernelModel, predict_kernels, table_counts
 from hase.learned.kernels.features import KERNEL_FEATURES, FeatureSchema, times_beyond
-from hase.learned.kernels.interface import ForestSettings, TrainingConfig, TrainingSet, XgboostSettings
+from hase.learned.kernels.interface import TrainingSet
 from hase.learned.kernels.predictors import read_predictors
 from hase.learned.kernels.sidecar import read_sidecar, save_predictors
 from hase.records.dataset_files import read_kernels
@@ -23,8 +23,7 @@ from hase.training.train_kernel_model import head
 from hase.utils.errors import UserError
 from hase.utils.paths import SHIPPED, Workspace
 
-QUICK = TrainingConfig(folds=2, threads=1, own_min_kernels=1000, xgboost=XgboostSettings(trees=80, learning_rate=0.15, bins=64),
-                       forest=ForestSettings(trees=3))
+FEW_TREES = QUICK.model_copy(update={"own_min_kernels": 1000})
 
 
 def two_numbers(kernel: Kernel) -> list[float]:
@@ -48,18 +47,18 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> TrainingSet:
 
 @pytest.fixture(scope="module")
 def model(rows: TrainingSet) -> KernelModel:
-    return fit_kernel_model(rows, "run", {}, QUICK)
+    return fit_kernel_model(rows, "run", {}, FEW_TREES)
 
 
 def test_a_schema_of_two_features() -> None:
-    assert TWO.names == ("rank", "log_elements")
     assert TWO.index("log_elements") == 1
     assert TWO.logarithmic.tolist() == [False, True]
     assert TWO.matrix([gemm(rows=2, depth=64), relu(channels=16, side=32)]).tolist() == [[2.0, 7.0], [4.0, 14.0]]
-    assert TWO.matrix([]).shape == (0, 2)
-    assert str(TWO) == "two 1"
     with pytest.raises(KeyError, match="feature schema two 1 has no feature depth"):
         TWO.index("depth")
+    low, high = np.array([2.0, 4.0]), np.array([4.0, 20.0])  # how far kernels are beyond a range: a logarithm by its power
+    for channels, side, times in ((1024, 1024, 2.0 ** 10), (16, 32, 1.0)):
+        assert times_beyond(TWO, TWO.matrix([relu(channels=channels, side=side)]), low, high).tolist() == [times]
 
 
 def test_the_kernels_own_schema() -> None:
@@ -98,11 +97,3 @@ def test_predictors_of_another_schema_are_refused(rows: TrainingSet, model: Kern
     with pytest.raises(UserError, match=r"the predictors of label run read feature schema two 1, this one kernel 5 \(they "
                                         r"differ in: activation, .*train again: python training/train_kernel_model\.py"):
         read_predictors(tmp_path)
-
-
-def test_how_far_kernels_are_beyond_the_range() -> None:
-    """A logarithm counts by its power."""
-    huge = TWO.matrix([relu(channels=1024, side=1024)])
-    low, high = np.array([2.0, 4.0]), np.array([4.0, 20.0])
-    assert times_beyond(TWO, huge, low, high).tolist() == [2.0 ** 10]
-    assert times_beyond(TWO, TWO.matrix([relu(channels=16, side=32)]), low, high).tolist() == [1.0]

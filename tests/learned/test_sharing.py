@@ -8,6 +8,7 @@ from __future__ import annotations
 import tarfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +45,6 @@ from hase.training.fits.time_slices import (
 )
 from hase.utils import files
 from hase.utils.errors import UserError
-from hase.utils.fingerprint import SharingMode
 from hase.utils.paths import ROOT, Workspace
 
 COSTS = PipelineCosts(node_ms=0.002, view_ms=0.0, launch_ms=0.004, start_ms=0.02, gap_ms=0.001, lead_ms=-0.01, end_ms=0.01)
@@ -57,13 +57,13 @@ def alike(gpu_ms: float, nodes: int, launches: float) -> Tracks:
     return Tracks(np.full(nodes, gpu_ms / nodes), np.full(nodes, launches), np.full(nodes, NodeKind.OWN))
 
 
-def runs(gpu_ms: float, co_runner: CoRunner, nodes: int = 60, launches: float = 2.0) -> npt.NDArray[np.float64]:
-    """Runs of a model of equal nodes that takes the GPU `gpu_ms`."""
-    return shared_runs_ms(alike(gpu_ms, nodes, launches), COSTS, 2.0, co_runner, np.random.default_rng(0))
+def runs(gpu_ms: float, co_runner: CoRunner) -> npt.NDArray[np.float64]:
+    """Runs of a model of 60 equal nodes that takes the GPU `gpu_ms`."""
+    return shared_runs_ms(alike(gpu_ms, 60, 2.0), COSTS, 2.0, co_runner, np.random.default_rng(0))
 
 
-def idle(gpu_ms: float, nodes: int = 60, launches: float = 2.0) -> float:
-    return pipeline_ms(alike(gpu_ms, nodes, launches), COSTS)
+def idle(gpu_ms: float) -> float:
+    return pipeline_ms(alike(gpu_ms, 60, 2.0), COSTS)
 
 
 def always(wait_ms: float) -> CoRunner:
@@ -83,51 +83,40 @@ def test_without_other_work_a_run_is_as_long_as_on_an_idle_gpu(gpu_ms: float, no
     assert beside.min() > alone.max() + 1.0
 
 
-def test_a_run_waits_once_at_its_start_and_once_for_each_full_slice() -> None:
-    for gpu_ms, waits in ((1.0, 1), (3.0, 2), (5.5, 3)):
+def test_waits_of_a_run() -> None:
+    for gpu_ms, waits in ((1.0, 1), (3.0, 2), (5.5, 3)):  # once at its start, and once for each full slice
         runs_ms = runs(gpu_ms, always(2.4))
         assert runs_ms.std() == pytest.approx(0, abs=1e-9)
         assert runs_ms.mean() == pytest.approx(idle(gpu_ms) + waits * 2.4, rel=0.05)
-
-
-def test_a_host_that_is_the_slower_track_hides_part_of_a_wait() -> None:
-    """While the run waits, the host continues to dispatch; the GPU then works without pauses."""
-    alone = idle(0.1)
+    alone = idle(0.1)  # the host is the slower track: it continues to dispatch, and the GPU then works without pauses
     assert alone > 5 * 0.1
     assert runs(0.1, always(0.3)).mean() < alone + 0.2
     assert runs(0.1, always(2.4)).mean() > 2.4
-
-
-def test_beside_pauses_a_run_is_a_mixture() -> None:
-    runs_ms = runs(1.0, CoRunner(10.0, 10.0, np.array([0.7])))
+    runs_ms = runs(1.0, CoRunner(10.0, 10.0, np.array([0.7])))  # beside pauses a mixture
     assert np.percentile(runs_ms, 5) == pytest.approx(idle(1.0), rel=0.01)
     assert np.percentile(runs_ms, 97) == pytest.approx(idle(1.0) + 0.7, rel=0.05)
     assert idle(1.0) < runs_ms.mean() < idle(1.0) + 0.5
 
 
-def test_a_probe_that_never_or_always_waited() -> None:
-    """It shows no other work, or work without pauses."""
+def test_a_probe_separates_phases() -> None:
+    """Four periods of 20 ms, the other process busy in the first 8 ms of each with bursts of 0.74 ms."""
     never = co_runner_seen(np.arange(100) * 0.02, np.full(100, 0.016), 0.016)
     assert (never.busy_ms, len(never.waits_ms)) == (0.0, 0)
     without_pause = co_runner_seen(np.arange(50) * 2.45, np.full(50, 2.436), 0.016)
     assert without_pause.quiet_ms == 0
     assert without_pause.waits_ms == pytest.approx(np.full(50, 2.42))
-
-
-def test_a_probe_separates_phases() -> None:
-    """Four periods of 20 ms, the other process busy in the first 8 ms of each with bursts of 0.74 ms."""
     starts_ms, latencies_ms, now_ms = [], [], 0.0
     while now_ms < 80.0:
         run_ms = 0.74 if now_ms % 20.0 < 8.0 else 0.016
         starts_ms.append(now_ms)
         latencies_ms.append(run_ms)
         now_ms += run_ms
-    co_runner = co_runner_seen(starts_ms, latencies_ms, 0.016)
-    assert (co_runner.busy_ms, co_runner.quiet_ms) == (pytest.approx(8.0, abs=0.75), pytest.approx(12.0, abs=0.75))
-    assert co_runner.waits_ms == pytest.approx(np.full(len(co_runner.waits_ms), 0.724))
+    phases = co_runner_seen(starts_ms, latencies_ms, 0.016)
+    assert (phases.busy_ms, phases.quiet_ms) == pytest.approx((8.0, 12.0), abs=0.75)
+    assert phases.waits_ms == pytest.approx(np.full(len(phases.waits_ms), 0.724))
 
 
-def long_runs(latencies_ms: list[float], sharing: SharingMode = "time_slices") -> ProbeReading:
+def long_runs(latencies_ms: list[float], sharing: Any = "time_slices") -> ProbeReading:
     """A reading of the long piece with these latencies."""
     starts = np.cumsum([0.0, *latencies_ms[:-1]]).tolist()
     long = ProbedRuns(starts_ms=tuple(starts), latencies_ms=tuple(latencies_ms))
@@ -158,17 +147,6 @@ def test_a_summary_gives_the_same_as_its_reading() -> None:
     assert at_the_border == 1
 
 
-def test_a_summary_where_even_the_shortest_run_waited() -> None:
-    """Alone the runs take 0.5 ms. Among these runs of 2 to 3 ms, some seem to wait and some not."""
-    reading = long_runs([2.0, 2.1, 3.0, 2.9, 2.0, 2.05, 3.0] * 5)
-    summary = summarise_probe(reading)
-    assert summary.busy_ms > 0
-    assert summary.quiet_ms > 0
-    from_summary, probed = (co_runner_summarised(summary, SHARING.alone_ms), co_runner_probed(reading, SHARING.alone_ms))
-    assert (from_summary.busy_ms, from_summary.quiet_ms) == (probed.busy_ms, probed.quiet_ms) == (1.0, 0.0)
-    assert from_summary.waits_ms.mean() == pytest.approx(probed.waits_ms.mean(), rel=0.02)
-
-
 def test_summaries_without_waiting_and_with_little_else() -> None:
     nothing = summarise_probe(long_runs([0.5] * 30 + [0.6]))
     assert (nothing.waited_ms, nothing.busy_ms, nothing.quiet_ms) == ((), 0.0, pytest.approx(15.6))
@@ -179,12 +157,9 @@ def test_summaries_without_waiting_and_with_little_else() -> None:
     from_summary = co_runner_summarised(always, SHARING.alone_ms)
     assert from_summary[:2] == (1.0, 0.0)
     assert from_summary.waits_ms == pytest.approx(np.full(21, 2.4))
-
-
-@pytest.mark.parametrize("mode", ["mps", "mig"])
-def test_a_summary_of_a_gpu_in_another_sharing_mode(mode: SharingMode) -> None:
-    with pytest.raises(UserError, match=f"sharing mode {mode}: .* measured in time slices only"):
-        co_runner_summarised(summarise_probe(long_runs([0.5], mode)), SHARING.alone_ms)
+    for mode in ("mps", "mig"):
+        with pytest.raises(UserError, match=f"sharing mode {mode}: .* measured in time slices only"):
+            co_runner_summarised(summarise_probe(long_runs([0.5], mode)), SHARING.alone_ms)
 
 
 def test_metrics_show_how_busy_the_gpu_is() -> None:
@@ -217,16 +192,13 @@ def track(gpu_ms: float) -> Tracks:
     return alike(gpu_ms, 10, 1e-6)
 
 
-def test_measurements_of_other_machines() -> None:
+def test_errors_and_looped_models() -> None:
     elsewhere = measured_elsewhere([shared("a", "one", [1.0]), shared("a", "two", [2.0]), shared("a", "three", [4.0]),
                                     shared("b", "one", [9.0])])
     assert elsewhere[:, 0].tolist()[:3] == [3.0, 2.5, 1.5]
     assert np.isnan(elsewhere[3]).all()
     errors = errors_of(np.array([[1.1, 1.0, 0.9], [np.nan] * 3]), np.ones((2, 3)))  # no prediction, no error
     assert (errors.cases, errors.mean, errors.p50, errors.p95) == (1, pytest.approx(0.1), 0.0, pytest.approx(0.1))
-
-
-def test_backgrounds_that_are_a_known_model_in_a_loop() -> None:
     backgrounds = {background.name: background for background in (
         Background(name="compute"), Background(name="r50", kind="model", model=Path("zoo/resnet50.onnx"), dims={"batch": 16}),
         Background(name="other", kind="model", model=Path("other.onnx")))}

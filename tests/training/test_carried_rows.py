@@ -63,7 +63,7 @@ def test_forms_that_a_card_lacks_are_carried_over(h100: Workspace, tmp_path: Pat
     assert np.array_equal(learned.rows.times_ms["gpu"][~further], rows.times_ms["gpu"])
     measured = dict(zip(there.ids.tolist(), there.times_ms["gpu"].tolist(), strict=True))
     ratios = learned.rows.times_ms["gpu"][further] / [measured[name] for name in learned.rows.ids[further].tolist()]
-    assert 0.9 < np.median(ratios) < 1.02  # an H200 has the same units, and more bandwidth
+    assert 0.85 < np.median(ratios) < 1.02  # an H200 has the same units, and more bandwidth
     errors = learned.rows.carried_errors
     assert not errors[~further].any()
     assert 0.02 < np.abs(errors[further]).mean() < 0.12

@@ -124,7 +124,8 @@ RICHER, WORSE = (tried("run", "sum_nodes", *errors, known=(0.05, 0.06, 0.04, 0.0
     pytest.param([NOISY, RICHER], {}, ("run", "sum_nodes"), id="noise of predicted kernels does not hide a better kind"),
     pytest.param([NOISY, WORSE], {}, ("run", "sum"), id="predicted kernels are worse by more than known ones are better")])
 def test_which_candidate_is_used(candidates: list[Tried], options: dict[str, Any], expected: tuple[str, str]) -> None:
-    used = choose(candidates, np.ones(4), **{"groups": ["a", "b", "c", "d"], "overlap": True} | options).candidate
+    asked: dict[str, Any] = {"groups": ["a", "b", "c", "d"], "overlap": True}
+    used = choose(candidates, np.ones(4), **(asked | options)).candidate
     assert (used.label, used.kind) == expected
 
 

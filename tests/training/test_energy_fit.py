@@ -24,7 +24,7 @@ from hase.learned.composition.fitted import read_composition
 from hase.learned.energy import EnergyModel, Part, without_types, work_of_run
 from hase.learned.kernels.predictors import read_predictors
 from hase.records.dataset_files import header_path, model_table_path
-from hase.records.kernel_record import Kernel, Tensor
+from hase.records.kernel_record import Tensor
 from hase.records.kernel_record_files import read_model_record, record_path
 from hase.records.kernel_types import describe_kernel
 from hase.training.fits.energy import MeasuredEnergy, fit_coefficients, fit_energy, parts_of
@@ -38,6 +38,8 @@ TRUE = {"run_s": 30.0, "busy_s:convolution": 80.0, "busy_s:product": 60.0, "busy
         "tflop:convolution": 1.2, "tflop:product": 1.0, "gb": 0.05, "launches": 1e-5}
 NOISE = 0.02
 EACH = 12  # every twelfth of the models
+
+
 def true_j(work: dict[str, float]) -> float:
     return IDLE_W * work["run_s"] + sum(TRUE.get(name, 0.0) * amount for name, amount in without_types(work).items())
 
@@ -57,20 +59,12 @@ def test_work_is_summed_by_class_and_type() -> None:
 
 
 def test_half_precision_is_half_the_work_on_as_many_numbers() -> None:
-    def product(dtype: str) -> Kernel:
-        return describe_kernel("MatMul", "", 13, {}, [tensor(64, 32, dtype=dtype), tensor(32, 16, dtype=dtype)],
-                               [Tensor(dtype=dtype, shape=(64, 16))])
-
-    whole, half = (work_of_run([Part(product(dtype), 1.0, 0.1, 1.0)], 1.0) for dtype in ("float32", "float16"))
+    products = [describe_kernel("MatMul", "", 13, {}, [tensor(64, 32, dtype=dtype), tensor(32, 16, dtype=dtype)],
+                                [Tensor(dtype=dtype, shape=(64, 16))]) for dtype in ("float32", "float16")]
+    whole, half = (work_of_run([Part(product, 1.0, 0.1, 1.0)], 1.0) for product in products)
     assert half["tflop:product:float16"] == pytest.approx(whole["tflop:product:float32"] / 2)
-    assert half["full_1m_s"] == pytest.approx(whole["full_1m_s"])
-    assert half["gb"] == pytest.approx(whole["gb"] / 2)
-    assert without_types({"tflop:product:float32": 1.0, "tflop:product:float16": 2.0, "gb": 3.0}) == {
-        "tflop:product": 3.0, "gb": 3.0}
-
-
-def test_kernels_take_no_longer_than_the_run() -> None:
-    work = work_of_run([Part(conv(), 1.0, 3.0, 1.0), Part(relu(), 1.0, 1.0, 1.0)], 2.0)
+    assert (half["full_1m_s"], half["gb"]) == pytest.approx((whole["full_1m_s"], whole["gb"] / 2))
+    work = work_of_run([Part(conv(), 1.0, 3.0, 1.0), Part(relu(), 1.0, 1.0, 1.0)], 2.0)  # no longer than the run
     assert (work["busy_s:convolution"], work["busy_s:other"]) == pytest.approx((1.5e-3, 0.5e-3))
 
 
