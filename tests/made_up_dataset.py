@@ -38,7 +38,8 @@ MACHINE = Machine(device_name="Made Up", uuid="0", driver="", clocks="", cpu="Ma
 METRIC = "DCGM_FI_DEV_GPU_UTIL"
 NOISE = 0.03
 QUICK = TrainingConfig(folds=2, threads=1, own_min_kernels=60, forest=ForestSettings(trees=3),
-                       xgboost=XgboostSettings(trees=60, learning_rate=0.2, bins=64))
+                       xgboost=XgboostSettings(trees=60, learning_rate=0.2, bins=64),
+                       xgboost_class=XgboostSettings(trees=20, learning_rate=0.3, bins=64))
 
 
 def tensor(*shape: int, constant: bool = False, dtype: str = "float32") -> KernelInput:

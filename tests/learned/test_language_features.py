@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hase.graph_model.simulation.pipeline import NodeKind, node_kind
+from hase.graph_model.simulation.pipeline import NodeKind, PipelineCosts, Runs, Tracks, node_kind, pipeline_ms
 from hase.kernel_model.sampling.free_shapes.sizes import ABSENT, CONTRIB, kernel, tensor
 from hase.kernel_model.sampling.free_shapes.table import draw_free_kernel
 from hase.learned.kernels.features import LANGUAGE_GROUPS, language_features
@@ -136,6 +136,11 @@ def test_products_with_quantised_matrices(rows: int, bits: int, depth: int, colu
 def test_what_they_cost_the_host_depends_on_how_they_are_computed(described: Kernel, kind: NodeKind) -> None:
     """Only those that call a library cost more than a kernel of ONNX Runtime's own."""
     assert (node_kind(described), node_kind(described, on_gpu=False)) == (kind, NodeKind.OWN)
+    tracks = Tracks(np.array([0.0]), np.array([1.0]), np.array([kind]))
+    costs = PipelineCosts(node_ms=1.0, view_ms=0.0, launch_ms=2.0, start_ms=0.0, gap_ms=0.0, lead_ms=0.0, end_ms=0.0,
+                          product_ms=10.0, attention_ms=20.0)
+    added_ms = {NodeKind.OWN: 0.0, NodeKind.PRODUCT: 10.0, NodeKind.ATTENTION: 20.0}[kind]
+    assert pipeline_ms(tracks, costs) == Runs([(tracks, 1.0, None)]).latencies_ms(costs)[0] == 3.0 + added_ms
 
 
 NAMES = list(itertools.chain.from_iterable(LANGUAGE_GROUPS.values()))

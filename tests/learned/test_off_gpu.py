@@ -145,7 +145,8 @@ def with_host(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
         files.write_json(record_path(workspace, record.flavour, f"{record.model}{size}"),
                          record.model_copy(update={"model": f"{record.model}{size}"}))
     write_copies(workspace, target)
-    (workspace.root / "training.yaml").write_text("folds: 2\nthreads: 1\nxgboost: {trees: 20, depth: 3}\nforest: {trees: 2}\n")
+    (workspace.root / "training.yaml").write_text(
+        "folds: 2\nthreads: 1\nxgboost: {trees: 20, depth: 3}\nxgboost_class: {trees: 20}\nforest: {trees: 2}\n")
     commands = (
         ["recipes/h200/host_kernels.py", "--workspace", workspace.root, "--into", host.root],
         ["kernel_model/kernel_builder.py", "--workspace", host.root],

@@ -296,7 +296,8 @@ def test_loading_imports_neither_pandas_nor_sklearn_nor_xgboost(trained: Workspa
 def test_sklearn_is_hidden_only_while_a_command_imports_xgboost() -> None:
     """A command starts faster so. A program that imports Hase has xgboost's API of scikit-learn."""
     code = ("import sys; from hase.learned.kernels.saved_form import import_xgboost; from hase.utils import cli\n"
-            "def main():\n    print('sklearn' in sys.modules, import_xgboost().compat.SKLEARN_INSTALLED)\n    import sklearn\n")
+            "def main():\n    xgboost = import_xgboost()\n"
+            "    print('sklearn' in sys.modules, xgboost.compat.SKLEARN_INSTALLED)\n    import sklearn\n")
     for end, expected in (("cli.run(main)", "False False"), ("main()", "True True")):
         shown = subprocess.run([sys.executable, "-c", code + end], cwd=ROOT, capture_output=True, text=True, check=True).stdout
         assert shown.strip() == expected

@@ -43,7 +43,8 @@ def trained(once: Once, tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     folder = workspace.predictors(TARGET.name)
     about = read_sidecar(folder)
     write_sidecar(folder, about.model_copy(update={"labels": {"run": about.labels["run"]}}))
-    files.write_text(workspace.root / "quick.yaml", "folds: 3\nthreads: 1\nxgboost: {trees: 60, learning_rate: 0.2}\n")
+    files.write_text(workspace.root / "quick.yaml", (
+        "folds: 3\nthreads: 1\nxgboost: {trees: 60, learning_rate: 0.2}\nxgboost_class: {trees: 10}\n"))
     return workspace
 
 

@@ -13,10 +13,11 @@ import pandas as pd
 import pytest
 from command import run_script
 from made_up_dataset import METRIC, NOISE, TARGET, conv, draw_kernels, relu, true_ms, write_dataset, write_workspace
+from made_up_dataset import QUICK as SMALL
 
 from hase.learned.kernels import estimators
 from hase.learned.kernels.estimators import FOREST, SHARED
-from hase.learned.kernels.interface import ForestSettings, TrainingConfig, TrainingSet, XgboostSettings
+from hase.learned.kernels.interface import ForestSettings, TrainingConfig, TrainingSet
 from hase.learned.kernels.measured import measured_times
 from hase.learned.kernels.saved_form import from_forest, open_estimator, save_estimator
 from hase.records.dataset_files import header_path, kernel_table_path, note_tables, read_header
@@ -28,8 +29,7 @@ from hase.utils import files
 from hase.utils.errors import UserError
 from hase.utils.paths import Workspace
 
-QUICK = TrainingConfig(folds=3, threads=1, own_min_kernels=60, xgboost=XgboostSettings(trees=80, learning_rate=0.15, bins=64),
-                       forest=ForestSettings(trees=10))
+QUICK = SMALL.model_copy(update={"folds": 3, "forest": ForestSettings(trees=10)})
 BOTH, FOREST_ONLY = (QUICK.model_copy(update={"estimators": names}) for names in (("xgboost", "random_forest"),
                                                                                   ("random_forest",)))
 LEVELS = {0.0: 0.0, 0.5: 50.0}
@@ -216,7 +216,7 @@ def test_a_kernel_of_several_machines(workspace: Workspace) -> None:
 def test_the_command_trains_once_for_the_same_rows(workspace: Workspace) -> None:
     write_workspace(workspace, sampled=60)
     settings = workspace.root / "quick.yaml"
-    settings.write_text("folds: 2\nthreads: 1\nxgboost: {trees: 20}\nforest: {trees: 3}\n")
+    settings.write_text("folds: 2\nthreads: 1\nxgboost: {trees: 20}\nxgboost_class: {trees: 10}\nforest: {trees: 3}\n")
 
     def ran(*options: str) -> subprocess.CompletedProcess[str]:
         done = run_script("training/train_kernel_model.py", "--workspace", workspace.root, "--config", settings, *options)

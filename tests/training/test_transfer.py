@@ -101,7 +101,7 @@ def workspace(once: Once, tmp_path_factory: pytest.TempPathFactory) -> Workspace
     shared = Workspace(once("made_up_predictors", train_workspace))
     workspace = Workspace(shutil.copytree(shared.root, tmp_path_factory.mktemp("transfer") / "workspace"))
     workspace.predictors(TARGET.name).rename(workspace.predictors("elsewhere"))
-    settings = "folds: 2\nthreads: 1\nxgboost: {trees: 60, column_share: 1.0}\nforest: {trees: 3}\n"
+    settings = "folds: 2\nthreads: 1\nxgboost: {trees: 40, column_share: 1.0}\nxgboost_class: {trees: 10}\nforest: {trees: 3}\n"
     (workspace.root / "training.yaml").write_text(settings, encoding="utf-8")
     printed(*command(workspace, "elsewhere"))
     return workspace
