@@ -87,6 +87,7 @@ def test_the_host_waits_for_the_gpu_at_a_copy_to_it() -> None:
     assert pipeline_ms(tracks, COSTS, waiting) == pytest.approx(begin_ms + 1.0 + COSTS.gap_ms + COSTS.end_ms)
 
 
+@pytest.mark.slow
 def test_a_node_of_the_cpu_adds_its_copies_and_its_own_guessed_time() -> None:
     """The answer is a rough estimate with a reason, and the trace ends with the latency."""
     size = 1 << 24

@@ -326,7 +326,7 @@ def test_a_saved_booster_predicts_the_same_as_the_trained_one(trained: Workspace
 def test_a_booster_that_can_not_be_saved_is_an_error(parameters: dict[str, Any]) -> None:
     generator = np.random.default_rng(0)
     matrix = generator.normal(size=(500, 4)).astype(np.float32)
-    booster = xgboost.train({"max_depth": 0} | parameters, xgboost.DMatrix(matrix, np.exp(matrix.sum(axis=1))), 3)
+    booster = xgboost.train({"max_depth": 0, "nthread": 1} | parameters, xgboost.DMatrix(matrix, np.exp(matrix.sum(axis=1))), 3)
     with pytest.raises(UserError, match="it must be a sum of trees that were grown level by level"):
         as_arrays(booster)
 

@@ -220,6 +220,7 @@ def test_cases_of_held_out_models(workspace: Workspace) -> None:
         assert 0.0 < host_shares.min() < 0.1 < 0.5 < host_shares.max()
 
 
+@pytest.mark.slow
 def test_a_prediction_takes_its_calibrated_interval(tmp_path: Path) -> None:
     """Its ends follow from the reach of its sources. An unknown pace still widens it, and so does a doubtful kernel."""
     used = fitted_for(Workspace(), H200).composition
