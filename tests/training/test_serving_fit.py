@@ -47,15 +47,16 @@ def made_up(seed: int, runs: int = 4000) -> PacedRuns:
 
 
 def test_made_up_runs() -> None:
-    gpu_bound = made_up(3)._replace(of_host=False)
-    learned = learned_host([made_up(1), made_up(2), gpu_bound], "made up", pace=1.5)
+    first, second, third = (made_up(seed) for seed in (1, 2, 3))
+    gpu_bound = third._replace(of_host=False)
+    learned = learned_host([first, second, gpu_bound], "made up", pace=1.5)
     assert (learned.models, learned.pace) == (2, 1.5)
     assert learned.paces[1] == pytest.approx(1.2 / 1.5, rel=0.02)
     assert learned.paces[-2] == pytest.approx(1.8 / 1.5, rel=0.02)
     assert 20.0 <= learned.lasts_ms <= 50.0
     assert learned.slower[0] == 1.0
     assert learned.slower[4] == pytest.approx(1.25, rel=0.03)  # after 8 to 16 ms
-    busy_ms = sum(made_up(seed).times_ms.sum() for seed in (1, 2, 3))
+    busy_ms = sum(runs.times_ms.sum() for runs in (first, second, third))
     assert learned.stalls_per_s == pytest.approx(3 * 4000 * 0.005 / busy_ms * 1e3, rel=0.3)
     assert learned.stalls_ms == pytest.approx([10.0] * 12, rel=0.1)
     with pytest.raises(UserError, match="the GPU is the slower track of all models"):
