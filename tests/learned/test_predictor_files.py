@@ -97,16 +97,6 @@ def test_labels_differ(predictors: Predictors) -> None:
         predictors.predict(NEW, {}, "gpu")
 
 
-def test_order_and_repeats(trained: Workspace, predictors: Predictors, measured: list[Kernel]) -> None:
-    mixed = [NEW[1], measured[0], NEW[0], NEW[1]]
-    times = predictors.predict(mixed, {})
-    assert times.provenance == ["predicted", "measured", "predicted", "predicted"]
-    assert times.latency_ms[0] == times.latency_ms[3]
-    apart = read_predictors(trained.predictors(TARGET.name))
-    assert times.latency_ms == [apart.predict([kernel], {}).latency_ms[0] for kernel in mixed]
-    assert predictors.predict(mixed, {}) == times  # from the cache
-
-
 def test_predicted_times_are_kept_in_the_users_cache(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second process reads no booster, except for other kernels, labels or loads; nor does it take those of other files."""
     monkeypatch.setenv("HASE_CACHE", str(tmp_path / "cache"))

@@ -76,12 +76,6 @@ def test_the_cost_of_a_node_is_recovered_and_bounded() -> None:
     assert fit_line(sums[:4], 2 * sums[:4], nodes[:4]).node_ms == 0.0  # four models are too few
 
 
-def test_predictions_without_the_left_out_group() -> None:
-    sums, measured, groups = np.array([1.0, 2.0, 3.0, 4.0]), np.array([1.0, 2.0, 30.0, 40.0]), ["a", "a", "b", "b"]
-    assert leave_out(sums, sums, measured, groups) == pytest.approx([10.0, 20.0, 3.0, 4.0])
-    assert leave_out(sums, 2 * sums, measured, groups) == pytest.approx([20.0, 40.0, 6.0, 8.0])
-
-
 def tried(label: str, kind: Kind, *errors: float, known: tuple[float, ...] = ()) -> Tried:
     """A candidate that predicts models of 1 ms with these errors, and with others where kernels are `known`."""
     mean_error, largest, predicted_ms = float(np.mean(errors)), max(errors), 1.0 + np.array(errors)
