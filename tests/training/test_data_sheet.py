@@ -48,19 +48,13 @@ def test_a_large_product_goes_with_the_peak_and_a_large_copy_with_the_bandwidth(
     assert ratio(copy, "h200", "h200") == ratio(product, "h200", "h200") == 1.0
 
 
-def test_what_fits_into_the_second_cache_does_not_wait_for_memory() -> None:
-    small = work("elementwise", "float32", 1e6, 8e6, 1e6)
+def test_caches_clocks_and_peaks_bound_a_kernel() -> None:
+    small = work("elementwise", "float32", 1e6, 8e6, 1e6)  # what fits into the second cache does not wait for memory
     assert bounds_of(small, card("l40s")).memory_s[0] < 8e6 / 864e9  # 96 MB; less than its memory alone would take
     assert bounds_of(small, card("t4")).memory_s[0] > 8e6 / 320e9  # 4 MB
-
-
-def test_the_shortest_kernel_goes_with_the_clock() -> None:
-    tiny = work("elementwise", "float32", 100.0, 800.0, 100.0)
+    tiny = work("elementwise", "float32", 100.0, 800.0, 100.0)  # the shortest kernel goes with the clock
     assert ratio(tiny, "h200", "a100") == pytest.approx(1980 / 1410, rel=0.05)
-
-
-def test_float32_uses_tf32_only_where_there_is_any() -> None:
-    product = work("product", "float32", 1.0, 1.0, 1.0)
+    product = work("product", "float32", 1.0, 1.0, 1.0)  # uses TF32 only where there is any
     assert [peaks_flop_s(product, card(name))[0] for name in ("h200", "t4")] == pytest.approx([494.7e12, 8.1e12])
     plain = work("product", "plain float32", 1.0, 1.0, 1.0)
     assert peaks_flop_s(plain, card("h200"))[0] == pytest.approx(66.9e12)
@@ -71,7 +65,7 @@ def made_up_tables(folder: Path, efficiency: dict[str, float]) -> Path:
     rows = [("products", "product", "bfloat16", "MatMul", f"{size}x{depth}", 2.0 * size * size * depth,
              2.0 * (2 * size * depth + size * size), float(size * size), 1.0, "", name,
              1e3 * 2.0 * size * size * depth / (card(name).peak_tflop_s("bfloat16") * 1e12 * share))
-            for size in range(4096, 12288, 256) for depth in (4096, 6144, 8192) for name, share in efficiency.items()]
+            for size in range(4096, 12288, 512) for depth in (4096, 6144, 8192) for name, share in efficiency.items()]
     path = folder / "tables.csv"
     pd.DataFrame(rows, columns=list(COLUMNS)).to_csv(path, index=False)
     return path
@@ -104,7 +98,7 @@ def test_some_measured_kernels_correct_the_card_and_only_it(tmp_path: Path) -> N
         times_ms = of.times_ms(table.work.rows(chosen), table.ms[BASE][chosen], card(BASE), card("l40s"), table.name)
         return float(np.abs(times_ms / table.ms["l40s"][chosen] - 1).mean())
 
-    few, others = np.arange(0, 90, 9), np.arange(1, 90, 9)
+    few, others = np.arange(0, 48, 5), np.arange(1, 48, 5)
     adjusted = adjust(ratios, table.work.rows(few), table.ms[BASE][few], table.ms["l40s"][few], card(BASE), card("l40s"),
                       table.name)
     assert error(ratios, others) > 0.2
@@ -113,18 +107,15 @@ def test_some_measured_kernels_correct_the_card_and_only_it(tmp_path: Path) -> N
     assert np.array_equal(before, after)
 
 
-def test_times_that_can_not_be_are_left_out(tmp_path: Path) -> None:
-    table, = read_tables(made_up_tables(tmp_path, {"h200": 0.7, "b200": 3.8}))  # almost four times its peak
-    assert np.isfinite(table.ms["h200"]).all()
-    assert np.isnan(table.ms["b200"]).all()
-
-
-def test_wrong_tables_are_refused(tmp_path: Path) -> None:
+def test_wrong_tables_are_refused_and_times_that_can_not_be_left_out(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no table of kernels on several cards"):
         read_tables(tmp_path / "none.csv")
     (tmp_path / "t.csv").write_text("table,gpu\na,h200\n", encoding="utf-8")
     with pytest.raises(UserError, match="lacks the columns kind, dtype"):
         read_tables(tmp_path / "t.csv")
+    table, = read_tables(made_up_tables(tmp_path, {"h200": 0.7, "b200": 3.8}))  # almost four times its peak
+    assert np.isfinite(table.ms["h200"]).all()
+    assert np.isnan(table.ms["b200"]).all()
 
 
 def test_the_kernels_to_measure_first_are_like_those_that_are_wanted() -> None:

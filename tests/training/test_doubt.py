@@ -23,7 +23,7 @@ from hase.utils.paths import Workspace
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> TrainingSet:
     workspace = Workspace(tmp_path_factory.mktemp("doubt"))
-    write_dataset(workspace, {kernel.id: kernel for kernel in draw_kernels(500)}, {}, {}, {0.0: 0.0})
+    write_dataset(workspace, {kernel.id: kernel for kernel in draw_kernels(400)}, {}, {}, {0.0: 0.0})
     made = read_training_set(workspace, TARGET.name)
     return replace(made, times_ms={GPU_LABEL: made.times_ms["run"]})
 
@@ -73,14 +73,12 @@ def test_a_huge_error_counts_up_to_a_limit(rows: TrainingSet) -> None:
 
 
 def test_the_doubts_of_a_model_are_weighted_by_time() -> None:
-    kernels = [("a", 6.0, Novelty("known", doubt=0.5)), ("b", 2.0, KNOWN), ("c", 2.0, None)]
+    doubted = Novelty("known", doubt=0.5)
+    kernels = [("a", 6.0, doubted), ("b", 2.0, KNOWN), ("c", 2.0, None)]
     assert sources(kernels, 10.0, 5.0).doubt == pytest.approx(0.3)
     assert sources(kernels, 20.0, 10.0).doubt == pytest.approx(0.15)  # half of the time the GPU waits
     assert sources(kernels, 10.0, 5.0).predicted == pytest.approx(0.2)  # of the kernel whose doubt is not known
-
-
-def test_different_kernels_err_independently_and_the_nodes_of_one_alike() -> None:
-    doubted = Novelty("known", doubt=0.5)
+    # different kernels err independently, and the nodes of one alike
     assert sources([(name, 2.5, doubted) for name in "abcd"], 10.0, 5.0).doubt == pytest.approx(0.25)
     assert sources([("a", 2.5, doubted)] * 4, 10.0, 5.0).doubt == pytest.approx(0.5)
 

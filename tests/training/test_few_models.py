@@ -46,13 +46,8 @@ def test_the_line_is_fitted_to_measured_kernels() -> None:
     expected = np.abs((1.2 * WRONG * sums_ms("run") + 0.05) / latency - 1)
     assert candidate.cv_mape == pytest.approx(expected.mean()), "held-out models have predicted kernels"
     assert tried.predicted_ms == pytest.approx(1.2 * WRONG * sums_ms("run") + 0.05)
-
-
-def test_nothing_is_held_out_of_one_model() -> None:
-    [model], times = models((1.5 * sums_ms("run")).tolist())[:1], out_of_fold("run")
-    [tried] = try_few_models([model], times, MEASURED, None)
-    assert tried.candidate.alpha == pytest.approx(1.5)
-    assert tried.candidate.cv_mape is None
+    [tried] = try_few_models(models((1.5 * sums_ms("run")).tolist())[:1], out_of_fold("run"), MEASURED, None)
+    assert (tried.candidate.alpha, tried.candidate.cv_mape) == (pytest.approx(1.5), None)  # nothing is held out of one model
 
 
 def test_a_gpu_has_the_shipped_costs_at_the_pace_of_its_host() -> None:
@@ -72,13 +67,9 @@ def test_a_gpu_has_the_shipped_costs_at_the_pace_of_its_host() -> None:
 
 
 def test_the_pace_is_fitted_where_the_host_matters() -> None:
-    small = Tracks(np.full(20, 0.001), np.ones(20), np.ones(20, dtype=int))
-    for pace in (0.5, 1.0, 3.0):
-        latency = latencies_ms([MeasuredTracks(small, float("nan"), 1.0)], shipped_costs().at_pace(pace))[0]
-        assert fit_pace([MeasuredTracks(small, float("nan"), float(latency))], shipped_costs()) == pytest.approx(pace, rel=0.01)
-
-
-def test_models_that_are_limited_by_the_gpu_leave_the_pace_alone() -> None:
-    large = Tracks(np.full(20, 5.0), np.ones(20), np.ones(20, dtype=int))
-    latency = 1.02 * latencies_ms([MeasuredTracks(large, float("nan"), 1.0)], shipped_costs())[0]
-    assert fit_pace([MeasuredTracks(large, float("nan"), float(latency))], shipped_costs()) == pytest.approx(1.0, rel=0.2)
+    for gpu_ms, paces, factor, rel in ((0.001, (0.5, 1.0, 3.0), 1.0, 0.01), (5.0, (1.0,), 1.02, 0.2)):  # host, GPU decides
+        nodes = Tracks(np.full(20, gpu_ms), np.ones(20), np.ones(20, dtype=int))
+        for pace in paces:
+            latency = factor * latencies_ms([MeasuredTracks(nodes, float("nan"), 1.0)], shipped_costs().at_pace(pace))[0]
+            fitted = fit_pace([MeasuredTracks(nodes, float("nan"), float(latency))], shipped_costs())
+            assert fitted == pytest.approx(pace, rel=rel)

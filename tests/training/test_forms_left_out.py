@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from hase.training.kernels.training_set import read_training_set
 from hase.utils.errors import UserError
 from hase.utils.paths import Workspace
 
-CONFIG = TrainingConfig(folds=3, threads=1, own_min_kernels=60, xgboost=XgboostSettings(trees=40, learning_rate=0.2, bins=64),
+CONFIG = TrainingConfig(folds=2, threads=1, own_min_kernels=60, xgboost=XgboostSettings(trees=15, learning_rate=0.2, bins=64),
                         forest=ForestSettings(trees=5))
 
 
@@ -28,30 +29,20 @@ def left_out(kind: str, form: str, ratios: list[float]) -> LeftOutForm:
     return LeftOutForm(kind, form, "convolution" if kind == "Conv" else "elementwise", np.ones(len(ratios)), np.array(ratios))
 
 
-@pytest.mark.slow
 def test_each_form_is_left_out_once(tmp_path: Path) -> None:
-    kernels = {kernel.id: kernel for kernel in draw_kernels(300)}
+    kernels = {kernel.id: kernel for kernel in draw_kernels(120)}
     write_dataset(Workspace(tmp_path), kernels, {}, {}, {0.0: 0.0})
     rows = read_training_set(Workspace(tmp_path), TARGET.name)
     forms = leave_forms_out(rows, "run", {"Conv": "Conv"}, CONFIG)
     several = {kernel.type for kernel in kernels.values()
                if len({kernel_form(other) for other in kernels.values() if other.type == kernel.type}) > 1}
     assert {form.type for form in forms} == several
-    assert len({(form.type, form.form) for form in forms}) == len(forms)
-    for form in forms:
-        of_form = [kernel for kernel in kernels.values() if (kernel.type, kernel_form(kernel)) == (form.type, form.form)]
-        assert len(form.ratios) == len(of_form)
-        assert np.isfinite(form.ratios).all()
+    counts = Counter((kernel.type, kernel_form(kernel)) for kernel in kernels.values() if kernel.type in several)
+    assert {(form.type, form.form): len(form.ratios) for form in forms} == counts
+    assert all(np.isfinite(form.ratios).all() for form in forms)
+    assert len(forms) == len(counts)
     with pytest.raises(UserError, match="has no label gpu"):
         form_report(Workspace(tmp_path), TARGET.name, CONFIG, None, lambda rows, title: None)
-
-
-def test_errors_of_classes() -> None:
-    forms = [left_out("Conv", "a", [1.0, 2.0, 0.5, 1.1]), left_out("Relu", "b", [1.0, 3.0])]
-    rows = {row["class"]: row for row in form_error_rows(forms)}
-    assert (rows["convolution"]["forms"], rows["convolution"]["kernels"]) == (1, 4)
-    assert rows["convolution"]["off_by_over_30_%"] == 50
-    assert (rows["all"]["kernels"], rows["all"]["off_by_over_30_%"]) == (6, 50)
 
 
 def test_the_range_of_a_form_is_learned_from_many() -> None:
@@ -81,9 +72,12 @@ def test_the_page() -> None:
     assert cliff_rows([Cliff(neighbours[0], neighbours[1], 30.0)])[0]["edge"] == "known"
     forms = form_rows([slow, fast, TimedKernel(relu(), 0.1)])
     assert {row["type"]: (row["kernels"], row["forms"]) for row in forms} == {"Conv": (2, 2), "Relu": (1, 1)}
-    page = form_page("here", forms, form_error_rows([left_out("Conv", "a", [1.0])]), cliffs)
+    by_class = {row["class"]: row for row in form_error_rows([left_out("Conv", "a", [1.0, 2.0, 0.5, 1.1]),
+                                                              left_out("Relu", "b", [1.0, 3.0])])}
+    assert {name: (row["forms"], row["kernels"], row["off_by_over_30_%"]) for name, row in by_class.items()} == {
+        "convolution": (1, 4, 50), "elementwise": (1, 2, 50), "all": (2, 6, 50)}
+    page = form_page("here", forms, list(by_class.values()), cliffs)
     assert "3 kernels in 3 forms, 0 of which have at least 12 kernels." in page
-    assert "1 pairs of neighbours (each kernel" in page
     assert "| 30.2 | Conv_" in page
     missing = never_measured({"Conv", "Relu"})
     assert {"Gemm", "Softmax"} <= set(missing)

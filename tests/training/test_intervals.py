@@ -1,4 +1,4 @@
-"""Intervals calibrated on held-out collections: they have the stated coverage, and widen with the sources of a prediction."""
+"""Held-out collections, and intervals calibrated on them: they have the stated coverage, and widen with their sources."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from hase.inference import predict
 from hase.inference.prediction.targets import fitted_for
 from hase.learned.composition.host_side import NodesOffGpu
 from hase.learned.composition.intervals import ALWAYS, KNOWN, CalibratedInterval, Novelty, Sources, for_any_host, sources
+from hase.records.dataset_files import DatasetHeader, DatasetKernel, header_path, read_header
 from hase.records.measurement import GPU_LABEL, LAUNCHES
 from hase.training.composition.calibration import (
     LEAST_FAMILIES,
@@ -30,8 +31,10 @@ from hase.training.composition.calibration import (
 from hase.training.composition.held_out import Fold, HeldOut, folds_of, novelties_of
 from hase.training.composition.measured_models import MeasuredModel
 from hase.training.kernels.training_set import read_training_set
+from hase.utils import files
 from hase.utils.paths import Workspace
 
+COLLECTION_OF = {"anet": "timm", "bnet": "transformers", "cnet": "transformers", "secretnet": "timm"}
 H200 = "nvidia-h200-cuda-ort1.31-all"
 
 
@@ -49,6 +52,12 @@ def made_up_cases(collections: int, families: int, each: int, seed: int = 0) -> 
     return cases
 
 
+def calibrated(cases: list[HeldOutCase]) -> CalibratedInterval:
+    interval = calibrate(cases)
+    assert interval is not None
+    return interval
+
+
 def test_intervals_of_a_new_collection_cover_nine_of_ten() -> None:
     """For all sources alike, since intervals with unmeasured operators are wider."""
     cases = made_up_cases(4, 15, 12)
@@ -59,8 +68,7 @@ def test_intervals_of_a_new_collection_cover_nine_of_ten() -> None:
     for part in (share == 0, share > 0, share == 0.6):
         assert 0.84 < inside[part].mean() < 0.96
     assert width[share == 0.6].min() > 4 * width[share == 0].max()
-    interval = calibrate(cases)
-    assert interval is not None
+    interval = calibrated(cases)
     assert interval.coverage == pytest.approx(inside.mean())  # all families have equally many models
     assert (interval.left_out, interval.families) == ("collection", 60)
     assert interval.reach["unmeasured"] == pytest.approx(0.4, rel=0.25)
@@ -68,11 +76,16 @@ def test_intervals_of_a_new_collection_cover_nine_of_ten() -> None:
 
 
 def test_one_collection_leaves_families_out_and_few_families_give_none() -> None:
-    interval = calibrate(made_up_cases(1, 30, 10))
-    assert interval is not None
-    assert (interval.left_out, interval.families) == ("family", 30)
-    assert interval.coverage > 0.8
+    interval = calibrated(made_up_cases(1, 30, 10))
+    assert (interval.left_out, interval.families, interval.coverage > 0.8) == ("family", 30, True)
     assert calibrate(made_up_cases(1, LEAST_FAMILIES - 1, 10)) is None
+
+
+def test_a_large_family_counts_as_much_as_a_small_one() -> None:
+    """A hundred models of one family, each with an error of a half, widen the interval no more than one such model."""
+    usual, odd = made_up_cases(1, 40, 3), HeldOutCase("0", "odd", Sources(predicted=1.0), math.log(1.5))
+    single, hundred = (math.log(calibrated([*usual, *[odd] * count]).ends(Sources(predicted=1.0))[1]) for count in (1, 100))
+    assert hundred == pytest.approx(single, rel=0.1)
 
 
 def laplace_cases(families: int, models: int, spread: float) -> list[HeldOutCase]:
@@ -82,66 +95,87 @@ def laplace_cases(families: int, models: int, spread: float) -> list[HeldOutCase
             for family in range(families) for _ in range(models)]
 
 
+def fitted(interval: CalibratedInterval, cases: list[HeldOutCase]) -> CalibratedInterval:
+    found = fitted_to(interval, cases)
+    assert found is not None
+    assert 0.86 < found.coverage < 0.94
+    return found
+
+
 def test_an_interval_is_fitted_to_models_of_another_sort() -> None:
     """It holds nine of ten of their errors, however large these are, and reaches as far to both sides."""
-    interval = calibrate(laplace_cases(40, 25, 0.1))
-    assert interval is not None
+    interval, ends = calibrated(laplace_cases(40, 25, 0.1)), []
     assert not interval.holds_paces
-    ends = []
     for spread in (0.05, 0.2):
-        fitted = fitted_to(interval, laplace_cases(200, 10, spread))
-        assert fitted is not None
-        assert 0.86 < fitted.coverage < 0.94
-        assert (fitted.families, fitted.left_out, fitted.low, fitted.holds_paces) == (200, "family", -fitted.high, True)
-        ends.append(math.log(fitted.ends(Sources(predicted=1.0))[1]))
+        of_others = fitted(interval, laplace_cases(200, 10, spread))
+        assert (of_others.families, of_others.left_out, of_others.low, of_others.holds_paces) == (
+            200, "family", -of_others.high, True)
+        ends.append(math.log(of_others.ends(Sources(predicted=1.0))[1]))
     assert ends == pytest.approx([0.05 * math.log(10), 0.2 * math.log(10)], rel=0.08)  # of a Laplace distribution
     assert fitted_to(interval, laplace_cases(1, 50, 0.1)) is None
 
 
 def test_the_doubt_about_a_known_pace_is_learned_from_runs_at_many() -> None:
     """Made-up runs whose host works for most of the time: those at twice its usual pace err three times as much."""
-    generator, interval = np.random.default_rng(1), calibrate(laplace_cases(40, 25, 0.1))
-    assert interval is not None
-    cases = [HeldOutCase("", f"f{number % 51}", sources([("a", 1.0, KNOWN)], 2.0, 1.4, pace),
-                         float(generator.laplace(0.0, spread)))
+    def of_run(gpu_ms: float, host_ms: float, pace: float) -> Sources:
+        return sources([("a", gpu_ms, KNOWN)], 2.0, host_ms, pace)
+
+    generator = np.random.default_rng(1)
+    cases = [HeldOutCase("", f"f{number % 51}", of_run(1.0, 1.4, pace), float(generator.laplace(0.0, spread)))
              for number in range(2000) for pace, spread in [((1.0, 0.05), (0.5, 0.15))[number % 2]]]
-    fitted = fitted_to(interval, cases)
-    assert fitted is not None
-    assert 0.87 < fitted.coverage < 0.93
-    usual, fast = (fitted.scale(sources([("a", 1.0, KNOWN)], 2.0, 1.4, pace)) for pace in (1.0, 0.5))
-    assert fast / usual == pytest.approx(3.0, rel=0.15)
-    no_host, fast_host = (fitted.scale(sources([("a", 2.0, KNOWN)], 2.0, 0.0, pace)) for pace in (1.0, 0.5))
-    assert no_host == fast_host
+    of_paces = fitted(calibrated(laplace_cases(40, 25, 0.1)), cases)
+    assert of_paces.scale(of_run(1.0, 1.4, 0.5)) / of_paces.scale(of_run(1.0, 1.4, 1.0)) == pytest.approx(3.0, rel=0.15)
+    assert of_paces.scale(of_run(2.0, 0.0, 0.5)) == of_paces.scale(of_run(2.0, 0.0, 1.0))  # no work of the host
 
 
-def test_a_large_family_counts_as_much_as_a_small_one() -> None:
-    """A hundred models of one family, each with an error of a half, widen the interval no more than one such model."""
-    usual, odd = made_up_cases(1, 40, 3), HeldOutCase("0", "odd", Sources(predicted=1.0), math.log(1.5))
-    single, hundred = calibrate([*usual, odd]), calibrate([*usual, *[odd] * 100])
-    assert single is not None
-    assert hundred is not None
-    sizes = [math.log(interval.ends(Sources(predicted=1.0))[1]) for interval in (single, hundred)]
-    assert sizes[1] == pytest.approx(sizes[0], rel=0.1)
-
-
-def test_a_wide_interval_scores_badly_and_a_miss_worse() -> None:
+def test_scores_paces_and_sources_by_hand() -> None:
     ends = [(math.exp(-0.1), math.exp(0.2)), (math.exp(-0.2), math.exp(0.4)), (math.exp(-0.1), math.exp(0.2))]
     assert interval_score(ends, np.exp([0.1, 0.1, 0.25])).tolist() == pytest.approx([0.3, 0.6, 0.3 + 20 * 0.05])
-
-
-def test_a_host_of_unknown_pace_widens_in_quadrature() -> None:
-    low, high = for_any_host((math.exp(-0.3), math.exp(0.3)), math.exp(-0.4), 1.0, math.exp(0.4))
+    low, high = for_any_host((math.exp(-0.3), math.exp(0.3)), math.exp(-0.4), 1.0, math.exp(0.4))  # widens in quadrature
     assert (math.log(low), math.log(high)) == pytest.approx((-0.5, 0.5))
     assert for_any_host((0.9, 1.2), 1.0, 1.0, 1.0) == pytest.approx((0.9, 1.2))  # the host does not matter
-
-
-def test_sources_by_hand() -> None:
-    """The GPU works for 8 of 10 ms: 2 of them measured, 1 known, 2 of unmeasured operators, 3 four times beyond the data."""
+    # the GPU works for 8 of 10 ms: 2 of them measured, 1 known, 2 of unmeasured operators, 3 four times beyond the data
     kernels = [("a", 2.0, None), ("b", 1.0, KNOWN), ("c", 2.0, Novelty("unmeasured")), ("d", 3.0, Novelty("beyond", 4.0))]
     assert sources(kernels, 10.0, 6.0, 2.0) == pytest.approx(Sources(
         predicted=0.4, unmeasured=0.2, other_form=0.0, beyond=0.3 * math.log(4), host=0.36, pace=0.36 * math.log(2)))
     assert sources([("a", 1.0, KNOWN)], 0.5, 0.0) == pytest.approx(Sources(predicted=1.0))  # never more than the whole latency
     assert sources([], 1.0, 1.0) == Sources(host=1.0)
+
+
+def test_a_kernel_belongs_to_every_collection_that_has_it_or_a_family_near_it() -> None:
+    """If two collections have a family of the same name, a kernel sampled near it belongs to both, a model's kernel to one."""
+    header = DatasetHeader(
+        target=TARGET, metrics=(), machines={}, groups={"vit_a": "vit", "vit_b": "vit", "bert": "bert", "mine": "mine"},
+        collections={"vit_a": "timm", "vit_b": "transformers", "bert": "transformers"})
+    assert header.families == {"timm": {"vit"}, "transformers": {"vit", "bert"}}
+
+    def collections(models: tuple[str, ...], groups: tuple[str, ...], sampled: bool) -> set[str]:
+        return set(header.collections_of(DatasetKernel(kernel=relu(), models=models, groups=groups, sampled=sampled)))
+
+    assert collections(("vit_a",), ("vit",), False) == {"timm"}
+    assert collections((), ("vit",), True) == {"timm", "transformers"}
+    assert collections(("vit_a",), ("bert", "vit"), True) == {"timm", "transformers"}
+    assert collections(("mine",), ("mine",), False) == set()
+    assert collections((), (), True) == set()  # drawn freely
+
+
+def test_a_fold_leaves_out_all_kernels_of_its_collection(workspace: Workspace) -> None:
+    """Also those of its models that were not measured as a whole, and those sampled near its families."""
+    records = write_workspace(workspace, families=tuple(COLLECTION_OF), sampled=40)
+    folder = workspace.dataset(TARGET.name)
+    collections = {name: COLLECTION_OF[record.group] for name, record in records.items()}
+    files.write_json(header_path(folder), read_header(folder).model_copy(update={
+        "groups": {name: record.group for name, record in records.items()}, "collections": collections}))
+    rows = read_training_set(workspace, TARGET.name)
+    models = [MeasuredModel(record.model_copy(update={"collection": collections[name]}), record.group, 1.0)
+              for name, record in records.items() if record.group != "secretnet"]  # not measured
+    folds = {min(fold.groups): fold for fold in folds_of(rows, models, [model.collection for model in models], "collection", 5)}
+    assert folds.keys() == {"timm", "transformers"}
+    for name, fold in folds.items():
+        theirs = {kernel for model, record in records.items() if collections[model] == name for kernel in record.kernels}
+        assert set(rows.ids[~fold.seen].tolist()) == theirs
+        assert fold.seen.any()
+    assert {conv().op_type, gemm().op_type} <= set(rows.types[folds["timm"].seen].tolist())
 
 
 def test_novelties_of_a_fold(workspace: Workspace) -> None:
@@ -186,6 +220,7 @@ def test_cases_of_held_out_models(workspace: Workspace) -> None:
         assert 0.0 < host_shares.min() < 0.1 < 0.5 < host_shares.max()
 
 
+@pytest.mark.slow
 def test_a_prediction_takes_its_calibrated_interval(tmp_path: Path) -> None:
     """Its ends follow from the reach of its sources. An unknown pace still widens it, and so does a doubtful kernel."""
     used = fitted_for(Workspace(), H200).composition

@@ -40,11 +40,7 @@ def test_the_fit_finds_the_costs_of_copies() -> None:
     assert (costs.run_ms, costs.in_ms_per_mib, costs.out_ms_per_mib) == pytest.approx((0.05, 0.2, 0.4), rel=1e-4)
     assert costs.left_out is not None
     assert (costs.models, costs.left_out.mape) == (12, pytest.approx(0.0, abs=1e-6))
-
-
-def test_few_models_give_no_costs() -> None:
-    models = [model(f"a{size}", size, 1) for size in (1, 2, 3)]
-    assert fit_host_io(models, np.ones(3), ["a"] * 3) is None
+    assert fit_host_io(models[:3], np.ones(3), ["a"] * 3) is None  # too few
 
 
 def test_the_fit_finds_the_costs_of_a_replay() -> None:

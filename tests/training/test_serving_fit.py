@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 
 from hase.benchmark.serving.sets import ModelRequests
 from hase.graph_model.simulation.pipeline import NodeKind, PipelineCosts, Tracks
-from hase.learned import target_files
 from hase.records.host_pace import Stalls
 from hase.training.fits.serving import (
     PacedRuns,
@@ -23,6 +21,7 @@ from hase.training.fits.serving import (
     served_in_slices,
     served_runs,
 )
+from hase.utils import files
 from hase.utils.errors import UserError
 from hase.utils.paths import SHIPPED, Workspace
 
@@ -48,48 +47,44 @@ def made_up(seed: int, runs: int = 4000) -> PacedRuns:
 
 
 def test_made_up_runs() -> None:
-    gpu_bound = made_up(3)._replace(of_host=False)
-    learned = learned_host([made_up(1), made_up(2), gpu_bound], "made up", pace=1.5)
+    first, second, third = (made_up(seed) for seed in (1, 2, 3))
+    gpu_bound = third._replace(of_host=False)
+    learned = learned_host([first, second, gpu_bound], "made up", pace=1.5)
     assert (learned.models, learned.pace) == (2, 1.5)
     assert learned.paces[1] == pytest.approx(1.2 / 1.5, rel=0.02)
     assert learned.paces[-2] == pytest.approx(1.8 / 1.5, rel=0.02)
     assert 20.0 <= learned.lasts_ms <= 50.0
     assert learned.slower[0] == 1.0
     assert learned.slower[4] == pytest.approx(1.25, rel=0.03)  # after 8 to 16 ms
-    busy_ms = sum(made_up(seed).times_ms.sum() for seed in (1, 2, 3))
+    busy_ms = sum(runs.times_ms.sum() for runs in (first, second, third))
     assert learned.stalls_per_s == pytest.approx(3 * 4000 * 0.005 / busy_ms * 1e3, rel=0.3)
     assert learned.stalls_ms == pytest.approx([10.0] * 12, rel=0.1)
-
-
-def test_runs_that_only_the_gpu_decides() -> None:
     with pytest.raises(UserError, match="the GPU is the slower track of all models"):
-        learned_host([made_up(1)._replace(of_host=False)], "made up", 1.0)
+        learned_host([gpu_bound], "made up", 1.0)
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    """What was served on an H100."""
+    """What was served on an H100: the first eight models."""
     folder = tmp_path_factory.mktemp("served")
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(folder, filter="data")
+    path, results = served_in_slices(Workspace(folder))
+    assert len(results) == 56
+    path.write_text("".join(f"{result.model_dump_json()}\n" for result in results[:8]))
     return Workspace(folder)
 
 
 @pytest.mark.slow
-def test_what_ships_was_learned_from_an_h100(served: Workspace, tmp_path: Path) -> None:
-    own = Workspace(tmp_path)
-    shutil.copytree(SHIPPED / TARGET, own.predictors(TARGET))
-    learned, shipped = learned_from(served, own.predictors(TARGET)), target_files.SERVING.read(SHIPPED / TARGET)
-    assert shipped is not None
-    assert learned.paces == pytest.approx(shipped.paces)
-    assert learned.slower == pytest.approx(shipped.slower)
-    assert learned.stalls_ms == pytest.approx(shipped.stalls_ms)
+def test_a_host_is_learned_from_an_h100(served: Workspace) -> None:
+    learned = learned_from(served, SHIPPED / TARGET)
     assert 0.9 < learned.middle < 1.3
     assert learned.host().paces.mean() == pytest.approx(1.0, abs=0.1)
     assert learned.host(Stalls(0.0, ())).stalls_per_s == learned.host().stalls_per_s == learned.stalls_per_s
     assert learned.host(Stalls(9.0, (8.0,))).stalls_ms.tolist() == [8.0]
 
 
+@pytest.mark.slow
 def test_a_host_that_changes_its_pace(served: Workspace) -> None:
     """Runs take the mean of its paces; of a few readings beside, some of which may be disturbed, the median counts."""
     result = served_in_slices(served)[1][0]
@@ -99,15 +94,12 @@ def test_a_host_that_changes_its_pace(served: Workspace) -> None:
     assert host_pace_us([result.model_copy(update={"results": (model,)})], served) == pytest.approx(350.0)
 
 
-def test_a_workspace_without_served_models(served: Workspace, tmp_path: Path) -> None:
+def test_a_workspace_without_served_models(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="served sets of 0 targets"):
         served_in_slices(Workspace(tmp_path))
-    path = tmp_path / "benchmark/served_sets/some.jsonl"
-    path.parent.mkdir(parents=True)
-    path.write_text("")
+    files.write_text(tmp_path / "benchmark/served_sets/some.jsonl", "")
     with pytest.raises(UserError, match="no model was served in time slices"):
         served_in_slices(Workspace(tmp_path))
-    assert len(served_in_slices(served)[1]) == 56
 
 
 def test_runs_that_meet_no_other_count() -> None:

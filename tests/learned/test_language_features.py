@@ -42,32 +42,27 @@ def product(rows: int, bits: int = 4, depth: int = 4096, columns: int = 4096, bl
     return kernel("MatMulNBits", inputs, [(rows, columns)], CONTRIB, K=depth, N=columns, bits=bits, block_size=block)
 
 
-@pytest.mark.parametrize(("sizes", "algorithm"), [
-    ({}, "xqa"), ({"head_size": 96}, "cudnn"), ({"heads": 24}, "cudnn"), ({"cache": 1024}, "cudnn"),  # 3 heads share keys
-    ({"softcap": 50.0}, "flash decoding"), ({"softcap": 50.0, "cache": 1024}, "flash"), ({"local_window_size": 128}, "xqa"),
-    ({"head_size": 96, "local_window_size": 128}, "flash decoding"), ({"queries": 1024, "total": 1024}, "cudnn"),
-    ({"queries": 1024, "total": 1024, "local_window_size": 128}, "flash"), ({"dtype": "bfloat16"}, "xqa"),
-    ({"head_size": 512}, "memory efficient"), ({"head_size": 260}, "unfused"), ({"dtype": "float32"}, "")])
-def test_attention_on_hopper(sizes: dict[str, Any], algorithm: str) -> None:
-    described = attention(**sizes)
+HOPPER, AMPERE = Gpu(), Gpu(capability=8.0)
+
+
+@pytest.mark.parametrize(("sizes", "gpu", "algorithm"), [
+    ({}, HOPPER, "xqa"), ({"head_size": 96}, HOPPER, "cudnn"), ({"heads": 24}, HOPPER, "cudnn"),  # 3 heads share keys
+    ({"cache": 1024}, HOPPER, "cudnn"), ({"softcap": 50.0}, HOPPER, "flash decoding"),
+    ({"softcap": 50.0, "cache": 1024}, HOPPER, "flash"), ({"local_window_size": 128}, HOPPER, "xqa"),
+    ({"head_size": 96, "local_window_size": 128}, HOPPER, "flash decoding"),
+    ({"queries": 1024, "total": 1024}, HOPPER, "cudnn"), ({"queries": 1024, "total": 1024}, AMPERE, "flash"),
+    ({"queries": 1024, "total": 1024, "local_window_size": 128}, HOPPER, "flash"), ({"dtype": "bfloat16"}, HOPPER, "xqa"),
+    ({"head_size": 512}, HOPPER, "memory efficient"), ({"head_size": 260}, HOPPER, "unfused"),
+    ({"dtype": "float32"}, HOPPER, ""),
+    ({"softcap": 50.0, "norms": True}, HOPPER, "flash")])  # they keep attention from decoding in place
+def test_attention(sizes: dict[str, Any], gpu: Gpu, algorithm: str) -> None:
+    described = attention(**{name: size for name, size in sizes.items() if name != "norms"})
+    if "norms" in sizes:
+        weights = [ABSENT] * 7 + [tensor("float16", 128, constant=True)] * 2
+        described = described.model_copy(update={"inputs": (*described.inputs, *weights)})
     attended = kernel_grouped_query_sizes(described)
     assert attended is not None
-    assert attention_algorithm(described, attended) == algorithm
-
-
-def test_norms_keep_attention_from_decoding_in_place() -> None:
-    described = attention(softcap=50.0)
-    weights = [ABSENT] * 7 + [tensor("float16", 128, constant=True)] * 2
-    normed = described.model_copy(update={"inputs": (*described.inputs, *weights)})
-    chosen = [attention_algorithm(each, sizes) for each in (described, normed) if (sizes := kernel_grouped_query_sizes(each))]
-    assert chosen == ["flash decoding", "flash"]
-
-
-def test_cudnn_is_chosen_from_hopper_on_alone() -> None:
-    described = attention(queries=1024, total=1024)
-    attended = kernel_grouped_query_sizes(described)
-    assert attended is not None
-    assert attention_algorithm(described, attended, Gpu(capability=8.0)) == "flash"
+    assert attention_algorithm(described, attended, gpu) == algorithm
 
 
 def plain(*inputs: KernelInput, name: str = "MultiHeadAttention", domain: str = CONTRIB) -> Kernel:
@@ -107,17 +102,11 @@ ADDED = tensor("float16", 1, 4, 512, 512)
     (projected("float16", ABSENT, tensor("float16", 2, 2, 4, 8, 64)), "unfused"), (projected("float32"), "memory efficient"),
     (packed(512, True), "memory efficient"), (packed(513, True), "flash"), (packed(64, False), "flash"),
     (packed(64, False, ADDED), "unfused"),
+    *((plain(*[text(queries, width=4 * 264)] * 3, ABSENT, ABSENT, tensor("float16", 1, 4, queries, queries)), algorithm)
+      for queries, algorithm in ((64, "memory efficient"), (65, "unfused"))),  # added in place only where they are aligned
     (plain(*[tensor("float16", 2, 4, 512, 64)] * 3, name="Attention", domain=""), "")])
 def test_attention_of_other_operators_on_hopper(described: Kernel, algorithm: str) -> None:
     assert language_algorithm(described) == algorithm
-
-
-def test_numbers_are_added_in_place_only_where_they_are_aligned() -> None:
-    def chosen(queries: int) -> str:
-        wide = [text(queries, width=4 * 264)] * 3  # heads too large for cuDNN
-        return language_algorithm(plain(*wide, ABSENT, ABSENT, tensor("float16", 1, 4, queries, queries)))
-
-    assert (chosen(64), chosen(65)) == ("memory efficient", "unfused")
 
 
 def test_long_texts_are_split_where_they_would_not_fill_the_gpu() -> None:
@@ -146,8 +135,7 @@ def test_products_with_quantised_matrices(rows: int, bits: int, depth: int, colu
     (attention(head_size=96), NodeKind.ATTENTION), (attention(softcap=50.0), NodeKind.ATTENTION)])
 def test_what_they_cost_the_host_depends_on_how_they_are_computed(described: Kernel, kind: NodeKind) -> None:
     """Only those that call a library cost more than a kernel of ONNX Runtime's own."""
-    assert node_kind(described) == kind
-    assert node_kind(described, on_gpu=False) == NodeKind.OWN
+    assert (node_kind(described), node_kind(described, on_gpu=False)) == (kind, NodeKind.OWN)
     tracks = Tracks(np.array([0.0]), np.array([1.0]), np.array([kind]))
     costs = PipelineCosts(node_ms=1.0, view_ms=0.0, launch_ms=2.0, start_ms=0.0, gap_ms=0.0, lead_ms=0.0, end_ms=0.0,
                           product_ms=10.0, attention_ms=20.0)
@@ -155,38 +143,29 @@ def test_what_they_cost_the_host_depends_on_how_they_are_computed(described: Ker
     assert pipeline_ms(tracks, costs) == Runs([(tracks, 1.0, None)]).latencies_ms(costs)[0] == 3.0 + added_ms
 
 
+NAMES = list(itertools.chain.from_iterable(LANGUAGE_GROUPS.values()))
+EXPERTS = kernel("QMoE", [
+    tensor("float16", 28, 64), tensor("float16", 28, 8), tensor("uint8", 8, 256, 32, constant=True),
+    tensor("float16", 8, 256, constant=True), ABSENT, tensor("uint8", 8, 64, 64, constant=True),
+    tensor("float16", 8, 64, constant=True)], [(28, 64)], CONTRIB, k=2, expert_weight_bits=4, activation_type="swiglu")
+
+
+@pytest.mark.parametrize(("described", "expected"), [
+    (attention(total=1023, cache=2047), {"log_attended": 10, "log_cache": 11, "heads_per_key_head": 4, "shares_buffer": 1}),
+    (plain(text(1), *[text(511)] * 2, ABSENT, tensor("int32", 2, 511)), {
+        "log_queries": 1, "log_attended": 9, "causal": 0, "mask": 1, "head_size": 64, "heads_per_key_head": 1}),
+    (EXPERTS, {"weight_bits": 4, "log_rows": 3, "log_experts": np.log2(9), "experts_per_token": 2, "gated": 1})])  # of one
+def test_features(described: Kernel, expected: dict[str, float]) -> None:
+    values = dict(zip(NAMES, language_features(described), strict=True))
+    assert {name: values[name] for name in expected} == expected
+
+
 def test_every_kernel_of_language_models_has_these_features() -> None:
     generator = np.random.default_rng(0)
-    names = list(itertools.chain.from_iterable(LANGUAGE_GROUPS.values()))
     chosen = set()
     for _ in range(300):
         values = language_features(draw_free_kernel(8, generator, "language"))
-        assert len(values) == len(names)
+        assert len(values) == len(NAMES)
         assert np.isfinite(values).all()
         chosen.add(ALGORITHMS[int(values[0])])
     assert chosen >= {"", "xqa", "cudnn", "flash decoding", "vector", "rows", "dequantised"}
-
-
-def test_features_tell_lengths_apart() -> None:
-    names = list(itertools.chain.from_iterable(LANGUAGE_GROUPS.values()))
-    values = dict(zip(names, language_features(attention(total=1023, cache=2047)), strict=True))
-    expected = {"log_attended": 10, "log_cache": 11, "heads_per_key_head": 4, "shares_buffer": 1}
-    assert {name: values[name] for name in expected} == expected
-
-
-def test_features_of_other_attention() -> None:
-    names = list(itertools.chain.from_iterable(LANGUAGE_GROUPS.values()))
-    values = dict(zip(names, language_features(plain(text(1), *[text(511)] * 2, ABSENT, tensor("int32", 2, 511))), strict=True))
-    expected = {"log_queries": 1, "log_attended": 9, "causal": 0, "mask": 1, "head_size": 64, "heads_per_key_head": 1}
-    assert {name: values[name] for name in expected} == expected
-
-
-def test_features_of_experts_are_of_one_of_them() -> None:
-    inputs = [tensor("float16", 28, 64), tensor("float16", 28, 8), tensor("uint8", 8, 256, 32, constant=True),
-              tensor("float16", 8, 256, constant=True), ABSENT, tensor("uint8", 8, 64, 64, constant=True),
-              tensor("float16", 8, 64, constant=True)]
-    described = kernel("QMoE", inputs, [(28, 64)], CONTRIB, k=2, expert_weight_bits=4, activation_type="swiglu")
-    names = list(itertools.chain.from_iterable(LANGUAGE_GROUPS.values()))
-    values = dict(zip(names, language_features(described), strict=True))
-    expected = {"weight_bits": 4, "log_rows": 3, "log_experts": np.log2(9), "experts_per_token": 2, "gated": 1}
-    assert {name: values[name] for name in expected} == expected
