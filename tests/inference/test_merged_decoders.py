@@ -13,13 +13,12 @@ from hase.benchmark.ort.runner import open_runner
 from hase.inference import measure_missing, predict
 from hase.inference.prediction.sources import record_otherwise
 from hase.ort_analysis.graph.analysis import analyze
-from hase.runtimes import local_target
 from hase.utils.paths import Workspace
+from tests.inference.test_missing_kernels import CONFIG, TARGET
 
 HEADS, WIDTH, WORDS, NAME = 4, 16, 100, "optimum::if"
 INNER = HEADS * WIDTH
 DIMS = {"batch": 2, "sequence": 5, "past_sequence": 40}
-TARGET = local_target("cpu").name
 WEIGHTS = {"words": (WORDS, INNER), "query": (INNER, INNER), "key": (INNER, INNER), "head": (INNER, WORDS)}
 
 
@@ -92,14 +91,15 @@ def test_the_branch_that_is_not_assumed(decoder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.measuring
+@pytest.mark.usefixtures("canary")
 def test_both_branches_are_measured_and_in_the_interval(decoder: Path, tmp_path: Path) -> None:
     workspace = Workspace(tmp_path / "out")
     workspace.root.mkdir()
-    measure_missing(decoder, [DIMS], target=TARGET, workspace=workspace)
+    measure_missing(decoder, [DIMS], target=TARGET, workspace=workspace, config=CONFIG)
     open_prediction, cached, uncached = (predict(decoder, dims=DIMS | given, target=TARGET, workspace=workspace)
                                          for given in ({}, {"then": 1}, {"else": 1}))
-    assert [prediction.time_share["measured"] for prediction in (open_prediction, cached, uncached)] == pytest.approx(
-        [1.0] * 3, abs=0.15), "the If itself is not measured"
+    for prediction in (open_prediction, cached, uncached):
+        assert prediction.time_share["measured"] > 0.85, "the If itself is not measured"
     assert open_prediction.latency_ms == cached.latency_ms
     assert cached.interval_ms[1] <= open_prediction.interval_ms[1]
     assert open_prediction.interval_ms[0] <= min(cached.interval_ms[0], uncached.interval_ms[0])

@@ -8,10 +8,10 @@ import subprocess
 from pathlib import Path
 
 import onnx
+import onnx.parser
 import pytest
 from command import run_script
 from conftest import small_model
-from onnx import TensorProto, helper
 
 from hase.inference import Predictor, check_slo
 from hase.inference.compare.choices import best_batches, order_of, said_of_batches, said_of_order
@@ -56,15 +56,17 @@ def test_a_row_for_each_model_the_fastest_first(models: Path) -> None:
 
 
 def test_repeated_options_folders_and_patterns_name_the_same_models(models: Path) -> None:
-    named = [shell(*options, "--dim", "batch=4", "--json") for options in (
+    first, *others = (json.loads(shell(*options, "--dim", "batch=4", "--json").stdout) for options in (
         ("--model", models), ("--model", models / "*.onnx"),
-        ("--model", models / "open.onnx", "--model", models / "narrow.onnx", models / "wide.onnx", models / "open.onnx"))]
-    answers = [json.loads(done.stdout) for done in named]
-    assert answers[0] == answers[1] == answers[2]
-    assert sorted(answer["file"] for answer in answers[0]) == sorted(str(models / f"{name}.onnx") for name in NAMES)
-    per_item = [answer["latency_ms"] / answer["batch"] for answer in answers[0]]
+        ("--model", models / "open.onnx", "--model", models / "narrow.onnx", models / "wide.onnx", models / "open.onnx")))
+    assert others == [first, first]
+    assert sorted(answer["file"] for answer in first) == sorted(str(models / f"{name}.onnx") for name in NAMES)
+    per_item = [answer["latency_ms"] / answer["batch"] for answer in first]
     assert per_item == sorted(per_item)  # batches differ: only one of the models takes another than 1
-    assert {answer["model"]: answer["batch"] for answer in answers[0]} == {"narrow": 1, "wide": 1, "open@batch=4,dynamic": 4}
+    assert {answer["model"]: answer["batch"] for answer in first} == {"narrow": 1, "wide": 1, "open@batch=4,dynamic": 4}
+    none = shell("--model", models, "--dim", "bacth=2")
+    assert none.returncode == 1
+    assert "none of the 3 models has a size named bacth: check --dim and --sizes" in none.stderr
 
 
 def test_the_order_says_whether_it_is_sure(models: Path) -> None:
@@ -80,30 +82,24 @@ def test_the_order_says_whether_it_is_sure(models: Path) -> None:
     assert said_of_order([in_batches, narrow]).startswith("ranked by latency per item, since batches differ: wide is 3.2 times")
 
 
-def test_models_of_one_name_show_their_files(models: Path, tmp_path: Path) -> None:
-    shutil.copy2(models / "wide.onnx", tmp_path / "narrow.onnx")
-    done = shell("--model", models / "narrow.onnx", tmp_path / "narrow.onnx")
-    assert [row["file"] for row in rows(done.stdout)] == [str(models / "narrow.onnx"), str(tmp_path / "narrow.onnx")]
-
-
 def test_a_model_that_fails_costs_its_row_only(models: Path, tmp_path: Path) -> None:
+    """Those of one name show their files."""
     (tmp_path / "text.onnx").write_text("not a model at all")
-    done = shell("--model", models / "narrow.onnx", tmp_path / "text.onnx", models / "wide.onnx", "--quiet")
+    shutil.copy2(models / "wide.onnx", tmp_path / "narrow.onnx")
+    done = shell("--model", models / "narrow.onnx", tmp_path / "text.onnx", tmp_path / "narrow.onnx", "--quiet")
     assert done.returncode == 1
-    assert [row["model"] for row in rows(done.stdout)] == ["narrow", "wide"]
+    assert [row["file"] for row in rows(done.stdout)] == [str(models / "narrow.onnx"), str(tmp_path / "narrow.onnx")]
     assert f"{tmp_path / 'text.onnx'}: not an ONNX model" in done.stderr
     assert "1 of 3 models have no prediction" in done.stderr
 
 
-def test_options_of_one_model_refuse_several(models: Path, tmp_path: Path) -> None:
-    for options in (("--trace", tmp_path / "t.json"), ("--watch",), ("--measure-missing", "--inputs", tmp_path / "rows.npz")):
-        done = shell("--model", models / "narrow.onnx", models / "wide.onnx", *options)
-        assert (done.returncode, done.stdout) == (2, ""), done.stderr
-        assert "--model names 2: " in done.stderr
-        assert len(done.stderr.splitlines()) == 1
-    done = shell("--model", models, "--dim", "bacth=2")
-    assert done.returncode == 1
-    assert "none of the 3 models has a size named bacth: check --dim and --sizes" in done.stderr
+@pytest.mark.parametrize("options", [
+    ("--trace", "{}/t.json"), ("--watch",), ("--measure-missing", "--inputs", "{}/rows.npz")], ids=lambda options: options[0])
+def test_options_of_one_model_refuse_several(models: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
+    done = shell("--model", models / "narrow.onnx", models / "wide.onnx", *(text.format(tmp_path) for text in options))
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert "--model names 2: " in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_patterns_leave_out_what_is_no_model(models: Path, tmp_path: Path) -> None:
@@ -118,12 +114,9 @@ def test_patterns_leave_out_what_is_no_model(models: Path, tmp_path: Path) -> No
 
 def growing(path: Path) -> Path:
     """A model of two sizes, as a decoder with a cache has them: `seq` new rows next to `past` old ones."""
-    nodes = [helper.make_node("Concat", ["old", "new"], ["all"], axis=0), helper.make_node("Relu", ["all"], ["out"])]
-    value = helper.make_tensor_value_info
-    graph = helper.make_graph(
-        nodes, "growing", [value("new", TensorProto.FLOAT, ["seq", 256]), value("old", TensorProto.FLOAT, ["past", 256])],
-        [value("out", TensorProto.FLOAT, ["total", 256])])
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
+    onnx.save(onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 20]> g (float[seq, 256] new, float[past, 256] old) => (float[total, 256] out)'
+        " { all = Concat <axis = 0> (old, new) out = Relu(all) }"), path)
     return path
 
 
@@ -140,17 +133,15 @@ def test_sizes_that_go_together_have_a_row_each(tmp_path: Path) -> None:
         {"past": 8, "seq": 1}, {"past": 8, "seq": 2}, {"past": 16, "seq": 1}, {"past": 16, "seq": 2}]
 
 
-def test_sizes_that_can_not_go_together_are_refused(tmp_path: Path) -> None:
-    model = growing(tmp_path / "growing.onnx")
-    for options, code, message in (
-            (("--sizes", "seq=1,past=8", "--dim", "seq=2"), 1, "seq is given by --dim and by --sizes"),
-            (("--sizes", "seq=1,seq=2"), 2, "'seq=1,seq=2': write NAME=SIZE,NAME=SIZE"),
-            (("--sizes", "seq"), 2, "'seq': write NAME=SIZE,NAME=SIZE"), (("--sizes", "seq=x"), 2, "'seq=x': write NAME=SIZE"),
-            (("--sizes", "seq=1", "seq=2", "--trace", tmp_path / "t.json"), 2, "--trace draws one run"),
-            (("--sizes", "seq=1"), 1, "past")):
-        done = shell("--model", model, *options, "--quiet")
-        assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (code, "", 1), done.stderr
-        assert message in done.stderr
+@pytest.mark.parametrize(("options", "code", "message"), [
+    (("--sizes", "seq=1,past=8", "--dim", "seq=2"), 1, "seq is given by --dim and by --sizes"),
+    (("--sizes", "seq=1,seq=2"), 2, "'seq=1,seq=2': write NAME=SIZE,NAME=SIZE"),
+    (("--sizes", "seq"), 2, "'seq': write NAME=SIZE,NAME=SIZE"), (("--sizes", "seq=x"), 2, "'seq=x': write NAME=SIZE"),
+    (("--sizes", "seq=1", "seq=2", "--trace", "t.json"), 2, "--trace draws one run"), (("--sizes", "seq=1"), 1, "past")])
+def test_sizes_that_can_not_go_together_are_refused(tmp_path: Path, options: tuple[str, ...], code: int, message: str) -> None:
+    done = shell("--model", growing(tmp_path / "growing.onnx"), *options, "--quiet")
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (code, "", 1), done.stderr
+    assert message in done.stderr
 
 
 # the best batch ------------------------------------------------------------------------------------------------------------

@@ -39,7 +39,6 @@ from hase.records.measurement import (
     steadiest,
     unit_rows,
 )
-from hase.runtimes import local_target
 from hase.training.estimators.in_use import InUseEstimator
 from hase.training.estimators.neural_network import NeuralNetwork
 from hase.training.estimators.roofline import RooflineEstimator
@@ -48,11 +47,8 @@ from hase.training.kernels.fitting import fit_kernel_model, learn_classes, learn
 from hase.training.kernels.training_set import read_training_set
 from hase.utils import files
 from hase.utils.paths import Workspace
+from tests.inference.test_missing_kernels import CONFIG, TARGET
 
-TARGET = local_target("cpu").name
-EFFORT = {"warmup": 1, "warmup_s": 0.0, "budget_s": 0.02, "least_runs": 3, "most_runs": 5}
-CONFIG = CollectorConfig.model_validate({
-    "window_s": 0.2, "attempts": 1, "patience_s": 0, "kernel": EFFORT, "model": EFFORT})
 SETTINGS = TrainingConfig.model_validate({"threads": 1, "xgboost": {"trees": 100, "learning_rate": 0.2},
                                           "xgboost_class": {"trees": 30}, "forest": {"trees": 20}})
 BAD = 3.45  # the drift of a block during which the canary took 4.45 times as long
