@@ -65,6 +65,7 @@ def decoder(tmp_path: Path) -> Path:
     return tmp_path / "decoder.onnx"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("given", "cached"), [
     ({}, True), ({"then": 1}, True), ({"else": 1}, False), ({f"{NAME}.else": 1}, False)])
 def test_the_branch_is_the_given_one_or_the_one_with_the_cache(decoder: Path, given: dict[str, int], cached: bool) -> None:
@@ -79,6 +80,7 @@ def test_the_branch_is_the_given_one_or_the_one_with_the_cache(decoder: Path, gi
     assert runner.session.run(["present"], runner.feed)[0].shape == record.outputs["present"].shape
 
 
+@pytest.mark.slow
 def test_the_branch_that_is_not_assumed(decoder: Path) -> None:
     record = analyze(decoder, "cpu", DIMS)
     otherwise = record_otherwise(decoder, record)

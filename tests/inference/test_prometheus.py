@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import re
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -38,7 +37,7 @@ from trained_workspace import METRIC
 
 from hase.benchmark.metrics.names import FIELDS, PART_LABEL, PROFILE_LABEL
 from hase.benchmark.metrics.source import values
-from hase.inference.live.load import InferenceConfig, current_load
+from hase.inference.live.load import InferenceConfig, LoadReading, current_load
 from hase.inference.live.prometheus import PrometheusConfig, PrometheusError, PrometheusServer, server_for
 from hase.inference.live.prometheus_readings import PrometheusSource
 from hase.utils.config import read_config
@@ -96,7 +95,6 @@ def made_up() -> Iterator[MadeUpExporter]:
     made = MadeUpExporter({
         "nan": page("nan", {UTIL: "NaN"}), "blank": page("blank", {UTIL: 4294967295}),
         "infinite": page("infinite", {UTIL: "+Inf"}), "old": page("old", {UTIL: 5}, age_s=40.0),
-        "hertz": page("hertz", {"DCGM_FI_DEV_SM_CLOCK_HERTZ": 0x7FFFFFF0}),
         "frozen": page("frozen", {SM: 0.4}, value_of={ENGINE: lambda scrape: 0.3 + 0.01 * (scrape % 20)}),
         "stuck": page("stuck", {SM: 0, ENGINE: 0, UTIL: 95}), "unsure": page("unsure", {SM: 0, ENGINE: 0, UTIL: "NaN"}),
         "split": page("split", {}, more=[part("split", 1, "1g.18gb"), part("split", 2, "3g.71gb")]),
@@ -241,11 +239,11 @@ def test_samples_that_are_no_load(port: int, gpu: Any, message: str) -> None:
 
 def test_samples_that_contradict_each_other(port: int, made_up: MadeUpExporter) -> None:
     wait_for(lambda: made_up.pages["frozen"].scrapes >= 15)  # three seconds
-    assert re.fullmatch(rf"prometheus: UUID GPU-frozen: metric {SM}: frozen: \d+ readings of exactly 0\.4 ratio while {ENGINE} "
-                        r"moved; restart .*; mend its exporter, .*", refusal(config(port, "GPU-frozen"), SM, ENGINE))
+    frozen = refusal(config(port, "GPU-frozen"), SM, ENGINE)
+    assert frozen.startswith(f"prometheus: UUID GPU-frozen: metric {SM}: frozen: ")
+    assert f"readings of exactly 0.4 ratio while {ENGINE} moved" in frozen
     assert f"metric {SM}: stuck at 0 while {UTIL} says that the GPU is busy" in refusal(config(port, "GPU-stuck"), SM)
     assert read(config(port, "GPU-unsure"), SM) == {SM: 0.0}  # an invalid further metric shows nothing
-    assert f"metric {CLOCK}: the device reports 2147483632, which stands" in refusal(config(port, "GPU-hertz"), CLOCK)
 
 
 def test_missing_metrics(port: int) -> None:
@@ -321,35 +319,34 @@ def test_users_and_certificates(exporters: dict[str, Exporter], tmp_path: Path) 
     (tmp_path / "password").write_text(PASSWORD + "\n")
     (tmp_path / "wrong").write_text("wr0ng-secret")
     with prometheus(tmp_path / "prometheus", {"live": (live, "metrics")}, web) as locked:
-        complete = {"url": f"https://127.0.0.1:{locked}", "user": USER, "password_file": tmp_path / "password",
-                    "ca_file": tmp_path / "ca.pem", "client_cert_file": tmp_path / "client.pem",
-                    "client_key_file": tmp_path / "client.key"}
-
         def changed(**changes: Any) -> PrometheusConfig:
-            return config(locked, "GPU-live", **(complete | changes))
+            return config(locked, "GPU-live", **{
+                "url": f"https://127.0.0.1:{locked}", "user": USER, "password_file": tmp_path / "password",
+                "ca_file": tmp_path / "ca.pem", "client_cert_file": tmp_path / "client.pem",
+                "client_key_file": tmp_path / "client.key", **changes})
 
         wait_for(lambda: works(changed()))
         assert read(changed(), *TWELVE) == pytest.approx(KNOWN)
-        wrong = refusal(changed(password_file=tmp_path / "wrong"))
-        assert "HTTP 401: it refuses user and password" in wrong
-        assert "wr0ng" not in wrong
-        assert "HTTP 401: it refuses a request without user or token" in refusal(changed(user=None, password_file=None))
-        assert "TLS fails: unable to get local issuer certificate" in refusal(changed(ca_file=None))
-        assert "TLS fails: " in refusal(changed(ca_file=tmp_path / "stranger.pem"))
-        nobody = refusal(changed(client_cert_file=None, client_key_file=None))
-        assert "TLS fails: " in nobody
-        assert "client_cert_file and client_key_file if it wants one" in nobody
-        assert "TLS fails: Hostname mismatch" in refusal(changed(url=f"https://localhost:{locked}"))
-        assert "it speaks TLS; write https://" in refusal(changed(url=f"http://127.0.0.1:{locked}"))
+        cases: list[tuple[dict[str, Any], str]] = [
+            ({"password_file": tmp_path / "wrong"}, "HTTP 401: it refuses user and password"),
+            ({"user": None, "password_file": None}, "HTTP 401: it refuses a request without user or token"),
+            ({"ca_file": None}, "TLS fails: unable to get local issuer certificate"),
+            ({"ca_file": tmp_path / "stranger.pem"}, "TLS fails: "),
+            ({"client_cert_file": None, "client_key_file": None}, "client_cert_file and client_key_file if it wants one"),
+            ({"url": f"https://localhost:{locked}"}, "TLS fails: Hostname mismatch"),
+            ({"url": f"http://127.0.0.1:{locked}"}, "it speaks TLS; write https://"),
+            ({"url": f"https://{live}"}, "TLS fails: ")]  # a server without TLS
+        for changes, message in cases:
+            assert message in (refused := refusal(changed(**changes)))
+            assert "wr0ng" not in refused
         for key, path, message in (("ca_file", "none.pem", r"ca_file .*none\.pem: no such file"),
                                    ("client_key_file", "stranger.key", "client_key_file"), ("ca_file", "password", "ca_file")):
             with pytest.raises(UserError, match=message):
                 read(changed(**{key: tmp_path / path}))
-    assert "TLS fails: " in refusal(config(locked, url=f"https://{live}"))  # a server without TLS
 
 
 def test_tokens_stay_secret(port: int, recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    token, messages = tmp_path / "token", []
+    token, messages = tmp_path / "token", list[str]()
     settings = config(port, "GPU-live", url=recorder.url, token_file=token)
     server = PrometheusServer(settings)
 
@@ -401,18 +398,20 @@ def test_configs_that_do_not_fit(tmp_path: Path, lines: str, message: str) -> No
 
 
 def test_a_failure_is_an_error_or_idle_with_a_warning(port: int) -> None:
-    settings = InferenceConfig(prometheus=config(port, "GPU-nan"))
+    def load(fields: list[str], gpu: str | None = "GPU-nan", **more: Any) -> LoadReading:
+        return current_load(InferenceConfig(prometheus=config(port, gpu, **more)), fields=fields)
+
     with pytest.raises(PrometheusError, match="reports nan"):
-        current_load(settings, fields=[UTIL])
-    idle = current_load(InferenceConfig(prometheus=config(port, "GPU-nan", on_failure="idle")), fields=[UTIL])
+        load([UTIL])
+    idle = load([UTIL], on_failure="idle")
     assert idle.metrics == {}
     assert "predicted for an idle device, as prometheus.on_failure says, since the load is not known" in idle.notices[0]
     assert "reports nan" in idle.notices[0]
     with pytest.raises(UserError, match="token_env"):  # the config is wrong, not the server
-        current_load(InferenceConfig(prometheus=config(port, on_failure="idle", token_env="HASE_NOT_SET")), fields=[UTIL])
-    busy = current_load(InferenceConfig(prometheus=config(port, "GPU-busy")), fields=[UTIL])
+        load([UTIL], None, on_failure="idle", token_env="HASE_NOT_SET")
+    busy = load([UTIL], "GPU-busy")
     assert (busy.metrics, busy.notices) == ({UTIL: pytest.approx(50.0)}, ())
-    assert "trained without metrics" in current_load(settings).notices[0]
+    assert "trained without metrics" in load([]).notices[0]
 
 
 @pytest.mark.parametrize("command", [

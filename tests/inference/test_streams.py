@@ -118,7 +118,8 @@ def test_models_in_memory_and_their_files(tmp_path: Path) -> None:
 def test_several_processes_give_the_same() -> None:
     predictor = Predictor(target=H200)
     alone = list(predictor.predict_briefly(iter(range(12)), make=candidate, batch=4, energy=True))
-    stream, answers = predictor.predict_briefly(iter([*range(12), -1]), make=candidate, batch=4, energy=True, processes=2), []
+    answers = list[BriefPrediction]()
+    stream = predictor.predict_briefly(iter([*range(12), -1]), make=candidate, batch=4, energy=True, processes=2)
     with pytest.raises(UserError, match="no such network"):
         answers.extend(iter(stream))
     assert answers == alone
