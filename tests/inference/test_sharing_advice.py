@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -57,9 +57,9 @@ NET = "resnet18.onnx"
 
 
 class MadeUp:
-    """A way with made-up times: what a run takes with each share, and beside another model."""
+    """A way with made-up times: what a run takes with each share, and how many times longer beside so many others."""
 
-    def __init__(self, alone_ms: Mapping[int, float], slowdown: float, *choices: SetSharing) -> None:
+    def __init__(self, alone_ms: Mapping[int, float], slowdown: Callable[[int], float], *choices: SetSharing) -> None:
         self._alone_ms, self._slowdown, self._choices = alone_ms, slowdown, choices
 
     def choices(self, models: int) -> list[SetSharing]:
@@ -70,7 +70,7 @@ class MadeUp:
 
     def beside(self, model: PredictedRun, percent: int, others: Sequence[tuple[PredictedRun, int]]) -> tuple[float, UnderLoad]:
         alone_ms = self.alone_ms(model, percent)
-        return alone_ms, UnderLoad.of(np.array([alone_ms * self._slowdown]), 1.0, "prediction")
+        return alone_ms, UnderLoad.of(np.array([alone_ms * self._slowdown(len(others))]), 1.0, "prediction")
 
     def span(self, model: PredictedRun, percent: int, alone_ms: float) -> Span:
         return CERTAIN
@@ -100,9 +100,11 @@ def predictor(workspace: Workspace) -> Predictor:
 def shipped_too(workspace: Workspace, what: str) -> Iterator[Predictor]:
     """With what was learned of something else for the H200, as files whose names begin so."""
     added = [Path(shutil.copy(path, workspace.predictors(TARGET))) for path in (SHIPPED / TARGET).glob(f"{what}*")]
-    yield Predictor(workspace, TARGET)
-    for path in added:
-        path.unlink()
+    try:
+        yield Predictor(workspace, TARGET)
+    finally:
+        for path in added:
+            path.unlink()
 
 
 @pytest.fixture
@@ -119,17 +121,9 @@ def with_ways(monkeypatch: pytest.MonkeyPatch, ways: Mapping[str, WayTimes | Non
     monkeypatch.setattr("hase.inference.sharing.advice.ways_of", lambda fitted: dict(ways))
 
 
-class Crowding(MadeUp):
-    """A way in which runs beside `count` others take count² times longer than alone, in addition."""
-
-    def beside(self, model: PredictedRun, percent: int, others: Sequence[tuple[PredictedRun, int]]) -> tuple[float, UnderLoad]:
-        alone_ms = self.alone_ms(model, percent)
-        return alone_ms, UnderLoad.of(np.array([alone_ms * (1.0 + len(others) ** 2)]), 1.0, "prediction")
-
-
 def test_effects_of_several_others(monkeypatch: pytest.MonkeyPatch, predictor: Predictor) -> None:
     """For the answer, each set of others is predicted by itself; while batches are searched, the effects of each are added."""
-    with_ways(monkeypatch, {SLICES: Crowding({100: 2.0}, 1.0, SetSharing())})
+    with_ways(monkeypatch, {SLICES: MadeUp({100: 2.0}, lambda others: 1.0 + others ** 2, SetSharing())})
     runs = [{1: predictor.run(NET, dims={"batch": 1})}] * 3
     question = SharingQuestion(predictor.fitted, [net(10.0, 20.0)] * 3, runs)
     plan, = question.plans()
@@ -338,8 +332,8 @@ def test_the_way_with_the_most_headroom_wins(predictor: Predictor, monkeypatch: 
     monkeypatch.setattr("hase.inference.prediction.under_load.sharing_mode", lambda: "mps")
     halves, uneven = SetSharing(True, (50,)), SetSharing(True, (75, 25))
     with_ways(monkeypatch, {
-        SLICES: MadeUp({100: 2.0}, 3.0, SetSharing()), MPS: None,
-        MPS_SHARES: MadeUp({25: 4.0, 50: 3.0, 75: 2.0}, 1.0, halves, uneven)})
+        SLICES: MadeUp({100: 2.0}, lambda _: 3.0, SetSharing()), MPS: None,
+        MPS_SHARES: MadeUp({25: 4.0, 50: 3.0, 75: 2.0}, lambda _: 1.0, halves, uneven)})
     advice = advise(predictor, [net(100.0, 5.0), net(20.0, 20.0)], [[1], [1]])
     assert [way.sharing for way in advice.ways] == ["mps:75/25", SLICES]
     first, second = advice.ways
