@@ -16,7 +16,9 @@ import pytest
 from onnx import numpy_helper
 
 from hase.inference.memory.buffers import (
+    MIB,
     Activations,
+    Arena,
     Block,
     buffers_of_run,
     layouts_of,
@@ -101,6 +103,18 @@ def test_a_buffer_is_kept_for_the_next_tensor_of_its_shape() -> None:
 def test_on_cuda_arithmetic_has_a_buffer_of_its_own() -> None:
     model = record("a = Conv x; b = Relu a; c = Add b w; y = Conv c", x=1, a=10, b=10, c=10, y=2)
     assert [alive(each).intermediate_peak_bytes for each in (model, on_cuda(model))] == [10 * KIB, 20 * KIB]
+
+
+def test_how_much_of_an_arena_is_in_use() -> None:
+    arena = Arena()
+    first, second = arena.allocate(3 * MIB), arena.allocate(2 * MIB)  # each of a region of 4 MiB; the first one is not split
+    arena.free(first)
+    arena.free(second)
+    assert (arena.taken, arena.used) == (8 * MIB, 5 * MIB)
+    arena.allocate(3 * MIB)
+    assert (arena.taken, arena.used) == (8 * MIB, 5 * MIB)
+    arena.allocate(7 * MIB)
+    assert (arena.taken, arena.used) == (16 * MIB, 12 * MIB)
 
 
 def test_a_tensor_lies_in_the_smallest_gap_of_a_block() -> None:
