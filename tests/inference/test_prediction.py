@@ -119,16 +119,6 @@ def test_numpy_in_and_out_adds_the_copies(workspace: Workspace, record: ModelRec
         predict(record, target=TARGET, workspace=workspace, run_mode=RunMode(cuda_graph=True))
 
 
-def test_an_unknown_kernel_type_is_named_and_estimated(workspace: Workspace) -> None:
-    model = conv_net(workspace.root / "odd.onnx", extra="Erf")
-    prediction = predict(model, target=TARGET, workspace=workspace)
-    assert prediction.estimated_operators == ("Erf",)
-    assert prediction.kernel_count["estimated"] == 1
-    assert 0 < prediction.time_share["estimated"] < 1
-    assert any("Erf" in warning for warning in prediction.warnings)
-    assert next(kernel for kernel in prediction.kernels if kernel.type == "Erf").latency_ms > 0
-
-
 def test_the_longest_path_where_the_composition_says_so_and_the_plain_sum_beside_it(workspace: Workspace) -> None:
     folder = workspace.predictors(TARGET)
     fitted = read_composition(folder)

@@ -126,6 +126,7 @@ def test_without_load_the_curve_says_what_the_prediction_says(name: str, folder:
         assert objective.met == (objective.highest_busy_share is not None)
 
 
+@pytest.mark.slow
 def test_another_device_is_predicted_only_if_it_is_named(folder: Path, workspace: Workspace,
                                                          monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A program may never read warnings. The other device's predictors may be shipped, or in the workspace."""
@@ -204,6 +205,7 @@ def test_a_curve_of_a_long_loop_begins_with_its_latency(folder: Path) -> None:
     assert predictor.curve(run, 2).points[0].mean_ms == pytest.approx(run.prediction.latency_ms)
 
 
+@pytest.mark.slow
 def test_a_watch_follows_a_training(folder: Path, workspace: Workspace) -> None:
     """A predictor that is not renewed keeps the files it read."""
     model_record = record(folder)
@@ -231,6 +233,7 @@ def test_options_that_are_refused(folder: Path, options: dict[str, Any], message
         Predictor(target=TARGET).predict(record(folder), **options)
 
 
+@pytest.mark.slow
 def test_a_target_that_is_not_shared(folder: Path, workspace: Workspace) -> None:
     model_record, predictor = record(folder), Predictor(workspace, TARGET)
     target_files.SHARING.path(workspace.predictors(TARGET)).unlink()

@@ -337,7 +337,7 @@ def test_the_command_can_be_stopped_and_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("options", "code", "message"), [
     ("--space ofa --target nowhere", 1, "nowhere"), ("--space nowhere --target h200", 1, "no space to search"),
     ("--space ofa --chance 2", 2, "not between 0 and 1"), ("--space ofa --score size", 2, "give own, flops, weights or a"),
-    ("--space ofa --target h200 --out /tmp/found.txt", 1, "CSV or Parquet")])
+    ("--space ofa --target h200 --out found.txt", 1, "CSV or Parquet")])
 def test_errors_of_the_command(options: str, code: int, message: str) -> None:
     done = run_script("inference/search_models.py", *options.split())
     assert (done.returncode, message in done.stderr) == (code, True), done.stderr
