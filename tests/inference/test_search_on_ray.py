@@ -100,7 +100,7 @@ def test_a_search_that_was_begun_without_ray_goes_on_with_it(cluster: NodesHere,
 
 def test_a_stopped_command_keeps_what_it_has(cluster: NodesHere, tmp_path: Path) -> None:
     out, whole = tmp_path / "found.csv", tmp_path / "whole.csv"
-    options = f"--space ofa --target {H200} --latency-ms 1.1 --host-pace 1 --count 6000 --top 5".split()
+    options = f"--space ofa --target {H200} --latency-ms 1.1 --host-pace 1 --count 3000 --top 5".split()
     stop_and_go_on(out, *options, "--ray", cluster.address)
     run_script("inference/search_models.py", *options, "--out", whole)
     assert out.read_bytes() == whole.read_bytes()

@@ -6,7 +6,6 @@ import json
 import math
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -14,7 +13,7 @@ import onnx.parser
 import pytest
 from command import run_script
 from forgotten_types import forget
-from onnx import TensorProto, helper, numpy_helper
+from onnx import numpy_helper
 from trained_workspace import METRIC, conv_net
 
 from hase.inference import Predictor, predict
@@ -45,35 +44,20 @@ H200 = "nvidia-h200-cuda-ort1.31-all"
 TARGET = local_target("cpu").name
 
 
-def graph(path: Path, nodes: list[onnx.NodeProto], inputs: dict[str, list[Any]], outputs: dict[str, list[Any]],
-          weights: dict[str, np.ndarray]) -> Path:
-    graph_inputs, graph_outputs = ([helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in of.items()]
-                                   for of in (inputs, outputs))
-    constants = [numpy_helper.from_array(value.astype(np.float32), name) for name, value in weights.items()]
-    body = helper.make_graph(nodes, path.stem, graph_inputs, graph_outputs, constants)
-    onnx.save(helper.make_model(body, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
-    return path
-
-
-def parsed(shape: str, nodes: str) -> onnx.ModelProto:
-    """A model of nodes in ONNX's own notation, from x to y of one shape."""
-    return onnx.parser.parse_model(
-        f'<ir_version: 10, opset_import: ["" : 20]> g (float[{shape}] x) => (float[{shape}] y) {{ {nodes} }}')
+def parsed(shape: str, nodes: str, made: str = "", **weights: np.ndarray) -> onnx.ModelProto:
+    """A model of nodes in ONNX's own notation, from x to y, which is of the same shape or as `made` says."""
+    model = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["" : 20]> g (float[{shape}] x) => (float[{made or shape}] y) {{ {nodes} }}')
+    model.graph.initializer.extend(numpy_helper.from_array(of.astype(np.float32), name) for name, of in weights.items())
+    return model
 
 
 def recurrent(path: Path, hidden: int = 64) -> Path:
-    """A GRU over forty steps, and a Flatten and an Identity that cost nothing."""
-    nodes = [helper.make_node("GRU", ["x", "w", "r"], ["y"], hidden_size=hidden, linear_before_reset=1),
-             helper.make_node("Flatten", ["y"], ["f"]), helper.make_node("Relu", ["f"], ["out"])]
-    return graph(path, nodes, {"x": [40, 1, 32]}, {"out": [40, hidden]},
-                 {"w": np.zeros((1, 3 * hidden, 32)), "r": np.zeros((1, 3 * hidden, hidden))})
-
-
-def normalised(path: Path, shape: list[int]) -> Path:
-    """A BatchNormalization that is not fused, after an activation."""
-    names = ["scale", "bias", "mean", "var"]
-    nodes = [helper.make_node("Sigmoid", ["x"], ["s"]), helper.make_node("BatchNormalization", ["s", *names], ["y"])]
-    return graph(path, nodes, {"x": shape}, {"y": shape}, {name: np.ones(shape[1]) for name in names})
+    """A GRU over forty steps, and a Flatten that costs nothing."""
+    onnx.save(parsed(
+        "40, 1, 32", f"s = GRU <hidden_size = {hidden}, linear_before_reset = 1> (x, w, r) f = Flatten(s) y = Relu(f)",
+        f"40, {hidden}", w=np.zeros((1, 3 * hidden, 32)), r=np.zeros((1, 3 * hidden, hidden))), path)
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +98,7 @@ def test_known_models_are_not_marked(torch_models: dict[str, Path], strict: bool
 
 @pytest.mark.slow
 def test_an_operator_known_at_another_rank_is_doubtful(tmp_path: Path) -> None:
-    """With predictors as if BatchNormalization had only been measured at rank 4."""
+    """With predictors as if BatchNormalization, which no Conv takes in here, had only been measured at rank 4."""
     workspace = Workspace(tmp_path)
     copy_predictors(SHIPPED / H200, workspace.predictors(H200))
     uncertainty = target_files.UNCERTAINTY.read(SHIPPED / H200) or NOTHING_LEARNED
@@ -122,8 +106,9 @@ def test_an_operator_known_at_another_rank_is_doubtful(tmp_path: Path) -> None:
              for name, of in (uncertainty.forms or {}).items()}
     files.write_json(target_files.UNCERTAINTY.path(workspace.predictors(H200)), uncertainty.model_copy(
         update={"forms": forms, "form_ranges": {}}))
-    usual = predict(normalised(tmp_path / "usual.onnx", [256, 64, 56, 56]), target=H200, workspace=workspace)
-    odd = predict(normalised(tmp_path / "odd.onnx", [65536, 4096]), target=H200, workspace=workspace)
+    usual, odd = (predict(parsed(shape, "s = Sigmoid(x) y = BatchNormalization(s, a, b, c, d)", **dict.fromkeys(
+        "abcd", np.ones(channels))), target=H200, workspace=workspace)
+        for shape, channels in (("256, 64, 56, 56", 64), ("65536, 4096", 4096)))
     assert (usual.doubtful_operators, odd.doubtful_operators) == ((), ("BatchNormalization",))
     assert odd.kernel_count["estimated"] == 0
     assert odd.rough_estimate
@@ -247,17 +232,12 @@ def test_a_model_shorter_than_any_of_the_fit_is_a_rough_estimate() -> None:
     assert shortness(used.model_copy(update={"models": ()}), np.array([0.001])).tolist() == [1.0]
 
 
-def test_a_kernel_near_a_cliff_makes_a_rough_estimate(tmp_path: Path) -> None:
+def test_a_kernel_near_a_cliff_makes_a_rough_estimate() -> None:
     """The depthwise convolution of a Conformer, for which cuDNN launches two kernels or hundreds: neighbours were far off. A
     usual one is predicted well."""
-    def strictly(channels: int, groups: int, image: list[int], window: list[int]) -> Prediction:
-        nodes = [helper.make_node("Conv", ["x", "w"], ["c"], group=groups, pads=[size // 2 for size in window] * 2),
-                 helper.make_node("Relu", ["c"], ["y"])]
-        path = graph(tmp_path / "conv.onnx", nodes, {"x": [1, channels, *image]}, {"y": [1, channels, *image]},
-                     {"w": np.ones((channels, channels // groups, *window))})
-        return predict(path, target=H200, host_pace=1.0, strict=True)
-
-    near, usual = strictly(144, 144, [99], [31]), strictly(64, 1, [56, 56], [3, 3])
+    near, usual = (predict(parsed(shape, f"c = Conv <group = {groups}, pads = {pads}> (x, w) y = Relu(c)", w=np.ones(weights)),
+                           target=H200, host_pace=1.0, strict=True) for shape, groups, pads, weights in (
+        ("1, 144, 99", 144, [15, 15], (144, 1, 31)), ("1, 64, 56, 56", 1, [1] * 4, (64, 64, 3, 3))))
     assert (near.rough_estimate, usual.rough_estimate) == (True, False)
     assert any("rest on kernels like these were off by" in text for text in near.warnings)
     assert near.interval_ms[1] / near.interval_ms[0] > 2 * usual.interval_ms[1] / usual.interval_ms[0]
