@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import numpy as np
-import onnx
+import onnx.parser
 import pytest
 from command import run_script
 from made_up_dataset import chain, conv, relu
@@ -173,11 +173,9 @@ def test_kernels_that_fail_are_named_and_stay_predicted(workspace: Workspace, ne
 def test_a_model_that_the_device_refuses_to_run_is_refused(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the analysis did not know it: ONNX Runtime opens it, and says so only when it runs it."""
     monkeypatch.setattr("hase.ort_analysis.graph.parsing.PACKED_AXES", 0)
-    tensors = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape)
-               for name, shape in (("x", [1, 16, 4, 3, 16]), ("y", None))]
-    node = onnx.helper.make_node("MultiHeadAttention", ["x"], ["y"], name="packed", domain="com.microsoft", num_heads=4)
-    model = onnx.helper.make_model(onnx.helper.make_graph([node], "g", tensors[:1], tensors[1:]), ir_version=10, opset_imports=[
-        onnx.helper.make_opsetid("", 20), onnx.helper.make_opsetid("com.microsoft", 1)])
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 20, "com.microsoft" : 1]> g (float[1, 16, 4, 3, 16] x) => (float[1, 16, 64] y) '
+        "{ y = com.microsoft.MultiHeadAttention <num_heads = 4> (x) }")
     record = analyze(model, "cpu")  # in this process, where the check is off
     for _ in range(2):
         with pytest.raises(UserError, match=r"can't run on .*: MultiHeadAttention_.*not implemented for CPU.*; export"):

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import onnx
+import onnx.parser
 import pytest
 from chromium import column, opened, plots_of
 from command import run_script
 from conftest import small_model
-from onnx import TensorProto, helper, numpy_helper
+from onnx import numpy_helper
 
 from hase.inference import Predictor
 from hase.inference.reporting.runs import time_by_layer
@@ -38,18 +38,15 @@ def predicted(page: Path, *options: str | Path) -> list[dict[str, Any]]:
 
 def layered_model(names: bool) -> onnx.ModelProto:
     """Two layers of two nodes each, named in the nodes' names or in their metadata, as torch.onnx writes them."""
-    weight = numpy_helper.from_array(np.ones((64, 64), np.float32), "w")
-    nodes, source = [], "x"
-    for layer, operator in (("block1", "MatMul"), ("block1", "Sigmoid"), ("block2", "MatMul"), ("block2", "Softmax")):
-        inputs, out = ([source, "w"] if operator == "MatMul" else [source]), f"{layer}_{operator}"
-        node = helper.make_node(operator, inputs, [out], name=f"/{layer}/mlp/{operator}" if names else f"node_{out}")
+    model = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[32, 64] x) => (float[32, 64] y) '
+        "{ a = MatMul(x, w) b = Sigmoid(a) c = MatMul(b, w) y = Softmax(c) }")
+    model.graph.initializer.append(numpy_helper.from_array(np.ones((64, 64), np.float32), "w"))
+    for node, layer in zip(model.graph.node, ("block1", "block1", "block2", "block2"), strict=True):
+        node.name = f"/{layer}/mlp/{node.op_type}" if names else f"node_{node.output[0]}"
         if not names:
-            node.metadata_props.add(key="pkg.torch.onnx.name_scopes", value=str(["", layer, f"{layer}.mlp", f"node_{out}"]))
-        nodes.append(node)
-        source = out
-    graph = helper.make_graph(nodes, "g", [helper.make_tensor_value_info("x", TensorProto.FLOAT, [32, 64])],
-                              [helper.make_tensor_value_info(source, TensorProto.FLOAT, [32, 64])], [weight])
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+            node.metadata_props.add(key="pkg.torch.onnx.name_scopes", value=str(["", layer, f"{layer}.mlp", node.name]))
+    return model
 
 
 @pytest.fixture(scope="module")
