@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import takewhile
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import requests
@@ -67,11 +68,7 @@ def start_exporter(replay: Path, *options: str) -> tuple[subprocess.Popen[str], 
          "--workspace", str(replay.parent), *options],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    report = ""
-    for line in process.stdout:
-        report += line
-        if line == "}\n":
-            break
+    report = "".join([*takewhile(lambda line: line != "}\n", process.stdout), "}"])
     return process, json.loads(report)["url"]
 
 
@@ -96,10 +93,11 @@ class Exporter:
 
 @dataclass
 class Page:
-    """A made-up exporter's report of one GPU: values by metric, under dcgm-exporter's labels, and how it answers.
+    """A made-up exporter's report of one GPU: values by metric, under dcgm-exporter's labels.
 
     Attributes:
         more: further labels and values.
+        locked: it refuses to answer.
         age_s: age of the samples' timestamps; None: no timestamps, as dcgm-exporter serves them.
         value_of: overrides the value of a metric by the number of the scrape.
         scrapes: number of complete answers.
@@ -108,7 +106,7 @@ class Page:
     labels: dict[str, str]
     values: dict[str, float | str]
     more: Sequence[tuple[dict[str, str], dict[str, float]]] = ()
-    mode: Literal["working", "stalled", "garbled", "locked"] = "working"
+    locked: bool = False
     age_s: float | None = None
     value_of: Mapping[str, Callable[[int], float]] = field(default_factory=dict)
     scrapes: int = 0
@@ -124,35 +122,34 @@ class Page:
         return "".join(lines)
 
 
-class MadeUpExporter:
-    """Serves pages, `/NAME` each, until `close`."""
+class Served:
+    """A server of this machine on a free port, at work in a thread until `close`."""
 
-    def __init__(self, pages: dict[str, Page]) -> None:
-        self.pages = pages
-        self._end = Event()
-        exporter = self
-
-        class Handler(Quiet):
-            def do_GET(self) -> None:
-                page = exporter.pages[self.path.strip("/")]
-                if page.mode == "stalled":
-                    exporter._end.wait()
-                    return
-                status, text = 200, page.text()
-                if page.mode == "garbled":
-                    text = "<html>" + text
-                elif page.mode == "locked":
-                    status, text = 401, "Unauthorized\n"
-                reply(self, status, text, "text/plain; version=0.0.4")
-                page.scrapes += page.mode == "working"
-
-        self._server = serve(Handler)
+    def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._server.daemon_threads = True
+        Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
         self.address = f"127.0.0.1:{self._server.server_address[1]}"
 
     def close(self) -> None:
-        self._end.set()
         self._server.shutdown()
         self._server.server_close()
+
+
+class MadeUpExporter(Served):
+    """Serves pages, `/NAME` each."""
+
+    def __init__(self, pages: dict[str, Page]) -> None:
+        self.pages = pages
+
+        class Handler(Quiet):
+            def do_GET(self) -> None:
+                page = pages[self.path.strip("/")]
+                status, text = (401, "Unauthorized\n") if page.locked else (200, page.text())
+                reply(self, status, text, "text/plain; version=0.0.4")
+                page.scrapes += not page.locked
+
+        super().__init__(Handler)
 
 
 class Quiet(BaseHTTPRequestHandler):
@@ -160,14 +157,6 @@ class Quiet(BaseHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None:
         pass
-
-
-def serve(handler: type[BaseHTTPRequestHandler]) -> ThreadingHTTPServer:
-    """A server on a free port of this machine, at work in a thread."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
-    Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    return server
 
 
 def reply(to: BaseHTTPRequestHandler, status: int, text: str, content_type: str) -> None:
@@ -243,7 +232,7 @@ def certificates(folder: Path) -> None:
              *signed], cwd=folder, check=True, capture_output=True)
 
 
-class Recorder:
+class Recorder(Served):
     """A proxy for a Prometheus that wants `token` and counts connections and requests; or gives an answer of the test's.
 
     Attributes:
@@ -273,12 +262,8 @@ class Recorder:
                 passed = requests.get(f"http://127.0.0.1:{port}{self.path}", timeout=10)
                 return reply(self, passed.status_code, json.dumps(passed.json()), "application/json")
 
-        self._server = serve(Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        super().__init__(Handler)
+        self.url = f"http://{self.address}"
 
 
 @contextmanager

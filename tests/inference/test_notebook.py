@@ -12,7 +12,7 @@ from chromium import opened
 from conftest import Once, small_model
 from decoder_models import genai_folder
 
-from hase.inference import Prediction, Predictions, Predictor, predict_language_model
+from hase.inference import Predictions, Predictor, predict_language_model
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -28,14 +28,12 @@ class Balanced(HTMLParser):
 
     def __init__(self, html: str) -> None:
         super().__init__()
-        self.open: list[str] = []
-        self.text: list[str] = []
+        self.open, self.text = list[str](), list[str]()
         self.feed(html)
         assert not self.open
 
     def handle_starttag(self, tag: str, attrs: object) -> None:
-        if tag != "br":
-            self.open.append(tag)
+        self.open += [tag] * (tag != "br")
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
@@ -60,6 +58,9 @@ def test_a_prediction_is_a_card(predictions: Predictions) -> None:
                   f"{prediction.items_per_second:.4g} items/s", f"{prediction.peak_memory_mib:.4g} MiB", "batch 4", "fits"):
         assert words in text
     assert "a rough estimate" not in text
+    kernels = prediction.to_pandas()
+    assert kernels["total_ms"].sum() == pytest.approx(prediction.kernel_sum_ms)
+    assert kernels["id"].tolist() == [kernel.id for kernel in prediction.kernels]
 
 
 def test_a_card_marks_doubt_and_lets_nothing_out_of_a_name(predictions: Predictions) -> None:
@@ -87,13 +88,6 @@ def test_predictions_are_a_table_and_a_data_frame(predictions: Predictions) -> N
     assert Predictions().to_pandas().empty
 
 
-def test_the_kernels_of_a_prediction_are_a_data_frame(predictions: Predictions) -> None:
-    prediction: Prediction = predictions[0]
-    frame = prediction.to_pandas()
-    assert frame["total_ms"].sum() == pytest.approx(prediction.kernel_sum_ms)
-    assert frame["id"].tolist() == [kernel.id for kernel in prediction.kernels]
-
-
 def test_the_card_of_a_language_model(once: Once) -> None:
     answer = predict_language_model(once("notebook_language", lambda folder: genai_folder(folder / "model")) / "model",
                                     prompt=64, generate=8, target=TARGET)
@@ -104,14 +98,13 @@ def test_the_card_of_a_language_model(once: Once) -> None:
         assert words in text
 
 
-@pytest.mark.parametrize("ground", ["white", "black"])
-def test_a_card_is_readable_on_any_ground(predictions: Predictions, browser: Browser, tmp_path: Path, ground: str) -> None:
+@pytest.mark.parametrize(("ground", "ink"), [("white", "rgb(0, 0, 0)"), ("black", "rgb(255, 255, 255)")])
+def test_a_card_is_readable_on_any_ground(predictions: Predictions, browser: Browser, tmp_path: Path, ground: str,
+                                          ink: str) -> None:
     """It takes its colour from the notebook's text, and fits a phone."""
-    ink = "black" if ground == "white" else "white"
     file = tmp_path / "card.html"
     file.write_text(f'<body style="background:{ground};color:{ink}">{predictions[0]._repr_html_()}</body>', encoding="utf-8")
     page, complaints = opened(browser, file, 375)
-    assert page.evaluate("getComputedStyle(document.querySelector('div')).color") == (
-        "rgb(0, 0, 0)" if ink == "black" else "rgb(255, 255, 255)")
+    assert page.evaluate("getComputedStyle(document.querySelector('div')).color") == ink
     assert page.evaluate("document.documentElement.scrollWidth") <= 375
     assert not complaints

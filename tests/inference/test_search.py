@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import onnx
@@ -37,7 +38,6 @@ from hase.utils.paths import ROOT, Workspace
 
 CUDA = Flavour(device="cuda", runtime_version="1.31")
 H200 = "nvidia-h200"
-NO_LIMITS = SearchLimits()
 SMALL = 4  # candidates of a batch
 MY_SPACE = """
 from hase.inference.search import ofa
@@ -55,9 +55,10 @@ def score(choice):
 """
 
 
-def question(space: str = "ofa", count: int | None = 10, limits: SearchLimits = NO_LIMITS, **others: object) -> SearchQuestion:
-    asked = SearchQuestion(ROOT, H200, space, count, 0, limits, energy=False, score=None, host_pace=1.0, force=False)
-    return asked._replace(**others)  # type: ignore[arg-type]
+def question(space: str = "ofa", count: int | None = 10, **others: Any) -> SearchQuestion:
+    """A question for an H200, without limits unless `others` sets `limits`."""
+    return SearchQuestion(ROOT, H200, space, count, 0, SearchLimits(), energy=False, score=None, host_pace=1.0,
+                          force=False)._replace(**others)
 
 
 def table_of(path: Path) -> list[dict[str, str]]:
@@ -69,6 +70,39 @@ def table_of(path: Path) -> list[dict[str, str]]:
 def small_batches() -> Iterator[None]:
     with mock.patch.object(searching, "BATCH", SMALL):
         yield
+
+
+def interrupt(asked: SearchQuestion, top: int, out: Path) -> None:
+    """A search that Ctrl-C ends in its third batch."""
+    evaluated, calls = evaluating.evaluate_choices, itertools.count()
+
+    def interrupted(*arguments: Any) -> list[SearchCandidate]:
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return evaluated(*arguments)
+
+    with mock.patch.object(searching, "evaluate_choices", interrupted), pytest.raises(KeyboardInterrupt):
+        search(asked, top, out)
+    assert not out.exists()
+    assert len(out.with_name(f"{out.name}.part").read_text().splitlines()) == 1 + 2
+
+
+def stop_and_go_on(out: Path, *options: str) -> str:
+    """Stops the command by Ctrl-C once a batch is kept, and runs it again; what that prints."""
+    command = [sys.executable, "inference/search_models.py", *options, "--out", str(out)]
+    part = out.with_name(f"{out.name}.part")
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while process.poll() is None and not (part.exists() and len(part.read_bytes().splitlines()) > 1):
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "what was searched (with --out) is kept: run again to go on" in errors
+    assert "Traceback" not in errors
+    assert not out.exists()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "candidates were searched before; going on from there" in done.stderr
+    return done.stdout
 
 
 def test_a_network_is_told_by_its_name() -> None:
@@ -116,13 +150,12 @@ def nodes_and_sources(record: ModelRecord) -> list[tuple[str, str, tuple[int, ..
 
 @pytest.mark.slow
 def test_a_record_that_is_built_is_that_of_the_exported_network() -> None:
-    predictor = Predictor(target=H200)
-    for name in ("ofa_r128_w1.0_33.33_53.33_73.33_33.33_33.54", "ofa_r208_w1.2_36.74_54.36_73.33_33.36.54.76_34.34"):
-        built, of_file = ofa.make(name, predictor.fitted.target.flavour), predictor.record(exported(name))
-        assert nodes_and_sources(built) == nodes_and_sources(of_file)
-        assert (built.kernels, built.weight_bytes) == (of_file.kernels, of_file.weight_bytes)
-        first, second = predictor.predict_briefly([built, of_file], energy=True, memory=True)
-        assert first[1:] == second[1:]
+    predictor, name = Predictor(target=H200), "ofa_r208_w1.2_36.74_54.36_73.33_33.36.54.76_34.34"
+    built, of_file = ofa.make(name, predictor.fitted.target.flavour), predictor.record(exported(name))
+    assert nodes_and_sources(built) == nodes_and_sources(of_file)
+    assert (built.kernels, built.weight_bytes) == (of_file.kernels, of_file.weight_bytes)
+    first, second = predictor.predict_briefly([built, of_file], energy=True, memory=True)
+    assert first[1:] == second[1:]
 
 
 def test_the_best_and_the_front_are_those_of_all() -> None:
@@ -174,24 +207,13 @@ def test_candidates_have_the_numbers_of_predictions_and_the_chance_to_keep_to_li
 def test_an_interrupted_search_goes_on(tmp_path: Path) -> None:
     asked, out, whole = question(limits=SearchLimits(latency_ms=1.2)), tmp_path / "found.csv", tmp_path / "whole.csv"
     before = search(asked, 3, whole)
-    evaluated, calls = evaluating.evaluate_choices, itertools.count()
-
-    def interrupted(*arguments: object) -> list[SearchCandidate]:
-        if next(calls) == 2:
-            raise KeyboardInterrupt
-        return evaluated(*arguments)  # type: ignore[arg-type]
-
-    with mock.patch.object(searching, "evaluate_choices", interrupted), pytest.raises(KeyboardInterrupt):
-        search(asked, 3, out)
-    part = tmp_path / "found.csv.part"
-    assert not out.exists()
-    assert len(part.read_text().splitlines()) == 1 + 2
+    interrupt(asked, 3, out)
     with pytest.raises(UserError, match="another search"):
         search(asked._replace(seed=1), 3, out)
+    part = tmp_path / "found.csv.part"
     with part.open("a") as lines:
         lines.write('{"candidates": [["cut short by a ki')
-    counted = mock.Mock(side_effect=evaluated)
-    with mock.patch.object(searching, "evaluate_choices", counted):
+    with mock.patch.object(searching, "evaluate_choices", wraps=evaluating.evaluate_choices) as counted:
         after = search(asked, 3, out)
     assert counted.call_count == 1  # the third batch of the ten
     assert (after, out.read_text()) == (before, whole.read_text())
@@ -232,18 +254,17 @@ def test_a_python_file_is_a_space(tmp_path: Path) -> None:
     space = tmp_path / "mine.py"
     space.write_text(MY_SPACE)
     found = search(question(str(space), None), top=3, out=tmp_path / "found.csv")
-    assert [one.model for one in found.best] == ["3", "2", "4"] or [one.model for one in found.best] == ["3", "4", "2"]
+    assert [one.model for one in found.best] in (["3", "2", "4"], ["3", "4", "2"])
     assert (found.searched, found.failed, found.first_error) == (12, 1, "7: make failed with ValueError: seven has no network")
     assert table_of(tmp_path / "found.csv")[7]["error"] == found.first_error
+    by_flops = search(question(str(space), 4, score="flops"), top=1)
+    assert by_flops.searched == 4
+    assert by_flops.best[0].score == by_flops.best[0].gflop
     example = search(question(str(ROOT / "recipes/search/spaces/few_blocks.py"), 20), top=1)
     assert example.best[0].score == max(-sum(map(len, ofa.network_named(name).stages)) for name in ofa.choices(20, seed=7))
     for wrong in ('float("nan")', "None", '"high"'):
         space.write_text(MY_SPACE.replace("-abs(choice - 3)", wrong))
         assert "is no finite number" in search(question(str(space), 2), top=1).first_error
-    space.write_text(MY_SPACE)
-    by_flops = search(question(str(space), 4, score="flops"), top=1)
-    assert by_flops.searched == 4
-    assert by_flops.best[0].score == by_flops.best[0].gflop
     for code, message in (("x = 1", "defines no function choices"), ("def choices(:", "its code failed with SyntaxError"),
                           ("def choices():\n    yield 1 / 0", "choices failed with ZeroDivisionError")):
         space.write_text(code)
@@ -253,24 +274,26 @@ def test_a_python_file_is_a_space(tmp_path: Path) -> None:
 
 def test_scores_of_a_table_make_the_best_and_the_front(tmp_path: Path) -> None:
     """Accuracies that say the opposite of operations; one network has none."""
-    first = search(question(count=12, limits=SearchLimits(latency_ms=1.5)), 12, tmp_path / "first.csv")
-    assert len(first.best) > 5
-    accuracies = {one.model: 0.7 + 0.01 * place for place, one in enumerate(first.best)}
-    lacking = first.best[1].model
+    def asked(score: Path | None) -> SearchQuestion:
+        return question(count=12, limits=SearchLimits(latency_ms=1.5), score=score and str(score))
+
+    first = search(asked(None), 12, tmp_path / "first.csv").best
+    assert len(first) > 5
+    accuracies = {one.model: 0.7 + 0.01 * place for place, one in enumerate(first)}
+    accuracies.pop(lacking := first[1].model)
     table = tmp_path / "accuracies.csv"
-    table.write_text("model,weights,score\n" + "".join(f"{name},1,{'' if name == lacking else score}\n"
-                                                      for name, score in accuracies.items()))
-    others = [name for name in ofa.choices(12) if name not in accuracies]
-    found = search(question(count=12, limits=SearchLimits(latency_ms=1.5), score=str(table)), 3)
-    assert [one.model for one in found.best] == [one.model for one in reversed(first.best) if one.model != lacking][:3]
+    rows = "".join(f"{name},1,{score}\n" for name, score in accuracies.items())
+    table.write_text(f"model,weights,score\n{lacking},1,\n{rows}")
+    found = search(asked(table), 3)
+    assert [one.model for one in found.best] == [one.model for one in reversed(first) if one.model != lacking][:3]
     assert [one.score for one in found.best] == [accuracies[one.model] for one in found.best]
-    fastest = min((one for one in first.best if one.model != lacking), key=lambda one: one.latency_ms or 0.0)
-    assert found.front[0].model == fastest.model
-    assert found.front[-1].model == found.best[0].model
-    assert found.failed == 1 + len(others)
+    fastest = min((one for one in first if one.model != lacking), key=lambda one: one.latency_ms or 0.0)
+    assert (found.front[0].model, found.front[-1].model) == (fastest.model, found.best[0].model)
+    assert found.failed == 12 - len(accuracies)
     assert found.first_error.endswith("has no score in accuracies.csv")
-    by_search = question(count=12, limits=SearchLimits(latency_ms=1.5), score=str(tmp_path / "first.csv"))  # has scores, too
-    assert search(by_search, 1).best[0].model == first.best[0].model
+    assert search(asked(tmp_path / "first.csv"), 1).best[0].model == first[0].model  # what a search writes has scores, too
+    of_files = {"a.onnx": 1.0, "there/a.onnx": 2.0}  # files are found by their names
+    assert [score_of(of_files, f"{folder}/a.onnx", "") for folder in ("here", "there")] == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(("text", "message"), [
@@ -282,11 +305,6 @@ def test_a_table_that_holds_no_scores(tmp_path: Path, text: str, message: str) -
     table.write_text(text)
     with pytest.raises(UserError, match=message):
         read_scores(table)
-
-
-def test_files_are_found_in_a_table_by_their_names() -> None:
-    assert score_of({"a.onnx": 1.0, "there/a.onnx": 2.0}, "here/a.onnx", "") == 1.0
-    assert score_of({"a.onnx": 1.0, "there/a.onnx": 2.0}, "there/a.onnx", "") == 2.0
 
 
 @pytest.mark.slow
@@ -310,34 +328,16 @@ def test_folders_and_lists_are_spaces(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_command_can_be_stopped_and_goes_on(tmp_path: Path) -> None:
-    out = tmp_path / "found.csv"
-    options = f"--space ofa --target {H200} --latency-ms 1.1 --count 4000 --top 5 --processes 2 --out"
-    command = [sys.executable, "inference/search_models.py", *options.split(), str(out)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        part = tmp_path / "found.csv.part"
-        while process.poll() is None and not (part.exists() and len(part.read_bytes().splitlines()) > 1):
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert "what was searched (with --out) is kept: run again to go on" in errors
-    assert "Traceback" not in errors
-    assert not out.exists()
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "candidates were searched before; going on from there" in done.stderr
-    assert len(table_of(out)) == 4000
-    assert [row["model"] for row in table_of(out)] == list(ofa.choices(4000))
-    assert len(done.stdout.splitlines()) == 1 + 5
+    out, count = tmp_path / "found.csv", 1500
+    shown = stop_and_go_on(out, *f"--space ofa --target {H200} --latency-ms 1.1 --count {count} --top 5 --processes 2".split())
+    assert [row["model"] for row in table_of(out)] == list(ofa.choices(count))
+    assert len(shown.splitlines()) == 1 + 5
 
 
-def test_errors_of_the_command(tmp_path: Path) -> None:
-    for arguments, code, message in (
-            ("--space ofa --target nowhere", 1, "nowhere"), ("--space nowhere --target h200", 1, "no space to search"),
-            ("--space ofa --chance 2", 2, "not between 0 and 1"),
-            ("--space ofa --score size", 2, "give own, flops, weights or a"),
-            (f"--space ofa --target h200 --out {tmp_path}/found.txt", 1, "CSV or Parquet")):
-        done = run_script("inference/search_models.py", *arguments.split())
-        assert done.returncode == code
-        assert message in done.stderr
-
-
+@pytest.mark.parametrize(("options", "code", "message"), [
+    ("--space ofa --target nowhere", 1, "nowhere"), ("--space nowhere --target h200", 1, "no space to search"),
+    ("--space ofa --chance 2", 2, "not between 0 and 1"), ("--space ofa --score size", 2, "give own, flops, weights or a"),
+    ("--space ofa --target h200 --out found.txt", 1, "CSV or Parquet")])
+def test_errors_of_the_command(options: str, code: int, message: str) -> None:
+    done = run_script("inference/search_models.py", *options.split())
+    assert (done.returncode, message in done.stderr) == (code, True), done.stderr

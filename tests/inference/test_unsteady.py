@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from conftest import build_workspace, small_model
 from made_up_dataset import TARGET as MADE_UP
@@ -34,13 +35,10 @@ from hase.records.measurement import (
     Measurement,
     Placement,
     drift_key,
-    format_unsteady,
-    parse_unsteady,
     read_blocks,
     steadiest,
     unit_rows,
 )
-from hase.runtimes import local_target
 from hase.training.estimators.in_use import InUseEstimator
 from hase.training.estimators.neural_network import NeuralNetwork
 from hase.training.estimators.roofline import RooflineEstimator
@@ -49,8 +47,10 @@ from hase.training.kernels.fitting import fit_kernel_model, learn_classes, learn
 from hase.training.kernels.training_set import read_training_set
 from hase.utils import files
 from hase.utils.paths import Workspace
+from tests.inference.test_missing_kernels import CONFIG, TARGET
 
-TARGET = local_target("cpu").name
+SETTINGS = TrainingConfig.model_validate({"threads": 1, "xgboost": {"trees": 100, "learning_rate": 0.2},
+                                          "xgboost_class": {"trees": 30}, "forest": {"trees": 20}})
 BAD = 3.45  # the drift of a block during which the canary took 4.45 times as long
 [KERNEL] = draw_kernels(1)
 DESCRIBED = {KERNEL.id: DatasetKernel(kernel=KERNEL, models=("net",), groups=("net",))}
@@ -68,14 +68,6 @@ def block(*measurements: Measurement, drift: float = 0.0, level: float = 0.0, ma
 
 # the dataset -------------------------------------------------------------------------------------------------------------
 
-def test_a_block_says_that_the_machine_was_unsteady(tmp_path: Path) -> None:
-    """The mark follows from the canary, so that a block of an older journal has it too."""
-    files.append_line(tmp_path / "old.jsonl", block(drift=BAD).model_dump_json(exclude={"drift_admitted"}))
-    [old] = read_blocks(tmp_path / "old.jsonl")
-    assert old.unsteady
-    assert not block(drift=0.04).unsteady
-    assert not block(drift=BAD).model_copy(update={"drift_admitted": 4.0}).unsteady  # so a config may ask
-
 
 @pytest.mark.parametrize(("busy", "level", "drift"), [(0.8, 0.0, 0.8), (0.15, 0.0, 0.0), (0.8, 0.6, 0.0)])
 def test_other_work_on_an_idle_cpu_makes_a_block_unsteady(busy: float, level: float, drift: float,
@@ -83,25 +75,24 @@ def test_other_work_on_an_idle_cpu_makes_a_block_unsteady(busy: float, level: fl
     """Also where it runs all the time, so that no canary differs from the others."""
     monkeypatch.setattr("hase.records.measurement.BUSY_ADMITTED", BUSY_ADMITTED)  # conftest.py admits more
     beside = block(timed(1.0), level=level).model_copy(update={"background": {"DCGM_FI_DEV_CPU_UTIL_TOTAL": busy}})
-    assert beside.drift == drift
-    assert beside.unsteady == bool(drift)
+    assert (beside.drift, beside.unsteady) == (drift, bool(drift))
     [row] = kernel_rows([beside], DESCRIBED)
     assert row["Unsteady"] == ("node_span:0.8" if drift else "")
 
 
-def test_labels_and_drifts_as_text() -> None:
-    assert format_unsteady({"run": BAD, "gpu": 0.07123}) == "gpu:0.07123|run:3.45"
-    assert parse_unsteady("gpu:0.07123|run:3.45") == {"run": BAD, "gpu": 0.07123}
-    assert parse_unsteady(format_unsteady({})) == {}
-
-
-def test_a_row_names_the_labels_that_rest_on_an_unsteady_block() -> None:
-    [row] = kernel_rows([block(timed(4.0), drift=BAD), block(timed(1.0, "run", "alone"))], DESCRIBED)
+def test_a_row_names_the_labels_that_rest_on_an_unsteady_block(tmp_path: Path) -> None:
+    """That a block is unsteady follows from its canary, so that one of an older journal is marked too."""
+    files.append_line(tmp_path / "old.jsonl", block(timed(4.0), drift=BAD).model_dump_json(exclude={"drift_admitted"}))
+    [old] = read_blocks(tmp_path / "old.jsonl")
+    assert old.unsteady
+    assert not block(drift=0.04).unsteady
+    assert not old.model_copy(update={"drift_admitted": 4.0}).unsteady  # so a config may ask
+    [row] = kernel_rows([old, block(timed(1.0, "run", "alone"))], DESCRIBED)
     assert (row["Unsteady"], row["Drift"]) == ("node_span:3.45", 0.0)
-    session = [timed(9.0, "run", subject="model", name="net").model_copy(update={"label": "latency"})]
-    [of_model] = model_rows(model_sessions([block(*session, drift=BAD)]), {})
+    session = timed(9.0, "run", subject="model", name="net").model_copy(update={"label": "latency"})
+    [of_model] = model_rows(model_sessions([block(session, drift=BAD)]), {})
     assert of_model["Unsteady"] == "latency:3.45"
-    [of_unit] = unit_rows([block(timed(4.0), drift=BAD)])
+    [of_unit] = unit_rows([old])
     assert of_unit["Unsteady"] == "node_span:3.45"
 
 
@@ -119,17 +110,15 @@ def test_what_is_measured_again_replaces_the_unsteady_block(order: int) -> None:
     assert two_good[0]["node_span_ms"] == 2.0  # the median over both, as ever
 
 
-def test_a_steady_session_of_a_model_replaces_an_unsteady_one() -> None:
-    import pandas as pd
-
-    def rows(drifts: list[float], **columns: object) -> pd.DataFrame:
-        return pd.DataFrame({"Model": "net", "Status": "ok", "Level": 0.0, "Latency_ms": [405.0, 151.0][:len(drifts)],
-                             "Drift": drifts, **columns})
-
-    for columns in ({}, {"Unsteady": [f"latency:{BAD}", None]}):
-        assert idle_models(rows([BAD, 0.01], **columns))["median_ms"].to_dict() == {"net": 151.0}
-    assert idle_models(rows([BAD]))["median_ms"].to_dict() == {"net": 405.0}  # better than nothing
-    assert idle_models(rows([BAD, 0.01], Probe_us=10.0))["median_ms"].to_dict() == {"net": 278.0}  # the host probe decides
+@pytest.mark.parametrize(("drifts", "columns", "median_ms"), [
+    ([BAD, 0.01], {}, 151.0), ([BAD, 0.01], {"Unsteady": [f"latency:{BAD}", None]}, 151.0),
+    ([BAD], {}, 405.0),  # better than nothing
+    ([BAD, 0.01], {"Probe_us": 10.0}, 278.0)])  # the host probe decides
+def test_a_steady_session_of_a_model_replaces_an_unsteady_one(drifts: list[float], columns: dict[str, Any],
+                                                              median_ms: float) -> None:
+    rows = pd.DataFrame({"Model": "net", "Status": "ok", "Level": 0.0, "Latency_ms": [405.0, 151.0][:len(drifts)],
+                         "Drift": drifts, **columns})
+    assert idle_models(rows)["median_ms"].to_dict() == {"net": median_ms}
 
 
 # look-up -----------------------------------------------------------------------------------------------------------------
@@ -142,10 +131,8 @@ def made_up(workspace: Workspace) -> Workspace:
     return workspace
 
 
-def make_unsteady(workspace: Workspace, column: str) -> np.ndarray:
+def make_unsteady(workspace: Workspace, column: str = "Unsteady") -> np.ndarray:
     """Makes every second row of the kernel table a bad one, and returns which these are."""
-    import pandas as pd
-
     path = kernel_table_path(workspace.dataset(MADE_UP.name))
     table = pd.read_csv(path).drop(columns=["Unsteady", "Drift"], errors="ignore")
     bad = np.arange(len(table)) % 2 == 1
@@ -167,14 +154,11 @@ def test_the_look_up_knows_what_is_unsteady(made_up: Workspace, column: str) -> 
 
 
 def test_a_steady_machine_wins(made_up: Workspace) -> None:
-    import pandas as pd
-
-    before, bad = measured_times(made_up, MADE_UP.name), make_unsteady(made_up, "Unsteady")
+    before, bad = measured_times(made_up, MADE_UP.name), make_unsteady(made_up)
     path = kernel_table_path(made_up.dataset(MADE_UP.name))
     table = pd.read_csv(path)
-    table.loc[bad, "Unsteady"] = None
-    again = table[bad].assign(Machine="quiet", run_median_ms=table["run_median_ms"][bad] / 4.0)
-    pd.concat([pd.read_csv(path), again]).to_csv(path, index=False)
+    again = table[bad].assign(Machine="quiet", Unsteady=None, run_median_ms=table["run_median_ms"][bad] / 4.0)
+    pd.concat([table, again]).to_csv(path, index=False)
     note_tables(path.parent)
     times = measured_times(made_up, MADE_UP.name)
     assert {name: times[name]["run"] for name in before} == pytest.approx({name: before[name]["run"] for name in before})
@@ -183,43 +167,39 @@ def test_a_steady_machine_wins(made_up: Workspace) -> None:
 
 # training ----------------------------------------------------------------------------------------------------------------
 
-def errors_of(estimator: Estimator, rows: TrainingSet, truth_ms: np.ndarray) -> float:
-    """The median error on steady rows of an estimator that is fitted to all rows."""
-    estimator.fit(Measured(**{name: getattr(rows.kernels, name) for name in ("types", "features", "flops", "bytes_moved")},
-                           times_ms=rows.times_ms["run"], target=MADE_UP, label="run", config=TrainingConfig(),
-                           all_rows=rows, weights=rows.weights("run")))
-    return float(np.median(np.abs(estimator.predict_ms(replace(rows.kernels, load=None)) / truth_ms - 1.0)))
-
 
 @pytest.mark.slow
 def test_all_estimators_learn_less_from_unsteady_rows(made_up: Workspace) -> None:
     truth_ms = read_training_set(made_up, MADE_UP.name).times_ms["run"]
-    make_unsteady(made_up, "Unsteady")
+    make_unsteady(made_up)
     rows = read_training_set(made_up, MADE_UP.name)
     weights = rows.weights("run")
     assert weights is not None
     assert weights.mean() == pytest.approx(1.0)
     assert weights.min() < 0.01 * weights.max()
+    assert replace(rows, idle=np.zeros(len(rows), dtype=bool)).weights("run") is None  # under a load a drift says little
     unmarked = replace(rows, drifts={label: np.zeros(len(rows)) for label in rows.drifts})
     assert unmarked.weights("run") is None
+
+    def error(estimator: Estimator, learned: TrainingSet) -> float:
+        """The median error on steady rows of an estimator that is fitted to all rows."""
+        of_kernels = {name: getattr(learned.kernels, name) for name in ("types", "features", "flops", "bytes_moved")}
+        estimator.fit(Measured(**of_kernels, times_ms=learned.times_ms["run"], target=MADE_UP, label="run", config=SETTINGS,
+                               all_rows=learned, weights=learned.weights("run")))
+        return float(np.median(np.abs(estimator.predict_ms(replace(learned.kernels, load=None)) / truth_ms - 1.0)))
+
     makes: tuple[type[Any], ...] = (BoostedTrees, RandomForest, NeuralNetwork, RooflineEstimator, InUseEstimator)
     for make in makes:
-        marked_error, unmarked_error = (errors_of(make(), learned, truth_ms) for learned in (rows, unmarked))
-        assert marked_error < 0.7 * unmarked_error, make.__name__
+        assert error(make(), rows) < 0.7 * error(make(), unmarked), make.__name__
     is_conv = rows.types == "Conv"
     for types in ({"Conv": "Conv"}, {}):  # a booster of its own, and the shared one
-        off = [np.median(np.abs(np.log(fit_kernel_model(learned, "run", types, TrainingConfig()).predict_ms(rows.kernels)
+        off = [np.median(np.abs(np.log(fit_kernel_model(learned, "run", types, SETTINGS).predict_ms(rows.kernels)
                                        / truth_ms))[is_conv]) for learned in (rows, unmarked)]
         assert off[0] < 0.7 * off[1]
-    problem = learning_problem(rows, "run")
-    of_classes = learn_classes(rows, problem, TrainingConfig()).rows
-    assert set((of_classes.weights("class other") / of_classes.weights("class other").max() < 0.01).tolist()) == {True, False}
-
-
-def test_under_a_load_a_drift_says_little(made_up: Workspace) -> None:
-    make_unsteady(made_up, "Unsteady")
-    rows = read_training_set(made_up, MADE_UP.name)
-    assert replace(rows, idle=np.zeros(len(rows), dtype=bool)).weights("run") is None
+    of_classes = learn_classes(rows, learning_problem(rows, "run"), SETTINGS).rows
+    weights = of_classes.weights("class other")
+    assert weights is not None
+    assert set((weights / weights.max() < 0.01).tolist()) == {True, False}
 
 
 # answers -----------------------------------------------------------------------------------------------------------------
@@ -234,15 +214,10 @@ def unsettle(workspace: Workspace, drift: float) -> None:
     renew_measured(workspace.predictors(TARGET), measured_times(workspace, TARGET))
 
 
-@pytest.fixture
-def copied(tmp_path: Path, trained_workspace: Workspace) -> Workspace:
-    """A copy of the trained workspace that a test may change."""
-    return Workspace(Path(shutil.copytree(trained_workspace.root, tmp_path / "workspace")))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("drift", "rough"), [(BAD, True), (0.1, False)])
-def test_an_answer_names_what_is_unsteady(copied: Workspace, drift: float, rough: bool) -> None:
+def test_an_answer_names_what_is_unsteady(tmp_path: Path, trained_workspace: Workspace, drift: float, rough: bool) -> None:
+    copied = Workspace(Path(shutil.copytree(trained_workspace.root, tmp_path / "workspace")))
     path = copied.models / "anet_c16.onnx"
     steady = predict(path, target=TARGET, workspace=copied)
     unsettle(copied, drift)
@@ -264,10 +239,6 @@ def test_an_answer_names_what_is_unsteady(copied: Workspace, drift: float, rough
 
 
 # measured again ----------------------------------------------------------------------------------------------------------
-
-EFFORT = {"warmup": 1, "warmup_s": 0.0, "budget_s": 0.02, "least_runs": 3, "most_runs": 5}
-CONFIG = CollectorConfig.model_validate({
-    "window_s": 0.2, "attempts": 1, "patience_s": 0, "kernel": EFFORT, "model": EFFORT})
 
 
 @pytest.mark.measuring
