@@ -158,15 +158,17 @@ def test_exactly_the_ties_are_measured_here_too(workspace: Workspace) -> None:
     assert "no datasets; measure one with: python benchmark/collector.py" in run_script(*command).stderr
     build_workspace(workspace, {"anet_b1": small_model()})
     config = CollectorConfig.model_validate({
-        "device": "cpu", "levels": [0.0, 0.5], "stress": {"settle_s": 0.1}, "window_s": 0.2, "attempts": 1, "patience_s": 0,
-        "kernel": {"warmup": 1, "warmup_s": 0.0, "budget_s": 0.005, "least_runs": 3, "most_runs": 5}, "attempts_under_load": 1,
+        "device": "cpu", "levels": [0.0], "window_s": 0.2, "attempts": 1, "patience_s": 0,
+        "kernel": {"warmup": 1, "warmup_s": 0.0, "budget_s": 0.005, "least_runs": 3, "most_runs": 5},
         "model": {"warmup": 1, "warmup_s": 0.0, "budget_s": 0.02, "least_runs": 4, "most_runs": 6},
         "each_machine": False, "ties": 2})
     collect(workspace, config)
+    config = config.model_copy(update={"levels": (0.0, 0.5)})
     this_machine = machine("cpu").uuid
     folder = workspace.dataset(local_target("cpu").name)
     journal = journal_path(folder)
-    write_journal(folder, [block.model_copy(update={"machine": "elsewhere"}) for block in read_journal(folder)])
+    write_journal(folder, [entry.model_copy(update={"machine": "elsewhere", **load}) for entry in read_journal(folder)
+                           for load in ({}, {"level": 0.5, "background_name": "compute"})])
     items = [KernelItem(Path(), entry.kernel) for entry in read_kernels(folder)]
     expected = {item.kernel.id for item in choose_ties(items, read_journal(folder), [this_machine], 2, takes_run)[this_machine]}
     assert collect(workspace, config)["measured_kernels"] == len(expected) == 2

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from command import run_script
+from command import printed
 from conftest import small_model
 from optional_packages import needs
 
@@ -119,27 +119,20 @@ def test_drawn_kernels_are_measured_under_each_setting(settings: Workspace) -> N
 
 
 def test_each_setting_is_left_out_once(settings: Workspace, tmp_path: Path) -> None:
-    config = tmp_path / "training.yaml"
-    config.write_text("folds: 2\nxgboost: {trees: 30}\nforest: {trees: 3}\n")
-    done = run_script("training/held_out.py", "--by", "setting", "--workspace", settings.root, "--config", config, "--json")
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)
+    (tmp_path / "training.yaml").write_text("folds: 2\nxgboost: {trees: 30}\nforest: {trees: 3}\n")
+    rows = json.loads(printed("training/held_out.py", "--by", "setting", "--workspace", settings.root, "--config",
+                              tmp_path / "training.yaml", "--json"))
     assert sorted((row["threads"], row["cores"]) for row in rows) == sorted(SETTINGS)
     assert {row["kernels"] for row in rows} == {"known"}
     assert {row["learned_from"] for row in rows} == {2 * rows[0]["count"]}
     assert all(0 < row["median_%"] < math.inf for row in rows)
     with pytest.raises(UserError, match="0 settings of level tuned were measured"):
         settings_of(settings, "tuned")
-
-
-def test_kernels_that_no_other_setting_has_are_a_separate_row(settings: Workspace) -> None:
-    """Their error is not only the setting's."""
-    rows_of = settings_of(settings, "fused")
+    rows_of = settings_of(settings, "fused")  # kernels that no other setting has: their error is not only the setting's
     complete, *partial = rows_of
     for name in partial:
         rows_of[name] = rows_of[name].rows(np.arange(len(rows_of[name])) < 5)
-    config = TrainingConfig(folds=2)
-    known, new = setting_error_rows(rows_of, complete, config)
+    known, new = setting_error_rows(rows_of, complete, TrainingConfig(folds=2))
     measured_elsewhere = {kernel for name in partial for kernel in rows_of[name].ids}
     assert (known["kernels"], known["count"]) == ("known", len(measured_elsewhere & set(rows_of[complete].ids)))
     assert (new["kernels"], new["count"]) == ("new", len(rows_of[complete]) - known["count"])
