@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 
@@ -141,26 +142,25 @@ class FakeDcgm:
         pass
 
     def __init__(self) -> None:
-        self.address: str | None = "not connected"
         self.refused: set[int] = set()  # fields that can't be watched
         self.blank: set[int] = set()  # fields whose first reading is blank
         self.queue: list[tuple[int, float, float | None]] = []  # field, time, value; None is a blank
         self.down = False
-
-    def handle(self, ipAddress: str | None = None) -> Any:
-        self.answer()
-        self.address = ipAddress
+        self.handle = Mock(side_effect=self.answer)
+        system = self.handle.return_value.GetSystem.return_value
         gpus = {3: "GPU-other", 7: "GPU-0"}
-        attributes = {gpu: SimpleNamespace(identifiers=SimpleNamespace(uuid=uuid)) for gpu, uuid in gpus.items()}
-        return SimpleNamespace(handle="handle", GetSystem=lambda: SimpleNamespace(
-            discovery=SimpleNamespace(GetAllGpuIds=lambda: list(gpus), GetGpuAttributes=attributes.__getitem__),
-            GetGroupWithGpuIds=lambda name, ids: SimpleNamespace(
-                GetId=lambda: ids, samples=SimpleNamespace(WatchFields=self.watch)),
-            UpdateAllFields=lambda wait: None))
+        system.discovery.GetAllGpuIds.return_value = list(gpus)
+        system.discovery.GetGpuAttributes.side_effect = lambda gpu: SimpleNamespace(identifiers=SimpleNamespace(uuid=gpus[gpu]))
+        system.GetGroupWithGpuIds.side_effect = lambda name, ids: Mock(
+            **{"GetId.return_value": ids, "samples.WatchFields.side_effect": self.watch})
+        self.modules = {"pydcgm": Mock(DcgmHandle=self.handle, DcgmFieldGroup=lambda handle, name, ids: Mock(ids=ids)),
+                        "dcgm_structs": Mock(DCGMError=self.DCGMError),
+                        "dcgm_field_helpers": Mock(DcgmFieldValueCollection=self.collection)}
 
-    def answer(self) -> None:
+    def answer(self, **_: object) -> Any:
         if self.down:
             raise self.DCGMError("Connection not valid")
+        return DEFAULT
 
     def watch(self, group: Any, update_us: int, keep_s: float, keep_samples: int) -> None:
         if set(group.ids) & self.refused:
@@ -182,14 +182,6 @@ class FakeDcgm:
         found.GetAllSinceLastCall = get_all
         return found
 
-    def modules(self) -> dict[str, Any]:
-        def fields(handle: str, name: str, ids: list[int]) -> Any:
-            return SimpleNamespace(ids=ids)
-
-        return {"pydcgm": SimpleNamespace(DcgmHandle=self.handle, DcgmFieldGroup=fields),
-                "dcgm_structs": SimpleNamespace(DCGMError=self.DCGMError),
-                "dcgm_field_helpers": SimpleNamespace(DcgmFieldValueCollection=self.collection)}
-
     def read(self, field: str, *values: float | None, since_s: float) -> None:
         """Readings every 0.1 s, the first 0.1 s after a time."""
         self.queue += [(IDS[field], since_s + 0.1 * i, value) for i, value in enumerate(values, 1)]
@@ -198,7 +190,7 @@ class FakeDcgm:
 @pytest.fixture
 def dcgm(monkeypatch: pytest.MonkeyPatch) -> FakeDcgm:
     made = FakeDcgm()
-    for name, module in made.modules().items():
+    for name, module in made.modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(gpu_sources, "gpu_facts", lambda: {"uuid": "GPU-0"})
     return made
@@ -206,7 +198,7 @@ def dcgm(monkeypatch: pytest.MonkeyPatch) -> FakeDcgm:
 
 def test_dcgm_gives_the_mean_of_a_windows_readings(dcgm: FakeDcgm) -> None:
     source = gpu_sources.DcgmSource([SM, UTIL])
-    assert dcgm.address is None  # within this process
+    dcgm.handle.assert_called_with(ipAddress=None)  # within this process
     window = source.start()
     dcgm.read(SM, 0.2, 0.3, 0.4, since_s=window.reading)
     dcgm.read(SM, 0.9, since_s=window.reading - 0.15)  # a reading from before the window
@@ -221,7 +213,8 @@ def test_dcgm_at_an_address_and_without_profiled_fields(dcgm: FakeDcgm) -> None:
     assert ({SM, ENGINE, CLOCK} < set(fields), UTIL in fields) == (True, False)  # there is better than utilisation
     dcgm.refused, dcgm.blank = {IDS[SM]}, {IDS[CLOCK]}
     source = gpu_sources.DcgmSource(address="node7:5555")
-    assert (dcgm.address, source.name) == ("node7:5555", "DCGM at node7:5555")
+    dcgm.handle.assert_called_with(ipAddress="node7:5555")
+    assert source.name == "DCGM at node7:5555"
     assert UTIL in source.fields  # the only field that shows the load
     assert not {SM, CLOCK} & set(source.fields)
     with pytest.raises(UserError, match=f"metric {SM}: DCGM can't read it here"):

@@ -24,8 +24,7 @@ from prometheus_stand import INTERVAL_S, Exporter, free_port, recorded, start_ex
 
 from hase.benchmark import metrics_exporter
 from hase.benchmark.metrics.names import ALL, LATENCY, MODE, PHASE, QUANTILE, RUNS, TAKEN, Probed, ProbeSample, probed_of
-from hase.benchmark.metrics.source import MetricMean
-from hase.benchmark.metrics.sources import CpuSource, ReplaySource
+from hase.benchmark.metrics.sources import CpuSource
 from hase.benchmark.metrics_exporter import LAST_SAMPLE, PROCESSES, ProbeSampler, ProcessSampler, Sampler, device_labels
 from hase.benchmark.ort.probes import SharingProbe
 from hase.utils.errors import UserError
@@ -136,15 +135,6 @@ def test_invalid_readings_are_never_served(bad: dict[str, Any], why: str, export
         return why in refused.text
 
     until(refused_with_reason)
-
-
-def test_a_sample_is_stale_after_some_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler = Sampler(ReplaySource(recorded(tmp_path / "one.jsonl", [READING])), interval_s=5.0)
-    assert sampler.trouble() == "no sound sample so far"
-    sampler.means, sampler.sampled_s = {SM: MetricMean(0.25, 1)}, 1000.0
-    for now, trouble in ((1000.0 + 5.0 * STALE, ""), (1016.0, "the last sound sample is 16 s old")):
-        monkeypatch.setattr(time, "time", lambda now=now: now)
-        assert sampler.trouble() == trouble
 
 
 class Told(logging.Handler):

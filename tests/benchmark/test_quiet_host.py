@@ -60,10 +60,9 @@ def start_host(monkeypatch: pytest.MonkeyPatch) -> StartHost:
     return start
 
 
-def quiet_samples(host: Host, probe: HostProbe | None = None, effort: Effort = EFFORT) -> HostSamples:
-    """Of the host's runs; its good readings are known, unless another probe is given."""
-    probe = probe or HostProbe(host.dispatch_s, [FAST_S] * 100)
-    return quiet_samples_ms(probe, {"latency": host.run_s}, effort)["latency"]
+def quiet_samples(host: Host, effort: Effort = EFFORT) -> HostSamples:
+    """Of the host's runs, where its good readings are known."""
+    return quiet_samples_ms(HostProbe(host.dispatch_s, [FAST_S] * 100), {"latency": host.run_s}, effort)["latency"]
 
 
 def test_only_undisturbed_windows_count(start_host: StartHost) -> None:
@@ -128,12 +127,6 @@ def test_what_a_good_reading_is(first_s: list[float], then_s: list[float], good_
     read(probe, then_s)
     assert probe.good_s == good_s
     assert probe.sorted_s[0] == min(first_s + then_s)
-
-
-def test_runs_in_a_long_disturbance_are_disturbed(start_host: StartHost) -> None:
-    probe = HostProbe(lambda: FAST_S, [FAST_S] * 100)
-    read(probe, [SLOW_S] * 2000)
-    assert quiet_samples(start_host(disturbed_share=1.0), probe).disturbance == pytest.approx(SLOWER - 1)
 
 
 @pytest.mark.parametrize("most", [7, 20])

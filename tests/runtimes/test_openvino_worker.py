@@ -15,7 +15,7 @@ from hase.records.measurement import Effort, Measurement
 from hase.runtimes.openvino.compiling import compile_model
 from hase.runtimes.openvino.recording import build_kernel, parse
 from hase.runtimes.openvino.runs import usual_us
-from hase.runtimes.openvino.worker import WORK, built_carrier, layers_by_kernel
+from hase.runtimes.openvino.worker import WORK
 from hase.runtimes.protocol import Reply, Request, RuntimeSetting, answer
 from hase.utils import files
 
@@ -101,19 +101,6 @@ def test_kernels_alone_and_in_a_carrier(tmp_path: Path) -> None:
     carried = by_label(ask("carrier", *paths))["kernel_time"]
     assert sorted((measured.id, measured.place) for measured in carried) == sorted((kernel.id, "carrier") for kernel in kernels)
     assert by_label(ask("canary"))["run"][0].id == "canary"
-
-
-def test_each_layer_of_a_carrier_belongs_to_its_kernel(tmp_path: Path) -> None:
-    from hase.runtimes.openvino.compiling import layers_of, read_model
-
-    conv = next(kernel for kernel in parse(convolutions(tmp_path / "two.onnx")).record.kernels.values()
-                if kernel.op_type == "Conv")
-    proto, values = built_carrier([build_kernel(conv, tmp_path)] * 3)
-    assert {name.partition("/")[0] for name in values} == {"k0", "k1", "k2"}
-    layers = layers_of(compile_model(read_model(proto, "carrier"), "carrier", 1), "carrier", {})
-    by_kernel = layers_by_kernel(layers)
-    assert sorted(by_kernel) == [0, 1, 2]
-    assert all([layers[name].kind for name in names] == ["Convolution"] for names in by_kernel.values())
 
 
 def test_it_computes_in_float32(tmp_path: Path) -> None:

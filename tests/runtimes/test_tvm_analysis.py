@@ -17,7 +17,7 @@ from optional_packages import needs
 
 from hase.graph_model.simulation.dag import build_dag, longest_path
 from hase.records.kernel_record_files import read_index, read_model_record, read_model_records, record_path
-from hase.records.operators import VIEWS, furthest_from_linear, linearity_class, network_kind, network_scale
+from hase.records.operators import VIEWS
 from hase.runtimes.tvm.compiling import (
     FUSED,
     UNFUSED,
@@ -28,7 +28,7 @@ from hase.runtimes.tvm.compiling import (
     read_function,
     tvm_flavour,
 )
-from hase.runtimes.tvm.lowering import lower, onnx_name, operator_of_function, relax_of_torch
+from hase.runtimes.tvm.lowering import lower, onnx_name, relax_of_torch
 from hase.runtimes.tvm.recording import TvmModel, graph_of, parse, write_parsed
 from hase.utils.errors import UserError
 from hase.utils.lazy import tvm
@@ -150,24 +150,6 @@ def test_the_command(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("hase.runtimes.tvm.compiling.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install -r requirements-tvm\.txt"):
         check_tvm()
-
-
-def test_classes_of_the_document() -> None:
-    """Fully connected networks have only linear and multiplicative operators; convolutions bring nonlinear ones."""
-    assert [linearity_class(name) for name in ("Add", "Sub", "Mul", "Relu", "MatMul", "Conv", "Softmax")] == [
-        "linear", "linear", "multiplicative", "multiplicative", "multiplicative", "nonlinear", "nonlinear"]
-    assert furthest_from_linear(["Add", "Mul"]) == "multiplicative"
-    assert network_kind(["MatMul", "Add", "Relu", "Softmax"]) == "fully connected"
-    assert network_kind(["Conv", "Add", "Relu", "MaxPool", "MatMul"]) == "convolutional"
-    assert network_kind(["MatMul", "LayerNormalization", "Softmax"]) == "other"
-    assert [network_scale(nodes) for nodes in (1, 50, 51, 150, 151)] == ["small", "small", "medium", "medium", "large"]
-
-
-def test_names() -> None:
-    names = ("relax.nn.conv2d", "relax.add", "relax.nn.adaptive_avg_pool2d", "relax.scatter_nd")
-    assert [onnx_name(name) for name in names] == ["Conv", "Add", "GlobalAveragePool", "ScatterND"]
-    assert [operator_of_function(name) for name in ("conv2d", "add12", "tir_sigmoid", "transpose4", "maximum7")] == [
-        "conv2d", "add", "sigmoid", "permute_dims", "maximum"]
 
 
 @pytest.mark.slow
