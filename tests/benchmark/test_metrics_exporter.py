@@ -23,10 +23,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_stand import INTERVAL_S, Exporter, free_port, recorded, start_exporter, wait_for
 
 from hase.benchmark import metrics_exporter
-from hase.benchmark.metrics.names import ALL, LATENCY, MODE, PHASE, QUANTILE, RUNS, TAKEN, Probed, ProbeSample, probed_of
+from hase.benchmark.metrics.names import LATENCY, MODE, PHASE, TAKEN, Probed, ProbeSample, probed_of
 from hase.benchmark.metrics.sources import CpuSource
 from hase.benchmark.metrics_exporter import LAST_SAMPLE, PROCESSES, ProbeSampler, ProcessSampler, Sampler, device_labels
-from hase.benchmark.ort.probes import SharingProbe
 from hase.utils.errors import UserError
 from hase.utils.paths import ROOT
 from hase.utils.web_server import STALE
@@ -225,12 +224,7 @@ def test_the_probe_beside_the_metrics_of_a_cpu(tmp_path: Path) -> None:
         assert summary.sharing is None
         assert served[TAKEN].samples[0].labels[MODE] == "cpu"
         assert began < taken_s <= time.time()
-        alone_ms = min(SharingProbe("cpu").read(0.1).long.latencies_ms)
-        assert alone_ms / 5 < summary.latencies_ms[0] < 20 * alone_ms  # other programs use this machine too
         assert summary.busy_ms + summary.quiet_ms < 1e3
-        medians = [sample.value for sample in served[LATENCY].samples
-                   if (sample.labels[RUNS], sample.labels[QUANTILE]) == (ALL, "0.5")]
-        assert medians == [pytest.approx(summary.latencies_ms[10] / 1e3)]
         until(lambda: probed_of(probe_samples(until(probed))).taken_s > taken_s)
         process.send_signal(signal.SIGINT)
         assert process.wait(PATIENCE_S) == 0

@@ -57,11 +57,15 @@ LOADS = ((0.0, ""), (0.25, "resnet50_16"), (0.5, "compute"), (1.0, "memory_2ms")
 @pytest.fixture(scope="module")
 def readings() -> dict[float, ProbeReading]:
     """By level: of an H200 that is idle, and beside three kinds of load."""
+    found: dict[float, ProbeReading] = {}
     with tarfile.open(ROOT / "recipes" / "h200" / "under-load-nvidia-h200.tar.xz") as opened:
         journal = opened.extractfile(f"benchmark/dataset/{TARGET}/measurements.jsonl")
         assert journal is not None
-        blocks = [Block.model_validate_json(line) for line in journal]
-    return {load[0]: next(block.probe for block in blocks if block.load == load and block.probe) for load in LOADS}
+        while len(found) < len(LOADS):
+            block = Block.model_validate_json(journal.readline())
+            if block.load in LOADS and block.probe:
+                found.setdefault(block.level, block.probe)
+    return found
 
 
 # there and back ------------------------------------------------------------------------------------------------------------

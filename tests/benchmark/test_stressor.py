@@ -178,8 +178,6 @@ def test_impossible_options(tmp_path: Path, options: list[str], message: str) ->
     assert (done.returncode, message in done.stderr) == (1, True)
 
 
-# a model as background ---------------------------------------------------------------------------------------------------
-
 def test_a_model_runs_in_a_loop_until_the_block_ends(workspace: Workspace) -> None:
     """In one process, which runs the real model."""
     before = set(psutil.Process().children(recursive=True))
@@ -213,8 +211,6 @@ def test_a_model_that_can_not_run_is_reported(workspace: Workspace, capfd: pytes
     assert "net.onnx: not an ONNX model" in errors
     assert "Traceback" not in errors
 
-
-# descriptions ------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("description", [
     {"name": ""}, {"name": "NULL"}, {"name": "two words"}, {"name": "a,b"}, {"name": "a", "model": "net.onnx"},

@@ -93,11 +93,11 @@ def test_percentiles_grow_and_larger_batches_wait_less() -> None:
 
 
 def test_more_requests_than_can_be_served() -> None:
-    found = one(1000.0, 2.0)
+    found = one(1000.0, 2.0, requests=4000)
     assert not found.stable
     assert found.percentile_ms(95) == np.inf
     assert found.busy == pytest.approx(1.0, abs=0.01)
-    assert one(1000.0, 2.0, 4).stable
+    assert one(1000.0, 2.0, 4, requests=4000).stable
     cases = [Case([9000.0], [batch], [np.array([run_ms])], ALONE) for batch, run_ms in ((1, 0.6), (64, 30.0), (512, 24.0))]
     results = [result for result, in served(cases, np.random.default_rng(7), 1000, 40)]  # the longest run counts for all
     assert [result.offered for result in results] == pytest.approx([5.4, 9000 * 0.03 / 64, 9000 * 0.024 / 512])
