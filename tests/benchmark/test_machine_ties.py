@@ -47,19 +47,15 @@ def chosen(blocks: list[Block], uuid: str, count: int) -> list[Kernel]:
     return [item.kernel for item in choose_ties(ITEMS, blocks, [uuid], count, takes_run)[uuid]]
 
 
-# which kernels -----------------------------------------------------------------------------------------------------------
-
 def test_ties_are_some_of_another_machines_kernels_in_any_order() -> None:
-    blocks = [block("a", *(timed(kernel) for kernel in KERNELS[:30]))]
+    blocks = [block("a", *map(timed, KERNELS[:30]))]
     ties = chosen(blocks, "b", 10)
     assert len({kernel.id for kernel in ties}) == 10
     assert all(kernel in KERNELS[:30] for kernel in ties)
     assert ties != KERNELS[:10]
-    backwards = choose_ties(ITEMS[::-1], [block("a", *(timed(kernel) for kernel in KERNELS[29::-1]))], ["b"], 10, takes_run)
+    backwards = choose_ties(ITEMS[::-1], [block("a", *map(timed, KERNELS[29::-1]))], ["b"], 10, takes_run)
     assert [item.kernel for item in backwards["b"]] == ties
-    assert chosen(blocks, "b", 0) == []
-    assert len(chosen(blocks, "b", 100)) == 30
-    assert chosen(blocks, "a", 10) == []  # its own
+    assert [len(chosen(blocks, *asked)) for asked in (("b", 0), ("b", 100), ("a", 10))] == [0, 30, 0]  # none of its own
 
 
 def test_machines_that_measure_at_the_same_time_are_tied_by_the_same_kernels() -> None:
@@ -69,15 +65,13 @@ def test_machines_that_measure_at_the_same_time_are_tied_by_the_same_kernels() -
     assert ties["a"] == ties["b"] == ties["c"]
     done = [item.kernel for item in ties["a"]]
     rest = [kernel for kernel in KERNELS if kernel not in done]
-    blocks = [block("a", *(timed(kernel) for kernel in done), *(timed(kernel) for kernel in rest[::2])),
-              block("b", *(timed(kernel) for kernel in done[:4]))]
+    blocks = [block("a", *map(timed, [*done, *rest[::2]])), block("b", *map(timed, done[:4]))]
     resumed = choose_ties(ITEMS, blocks, ["a", "b"], 10, takes_run)
     assert resumed["a"] == []
     assert sorted(item.id for item in resumed["b"]) == sorted(kernel.id for kernel in done[4:])
-    untied = [block("a", *(timed(kernel) for kernel in KERNELS[:20])), block("b", *(timed(kernel) for kernel in KERNELS[20:]))]
+    untied = [block("a", *map(timed, KERNELS[:20])), block("b", *map(timed, KERNELS[20:]))]
     between = choose_ties(ITEMS, untied, ["a", "b"], 10, takes_run)
-    assert len(between["a"]) == 10
-    assert {item.id for item in between["a"]} <= {kernel.id for kernel in KERNELS[20:]}
+    assert len({item.id for item in between["a"]} & {kernel.id for kernel in KERNELS[20:]}) == 10
     assert between["b"] == []  # tied by what the other one will measure
 
 
@@ -96,7 +90,7 @@ def test_what_ties_machines_is_planned_for_each_and_the_rest_for_any() -> None:
 
 
 def test_ties_are_measured_once_and_the_rest_after_an_interruption() -> None:
-    blocks = [block("a", *(timed(kernel) for kernel in KERNELS))]
+    blocks = [block("a", *map(timed, KERNELS))]
     ties = chosen(blocks, "b", 10)
     blocks.append(block("b", *(timed(kernel) for kernel in ties[:4]), timed(ties[4], status="crashed", samples_ms=())))
     assert chosen(blocks, "b", 10) == ties[5:]
@@ -108,8 +102,6 @@ def test_ties_are_measured_once_and_the_rest_after_an_interruption() -> None:
                      timed(KERNELS[2], label="node_span"))]
     assert chosen(useless, "b", 10) == []
 
-
-# how they compare -----------------------------------------------------------------------------------------------------------
 
 def test_known_ratios() -> None:
     def net(time_ms: float, **changes: Any) -> Measurement:
@@ -148,8 +140,6 @@ def test_every_pair_has_its_rows() -> None:
     assert compare({"view": 0.0}, {"view": 0.0}) is None  # as label `gpu` gives for what leaves the GPU nothing to do
     assert (compare({"view": 0.0, "conv": 1.0}, {"view": 0.1, "conv": 1.0}) or {})["count"] == 1
 
-
-# really measured ---------------------------------------------------------------------------------------------------------
 
 @pytest.mark.slow
 def test_exactly_the_ties_are_measured_here_too(workspace: Workspace) -> None:

@@ -19,6 +19,7 @@ from hase.benchmark.collecting.config import CollectorConfig
 from hase.inference.sum_and_path import check_families, chosen_by_others, kernel_times, target_rows
 from hase.learned.kernels.measured import measured_times
 from hase.records.dataset_files import header_path, kernel_table_path, read_header, read_journal, read_table
+from hase.records.kernel_record import ModelRecord
 from hase.records.kernel_record_files import read_model_records, record_path, update_index
 from hase.records.measurement import Effort
 from hase.runtimes.protocol import Request, RuntimeSetting, Worker
@@ -40,6 +41,14 @@ CONFIG = {"device": "cpu", "runtime": "tvm", "levels": [0.0], "window_s": 0.2, "
           "setting": {"threads": 1, "cores": 1}}
 
 
+class Measured(NamedTuple):
+    """A workspace, the target that was measured, and the record of the model `small`."""
+
+    workspace: Workspace
+    target: str
+    record: ModelRecord
+
+
 class Learned(NamedTuple):
     """A workspace, and the two targets that have predictors in it."""
 
@@ -49,7 +58,7 @@ class Learned(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workspace, dict[str, object]]:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     """Two networks, taken apart and measured; the larger one needs more memory than the limit."""
     needs("tvm", "requirements-tvm.txt")
     workspace = Workspace(tmp_path_factory.mktemp("tvm"))
@@ -58,83 +67,68 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workspace, dict[
         write_parsed(workspace, parse(layers(workspace.models / f"{name}.onnx", depth, width)))
     update_index(workspace, tvm_flavour())
     config = validate(CONFIG | {"setting": {"threads": 1, "cores": 1, "memory_limit_mib": 4}}, CollectorConfig, "test")
-    return workspace, collect(workspace, config)
+    totals = collect(workspace, config)
+    assert totals["failed"] == ["large"]
+    [record] = [entry for entry in read_model_records(workspace, tvm_flavour()) if entry.model == "small"]
+    return Measured(workspace, totals["target"], record)
 
 
-def test_the_dataset_of_a_tvm_target(measured: tuple[Workspace, dict[str, object]]) -> None:
-    workspace, totals = measured
-    header = read_header(workspace.dataset(str(totals["target"])))
+def test_the_dataset_of_a_tvm_target(measured: Measured) -> None:
+    """Memory is reported, and a limit refuses a model."""
+    folder = measured.workspace.dataset(measured.target)
+    header = read_header(folder)
     assert (header.target.flavour.runtime, header.target.threads, header.target.cores, header.labels) == ("tvm", 1, 1, ("run",))
-    assert str(totals["target"]).endswith(f"-1t1c-{tvm_flavour().name}")
-    table = read_table(kernel_table_path(workspace.dataset(header.target.name)))
+    assert measured.target.endswith(f"-1t1c-{tvm_flavour().name}")
+    table = read_table(kernel_table_path(folder))
     assert set(zip(table["OpType"], table["Status"], strict=True)) == {("MatMul_Relu", "ok")}
     times = dict(zip(table["Input_Shape"], table["run_median_ms"], strict=True))
     assert times["16x1024;1024x1024"] > 4 * times["16x256;256x256"] > 0
-
-
-def test_memory_is_reported_and_a_limit_refuses(measured: tuple[Workspace, dict[str, object]]) -> None:
-    workspace, totals = measured
-    by_model = {m.id: m for block in read_journal(workspace.dataset(str(totals["target"]))) for m in block.measurements
-                if m.subject == "model"}
+    by_model = {m.id: m for block in read_journal(folder) for m in block.measurements if m.subject == "model"}
     facts = by_model["small"].facts
     assert facts["weights_mib"] == pytest.approx(3 * 256 * 256 * 4 / 2**20)
     assert facts["activations_mib"] == pytest.approx(2 * 16 * 256 * 4 / 2**20, rel=0.01)  # two layers' outputs at a time
     assert float(facts["peak_memory_mib"]) > float(facts["weights_mib"])
     assert by_model["large"].status == "failed"
     assert re.search("refused, since it needs 8.2.*the limit is 4 MiB", by_model["large"].error)
-    assert totals["failed"] == ["large"]
 
 
-def test_a_worker_keeps_its_setting_and_reports_errors(measured: tuple[Workspace, dict[str, object]],
-                                                       tmp_path: Path) -> None:
-    workspace, _ = measured
-    [record] = [entry for entry in read_model_records(workspace, tvm_flavour()) if entry.model == "small"]
-    path = function_path(workspace, record.flavour, record.nodes[0].kernel_id)
+def test_a_worker_keeps_its_setting_and_reports_errors(measured: Measured, tmp_path: Path) -> None:
+    record = measured.record
+    path = function_path(measured.workspace, record.flavour, record.nodes[0].kernel_id)
     request = Request(do="alone", device="cpu", effort=Effort(budget_s=0.01, least_runs=12), paths=(str(path),))
+    deeper = request.model_copy(update={"do": "model", "paths": (str(layers(tmp_path / "small.onnx", 4)),),
+                                        "record": str(record_path(measured.workspace, record.flavour, "small"))})
     with Worker(60, "tvm", RuntimeSetting(level="fused", threads=2, cores=1)) as worker:
-        # At least three in each place, however slow the machine is.
+        # at least three in each place, however slow the machine is
         assert len(worker.ask(request).measurements[0].samples_ms) >= 3 * PLACEMENTS
         assert "no carrier" in worker.ask(request.model_copy(update={"do": "carrier"})).error
         assert "no such function" in worker.ask(request.model_copy(update={"paths": (str(tmp_path / "x.tvm"),)})).error
-        deeper = parse(layers(tmp_path / "small.onnx", 4))["fused"].record
-        model = request.model_copy(update={"do": "model", "paths": (str(tmp_path / "small.onnx"),),
-                                           "record": str(record_path(workspace, record.flavour, "small"))})
-        assert len(deeper.nodes) == 4
-        assert "TVM's graph is not the one in its record" in worker.ask(model).error
+        assert "TVM's graph is not the one in its record" in worker.ask(deeper).error
     with Worker(60, "tvm", RuntimeSetting(level="fused", cores=10_000)) as worker:
         assert "cores: 10000, but this process may use" in worker.ask(request).error
 
 
-def test_sum_and_path_in_one_table(measured: tuple[Workspace, dict[str, object]]) -> None:
-    """The network that was refused has no time, so it has no row."""
-    workspace, totals = measured
-    done = run_script("inference/sum_and_path.py", "--workspace", workspace.root, "--json")
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+def test_sum_and_path_in_one_table(measured: Measured) -> None:
+    """The network that was refused has no time, so it has no row. Families that choose the composition may be missing under
+    one target, which often has fewer whole models with searched schedules, but not under all."""
+    command = ("inference/sum_and_path.py", "--workspace", measured.workspace.root)
+    report = json.loads(printed(*command, "--json"))
     [row] = report["models"]
-    assert (row["model"], row["network"], row["nodes"], row["chain"]) == ("small", "fully connected", 3, 3)
+    assert (row["model"], row["network"], row["scale"], row["nodes"], row["chain"]) == (
+        "small", "fully connected", "small", 3, 3)
     assert row["sum_ms"] == pytest.approx(row["critical_path_ms"])
     assert row["sum_error_%"] == pytest.approx(100 * (row["sum_ms"] / row["whole_ms"] - 1))
     assert row["peak_MiB"] > 0.75
-    assert [(target["target"], target["models"]) for target in report["targets"]] == [(totals["target"], 1)]
-    assert row["scale"] == "small"
-    [small] = report["scales"]
-    assert small == {"target": totals["target"], "scale": "small"} | report["targets"][0]
-
-
-def test_families_that_choose_may_be_missing_under_one_target_but_not_under_all(
-        measured: tuple[Workspace, dict[str, object]]) -> None:
-    """A target with searched schedules often has fewer whole models than the others of the same table."""
-    workspace, totals = measured
-    [row] = target_rows(workspace, str(totals["target"]), ["vgg"])
+    assert [(target["target"], target["models"]) for target in report["targets"]] == [(measured.target, 1)]
+    assert report["scales"] == [{"target": measured.target, "scale": "small"} | report["targets"][0]]
+    [row] = target_rows(measured.workspace, measured.target, ["vgg"])
     assert (row["model"], row["used"]) == ("small", "sum")
-    done = run_script("inference/sum_and_path.py", "--workspace", workspace.root, "--choose-by", "small", "--choose-by", "vgg")
+    check_families([[row], [row | {"family": "vgg"}]], ["small", "vgg"])
+    done = run_script(*command, "--choose-by", "small", "--choose-by", "vgg")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "error: --choose-by: no target has measured models of vgg; there are: small"
-    check_families([[row], [row | {"family": "vgg"}]], ["small", "vgg"])
-    [record] = [entry for entry in read_model_records(workspace, tvm_flavour()) if entry.model == "small"]
     with pytest.raises(UserError, match="small: 1 of 1 kernels were not measured, MatMul_Relu_"):
-        kernel_times(record, {}, "run")
+        kernel_times(measured.record, {}, "run")
 
 
 @pytest.fixture(scope="module")
