@@ -245,9 +245,9 @@ def test_what_is_no_way_of_sharing(text: str) -> None:
         config_of([ONE], ways=[text])
 
 
-def serving_two(root: Path, *sets: list[dict[str, Any]]) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
-    """A process that serves sets for a minute each, the first of them of two models, and its servers, once they serve."""
-    config = write_config(root / "sets.yaml", *sets, seconds=60.0)
+def serving_two(root: Path) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+    """A process that serves two models for a minute, and its servers, once they serve."""
+    config = write_config(root / "sets.yaml", [ONE, TWO], seconds=60.0)
     running = subprocess.Popen([sys.executable, SCRIPT, "--workspace", str(root), "--config", str(config), "--json"],
                                cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     until_s = time.monotonic() + 60.0
@@ -259,28 +259,24 @@ def serving_two(root: Path, *sets: list[dict[str, Any]]) -> tuple[subprocess.Pop
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed(workspace: Workspace, tmp_path: Path) -> None:
-    fresh(workspace, tmp_path)
-    running, servers = serving_two(tmp_path, [ONE, TWO])
-    for server in servers:
-        server.kill()
-    out, err = running.communicate(timeout=20)
-    assert (running.returncode, "Traceback" in err) == (1, False)
-    error = json.loads(out)[0]["error"]  # of the one that was asked first, of those that had not answered
-    assert error in {f"{name}.onnx: the process that ran it ended with SIGKILL" for name in ("one", "two")}
-
-
-@pytest.mark.slow
-def test_ctrl_c(workspace: Workspace, tmp_path: Path) -> None:
-    """It ends at once, with its processes, and keeps what was measured."""
+def test_processes_that_are_killed_and_ctrl_c(workspace: Workspace, tmp_path: Path) -> None:
     own = fresh(workspace, tmp_path)
     printed(SCRIPT, "--workspace", tmp_path, "--config", write_config(tmp_path / "first.yaml", [TWO], seconds=0.1))
-    running, servers = serving_two(tmp_path, [ONE, TWO])
-    running.send_signal(signal.SIGINT)
+    measured = read_results(own.served_sets(local_target("cpu").name))
+    running, servers = serving_two(tmp_path)
+    running.send_signal(signal.SIGINT)  # it ends at once, with its processes, and keeps what was measured
     began = time.monotonic()
     out, err = running.communicate(timeout=20)
     assert time.monotonic() - began < 3.0
     assert (running.returncode, out) == (130, "")
     assert err.strip() == "stopped; what was measured is kept: run again to go on"
     assert not psutil.wait_procs(servers, timeout=5)[1]
-    assert len(read_results(own.served_sets(local_target("cpu").name))) == 1
+    assert read_results(own.served_sets(local_target("cpu").name)) == measured
+
+    running, servers = serving_two(tmp_path)
+    for server in servers:
+        server.kill()
+    out, err = running.communicate(timeout=20)
+    assert (running.returncode, "Traceback" in err) == (1, False)
+    error = json.loads(out)[0]["error"]  # of the one that was asked first, of those that had not answered
+    assert error in {f"{name}.onnx: the process that ran it ended with SIGKILL" for name in ("one", "two")}

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import median
 
+import onnx
 import pytest
-from conftest import build_workspace, small_model
+from conftest import build_workspace
 from trained_workspace import conv_net
 
 from hase.benchmark.collecting.collect import collect
@@ -75,7 +76,7 @@ def test_a_collector_goes_on_with_its_labels(workspace: Workspace) -> None:
     with pytest.raises(UserError, match="labels: unprofiled: ONNX Runtime has no such labels on cuda"):
         CollectorConfig(labels=("unprofiled",)).labels_on("cuda")
     measure_missing(conv_net(workspace.root / "net.onnx", channels=8), target=TARGET, workspace=workspace, config=CONFIG)
-    build_workspace(workspace, {"anet_b1": small_model()})
+    build_workspace(workspace, {"anet_b1": onnx.load(conv_net(workspace.root / "net.onnx", channels=4))})
     collect(workspace, CONFIG.model_copy(update={"levels": (0.0,), "variants": ()}))
     assert read_header(workspace.dataset(TARGET)).labels == (*DEFAULT_LABELS, "unprofiled")
     kernels = [m for block in read_journal(workspace.dataset(TARGET)) for m in block.measurements if m.subject == "kernel"]
