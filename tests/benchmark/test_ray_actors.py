@@ -95,7 +95,7 @@ def pinned_target() -> Target:
 
 def second_block(journal: Path, running: Callable[[], bool] = lambda: True) -> None:
     """Returns once two blocks are measured."""
-    until_s = time.monotonic() + 60
+    until_s = time.monotonic() + 300
     while len(files.read_lines(journal)) < 2 and running() and time.monotonic() < until_s:
         time.sleep(0.02)
 
