@@ -256,7 +256,7 @@ class FakeGpu:
         self.busy_s += self.burst_s
         self.most_ahead_s = max(self.most_ahead_s, self.free_s - self.now_s)
 
-    def mark(self) -> SimpleNamespace:
+    def mark(self) -> Any:
         at_s = self.free_s
         return SimpleNamespace(query=lambda: self.now_s >= at_s, synchronize=lambda: self.wait_until(at_s))
 
