@@ -47,19 +47,15 @@ def chosen(blocks: list[Block], uuid: str, count: int) -> list[Kernel]:
     return [item.kernel for item in choose_ties(ITEMS, blocks, [uuid], count, takes_run)[uuid]]
 
 
-# which kernels -----------------------------------------------------------------------------------------------------------
-
 def test_ties_are_some_of_another_machines_kernels_in_any_order() -> None:
-    blocks = [block("a", *(timed(kernel) for kernel in KERNELS[:30]))]
+    blocks = [block("a", *map(timed, KERNELS[:30]))]
     ties = chosen(blocks, "b", 10)
     assert len({kernel.id for kernel in ties}) == 10
     assert all(kernel in KERNELS[:30] for kernel in ties)
     assert ties != KERNELS[:10]
-    backwards = choose_ties(ITEMS[::-1], [block("a", *(timed(kernel) for kernel in KERNELS[29::-1]))], ["b"], 10, takes_run)
+    backwards = choose_ties(ITEMS[::-1], [block("a", *map(timed, KERNELS[29::-1]))], ["b"], 10, takes_run)
     assert [item.kernel for item in backwards["b"]] == ties
-    assert chosen(blocks, "b", 0) == []
-    assert len(chosen(blocks, "b", 100)) == 30
-    assert chosen(blocks, "a", 10) == []  # its own
+    assert [len(chosen(blocks, *asked)) for asked in (("b", 0), ("b", 100), ("a", 10))] == [0, 30, 0]  # none of its own
 
 
 def test_machines_that_measure_at_the_same_time_are_tied_by_the_same_kernels() -> None:
@@ -69,15 +65,13 @@ def test_machines_that_measure_at_the_same_time_are_tied_by_the_same_kernels() -
     assert ties["a"] == ties["b"] == ties["c"]
     done = [item.kernel for item in ties["a"]]
     rest = [kernel for kernel in KERNELS if kernel not in done]
-    blocks = [block("a", *(timed(kernel) for kernel in done), *(timed(kernel) for kernel in rest[::2])),
-              block("b", *(timed(kernel) for kernel in done[:4]))]
+    blocks = [block("a", *map(timed, [*done, *rest[::2]])), block("b", *map(timed, done[:4]))]
     resumed = choose_ties(ITEMS, blocks, ["a", "b"], 10, takes_run)
     assert resumed["a"] == []
     assert sorted(item.id for item in resumed["b"]) == sorted(kernel.id for kernel in done[4:])
-    untied = [block("a", *(timed(kernel) for kernel in KERNELS[:20])), block("b", *(timed(kernel) for kernel in KERNELS[20:]))]
+    untied = [block("a", *map(timed, KERNELS[:20])), block("b", *map(timed, KERNELS[20:]))]
     between = choose_ties(ITEMS, untied, ["a", "b"], 10, takes_run)
-    assert len(between["a"]) == 10
-    assert {item.id for item in between["a"]} <= {kernel.id for kernel in KERNELS[20:]}
+    assert len({item.id for item in between["a"]} & {kernel.id for kernel in KERNELS[20:]}) == 10
     assert between["b"] == []  # tied by what the other one will measure
 
 
@@ -96,50 +90,40 @@ def test_what_ties_machines_is_planned_for_each_and_the_rest_for_any() -> None:
 
 
 def test_ties_are_measured_once_and_the_rest_after_an_interruption() -> None:
-    blocks = [block("a", *(timed(kernel) for kernel in KERNELS))]
+    blocks = [block("a", *map(timed, KERNELS))]
     ties = chosen(blocks, "b", 10)
     blocks.append(block("b", *(timed(kernel) for kernel in ties[:4]), timed(ties[4], status="crashed", samples_ms=())))
     assert chosen(blocks, "b", 10) == ties[5:]
     blocks.append(block("b", *(timed(kernel) for kernel in ties[5:])))
-    assert chosen(blocks, "b", 10) == []
-    assert chosen(blocks, "a", 10) == []  # tied by the same kernels
+    assert chosen(blocks, "b", 10) == chosen(blocks, "a", 10) == []  # tied by the same kernels
+    shared = [kernel for kernel in ties if kernel != ties[4]]
+    assert {kernel.id for kernel in chosen(blocks, "c", 9)} == {kernel.id for kernel in shared}  # a third one, by both have
+    useless = [block("a", timed(KERNELS[0], status="crashed"), timed(KERNELS[1], context="net", place="in_model"),
+                     timed(KERNELS[2], label="node_span"))]
+    assert chosen(useless, "b", 10) == []
 
-
-def test_a_third_machine_is_tied_by_what_the_first_two_share() -> None:
-    shared = KERNELS[17:22]
-    blocks = [block("a", *(timed(kernel) for kernel in KERNELS[:30])), block("b", *(timed(kernel) for kernel in shared))]
-    assert {kernel.id for kernel in chosen(blocks, "c", 5)} == {kernel.id for kernel in shared}
-
-
-def test_what_failed_or_ran_in_a_model_alone_ties_nothing() -> None:
-    failed, in_model, other_label = KERNELS[:3]
-    blocks = [block("a", timed(failed, status="crashed"), timed(in_model, context="net", place="in_model"),
-                    timed(other_label, label="node_span"))]
-    assert chosen(blocks, "b", 10) == []
-
-
-# how they compare -----------------------------------------------------------------------------------------------------------
 
 def test_known_ratios() -> None:
-    ratios = [0.90, 0.96, 1.00, 1.04, 1.30]
+    def net(time_ms: float, **changes: Any) -> Measurement:
+        return Measurement(subject="model", id="net", label="latency", context="net", place="alone", samples_ms=(time_ms,),
+                           **changes)
+
     blocks = [
         block("a", *(timed(kernel, 2.0) for kernel in KERNELS[:10]),
               *(timed(kernel, 1.0, label="node_span", context="net", place="in_model") for kernel in KERNELS[:2])),
-        block("b", *(timed(kernel, 2.0 * ratio) for kernel, ratio in zip(KERNELS, ratios, strict=False)),
+        block("b", *(timed(KERNELS[place], 2.0 * ratio) for place, ratio in enumerate((0.90, 0.96, 1.00, 1.04, 1.30))),
               *(timed(kernel, 1.1, label="node_span", context="othernet", place="in_model") for kernel in KERNELS[:2]),
               timed(KERNELS[3], 9.0, label="node_span", context="carrier", place="carrier"),  # machine a has none in a carrier
-              timed(KERNELS[9], status="crashed"),
-              Measurement(subject="model", id="net", label="latency", context="net", place="alone", samples_ms=(3.0,))),
-        *(block("a", Measurement(subject="model", id="net", label="latency", context="net", place="alone",
-                                 samples_ms=(time_ms,), disturbance=ratio)) for time_ms, ratio in ((9.0, 0.5), (4.0, 0.1))),
+              timed(KERNELS[9], status="crashed"), net(3.0)),
+        block("a", net(9.0, disturbance=0.5)), block("a", net(4.0, disturbance=0.1)),
         block("b", timed(KERNELS[8], 50.0), level=0.5),  # under load
     ]
     rows = {(row["what"], row["label"], row["where"]): row for row in tie_rows(idle_times(blocks))}
     assert set(rows) == {("kernels", "run", "alone"), ("kernels", "node_span", "in_model"), ("models", "latency", "whole")}
     run = rows["kernels", "run", "alone"]
     assert (run["machine"], run["other"], run["count"]) == ("a", "b", 5)
-    assert (run["lower_quartile"], run["median"], run["upper_quartile"]) == pytest.approx((0.96, 1.00, 1.04))
-    assert run["within_5_%"] == pytest.approx(60.0)
+    assert [run[name] for name in ("lower_quartile", "median", "upper_quartile", "within_5_%")] == pytest.approx(
+        [0.96, 1.0, 1.04, 60.0])
     assert rows["kernels", "node_span", "in_model"]["median"] == pytest.approx(1.1)
     model = rows["models", "latency", "whole"]
     assert (model["count"], model["median"]) == (1, pytest.approx(0.75))  # against the least disturbed
@@ -153,36 +137,31 @@ def test_every_pair_has_its_rows() -> None:
     assert [(row["machine"], row["other"], row["median"]) for row in tie_rows(idle_times(blocks))] == [
         ("a", "b", 2.0), ("a", "c", 4.0), ("b", "c", 2.0)]
     assert tie_rows(idle_times(blocks[:1])) == []
+    assert compare({"view": 0.0}, {"view": 0.0}) is None  # as label `gpu` gives for what leaves the GPU nothing to do
+    assert (compare({"view": 0.0, "conv": 1.0}, {"view": 0.1, "conv": 1.0}) or {})["count"] == 1
 
-
-def test_times_of_zero_are_not_compared() -> None:
-    """As label `gpu` gives for what leaves the GPU nothing to do."""
-    assert compare({"view": 0.0}, {"view": 0.0}) is None
-    row = compare({"view": 0.0, "conv": 1.0}, {"view": 0.1, "conv": 1.0})
-    assert row is not None
-    assert row["count"] == 1
-
-
-# really measured ---------------------------------------------------------------------------------------------------------
 
 @pytest.mark.slow
 def test_exactly_the_ties_are_measured_here_too(workspace: Workspace) -> None:
     """The journal is changed to be another machine's. Then this machine measures only the ties, and only on the idle device."""
-    build_workspace(workspace, {"anet_b1": small_model(), "bnet_b1": small_model(channels=16)})
+    command = ("benchmark/dataset.py", "--machines", "--workspace", workspace.root)
+    assert "no datasets; measure one with: python benchmark/collector.py" in run_script(*command).stderr
+    build_workspace(workspace, {"anet_b1": small_model()})
     config = CollectorConfig.model_validate({
-        "device": "cpu", "levels": [0.0, 0.5], "stress": {"settle_s": 0.1}, "window_s": 0.2, "attempts": 1, "patience_s": 0,
-        "kernel": {"warmup": 1, "warmup_s": 0.0, "budget_s": 0.005, "least_runs": 3, "most_runs": 5}, "attempts_under_load": 1,
+        "device": "cpu", "levels": [0.0], "window_s": 0.2, "attempts": 1, "patience_s": 0,
+        "kernel": {"warmup": 1, "warmup_s": 0.0, "budget_s": 0.005, "least_runs": 3, "most_runs": 5},
         "model": {"warmup": 1, "warmup_s": 0.0, "budget_s": 0.02, "least_runs": 4, "most_runs": 6},
-        "each_machine": False, "ties": 5})
+        "each_machine": False, "ties": 2})
     collect(workspace, config)
+    config = config.model_copy(update={"levels": (0.0, 0.5)})
     this_machine = machine("cpu").uuid
     folder = workspace.dataset(local_target("cpu").name)
     journal = journal_path(folder)
-    write_journal(folder, [block.model_copy(update={"machine": "elsewhere"}) for block in read_journal(folder)])
+    write_journal(folder, [entry.model_copy(update={"machine": "elsewhere", **load}) for entry in read_journal(folder)
+                           for load in ({}, {"level": 0.5, "background_name": "compute"})])
     items = [KernelItem(Path(), entry.kernel) for entry in read_kernels(folder)]
-    expected = {item.kernel.id for item in choose_ties(items, read_journal(folder), [this_machine], 5, takes_run)[this_machine]}
-    assert len(expected) == 5
-    assert collect(workspace, config)["measured_kernels"] == 5
+    expected = {item.kernel.id for item in choose_ties(items, read_journal(folder), [this_machine], 2, takes_run)[this_machine]}
+    assert collect(workspace, config)["measured_kernels"] == len(expected) == 2
     new_blocks = [entry for entry in read_journal(folder) if entry.machine == this_machine]
     measurements = [m for entry in new_blocks for m in entry.measurements]
     assert {entry.level for entry in new_blocks} == {0.0}
@@ -192,17 +171,9 @@ def test_exactly_the_ties_are_measured_here_too(workspace: Workspace) -> None:
     assert collect(workspace, config)["measured_kernels"] == 0
     assert journal.read_bytes() == before
 
-    command = ("benchmark/dataset.py", "--machines", "--workspace", workspace.root)
     rows = json.loads(printed(*command, "--json"))[local_target("cpu").name]["ties"]
     assert [(row["label"], row["where"], row["count"]) for row in rows] == [
-        ("kernel_time", "carrier", 5), ("node_span", "carrier", 5), ("run", "alone", 5)]
+        ("kernel_time", "carrier", 2), ("node_span", "carrier", 2), ("run", "alone", 2)]
     assert all({row["machine"], row["other"]} == {"elsewhere", this_machine} for row in rows)
-    table = printed(*command)
-    assert "\t".join(["machine", "other", "what", "label", "where", "count", "median"]) in table
     assert all(0.02 < row["lower_quartile"] <= row["median"] <= row["upper_quartile"] < 50 for row in rows)
-
-
-def test_without_a_dataset_the_command_before_is_named(tmp_path: Path) -> None:
-    done = run_script("benchmark/dataset.py", "--machines", "--workspace", tmp_path)
-    assert done.returncode == 1
-    assert "no datasets; measure one with: python benchmark/collector.py" in done.stderr
+    assert "\t".join(["machine", "other", "what", "label", "where", "count", "median"]) in printed(*command)

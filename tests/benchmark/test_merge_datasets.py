@@ -50,17 +50,18 @@ def test_two_machines_become_one_dataset(tmp_path: Path) -> None:
 
 def test_right_origins_replace_wrong_ones(tmp_path: Path) -> None:
     """In the header, the records and the groups of the kernels."""
-    source = collect(tmp_path / "old", chain("dinov2@batch=1", [SHARED]).model_copy(update={"file_stem": "dinov2"}))
-    origins = tmp_path / "origins.json"
-    files.write_json(origins, {"dinov2": {"group": "vit", "collection": "transformers"}})
-    printed("benchmark/merge_datasets.py", "--from", source.root, "--origins", origins, "--workspace", tmp_path / "all")
+    name = "dinov2@batch=1"
+    source = collect(tmp_path / "old", chain(name, [SHARED]).model_copy(update={"file_stem": "dinov2"}))
+    files.write_json(tmp_path / "origins.json", {"dinov2": {"group": "vit", "collection": "transformers"}})
+    printed("benchmark/merge_datasets.py", "--from", source.root, "--origins", tmp_path / "origins.json", "--workspace",
+            tmp_path / "all")
     merged = Workspace(tmp_path / "all")
-    header = read_header(merged.dataset(TARGET.name))
-    record = read_model_record(record_path(merged, TARGET.flavour, "dinov2@batch=1"))
+    folder = merged.dataset(TARGET.name)
+    record, header = read_model_record(record_path(merged, TARGET.flavour, name)), read_header(folder)
     assert (record.group, record.collection) == ("vit", "transformers")
-    assert (header.groups, header.collections) == ({"dinov2@batch=1": "vit"}, {"dinov2@batch=1": "transformers"})
-    assert [entry.groups for entry in read_kernels(merged.dataset(TARGET.name))] == [("vit",)]
-    assert ",vit" in kernel_table_path(merged.dataset(TARGET.name)).read_text()
+    assert (header.groups, header.collections) == ({name: "vit"}, {name: "transformers"})
+    assert [entry.groups for entry in read_kernels(folder)] == [("vit",)]
+    assert ",vit" in kernel_table_path(folder).read_text()
 
 
 def test_what_does_not_agree_is_refused_and_nothing_changes(tmp_path: Path) -> None:

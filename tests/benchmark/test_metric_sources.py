@@ -8,8 +8,9 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 
@@ -17,39 +18,24 @@ from hase.benchmark.collecting.config import CollectorConfig
 from hase.benchmark.metrics import gpu_sources
 from hase.benchmark.metrics import sources as metrics
 from hase.benchmark.metrics.names import FIELDS, IDS, NAMES, NEW_NAMES, MetricName, in_unit, names_of, new_name
-from hase.benchmark.metrics.source import PROFILED, MetricMean
+from hase.benchmark.metrics.source import MetricMean
 from hase.benchmark.metrics.sources import ReplaySource, open_source
 from hase.utils.errors import UserError
 
 SM, ENGINE = "DCGM_FI_PROF_SM_ACTIVE", "DCGM_FI_PROF_GR_ENGINE_ACTIVE"
-UTIL, CLOCK = "DCGM_FI_DEV_GPU_UTIL", "DCGM_FI_DEV_SM_CLOCK"
-
-
-# names
+UTIL, CLOCK, NEW_SM = "DCGM_FI_DEV_GPU_UTIL", "DCGM_FI_DEV_SM_CLOCK", "DCGM_FI_PROF_SM_UTIL_RATIO"
 
 
 def test_a_name_says_its_unit() -> None:
-    assert NAMES[UTIL] == MetricName(UTIL, "per cent")
-    assert NAMES["DCGM_FI_DEV_GPU_UTIL_RATIO"] == MetricName(UTIL, "ratio", 100.0)
-    assert NAMES["DCGM_FI_DEV_SM_CLOCK_HERTZ"] == MetricName(CLOCK, "Hz", 1e-6)
-    assert NAMES["DCGM_FI_PROF_SM_UTIL_RATIO"] == MetricName(SM, "ratio")
-    assert in_unit("DCGM_FI_DEV_SM_CLOCK_HERTZ", 1.98e9) == pytest.approx(1980.0)
-    assert in_unit("DCGM_FI_DEV_SM_CLOCK_HERTZ", 0x7FFFFFF0) == 0x7FFFFFF0  # a blank, not 2147 MHz
-    assert names_of(SM) == [SM, "DCGM_FI_PROF_SM_UTIL_RATIO"]
-
-
-def test_names_are_of_known_fields_and_each_has_one_new_name() -> None:
-    meant = [name.field for name in NEW_NAMES.values()]
-    assert len(set(meant)) == len(meant)
-    assert set(PROFILED) < set(IDS) <= set(FIELDS) >= set(meant)
-    assert not set(NEW_NAMES) & set(FIELDS)
-    assert new_name(SM) == "DCGM_FI_PROF_SM_UTIL_RATIO"
+    for name, meant in ((UTIL, MetricName(UTIL, "per cent")), (f"{UTIL}_RATIO", MetricName(UTIL, "ratio", 100.0)),
+                        (f"{CLOCK}_HERTZ", MetricName(CLOCK, "Hz", 1e-6)), (NEW_SM, MetricName(SM, "ratio"))):
+        assert NAMES[name] == meant
+    assert in_unit(f"{CLOCK}_HERTZ", 1.98e9) == pytest.approx(1980.0)
+    assert in_unit(f"{CLOCK}_HERTZ", 0x7FFFFFF0) == 0x7FFFFFF0  # a blank, not 2147 MHz
+    assert (names_of(SM), new_name(SM)) == ([SM, NEW_SM], NEW_SM)
     assert new_name("DCGM_FI_PROF_PCIE_TX_BYTES") == "DCGM_FI_PROF_PCIE_TX_BYTES"  # not renamed
-    for name in NEW_NAMES.values():  # the units differ where the scale does
-        assert (name.scale == 1.0) == (name.unit == FIELDS[name.field].unit)
-
-
-# replay
+    for known in NEW_NAMES.values():  # the units differ where the scale does
+        assert (known.scale == 1.0) == (known.unit == FIELDS[known.field].unit)
 
 
 class Clock:
@@ -68,6 +54,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return turned
 
 
+def windows(source: ReplaySource, clock: Clock, *lengths_s: float) -> list[dict[str, MetricMean]]:
+    """The means of windows one after another."""
+    means = []
+    for length_s in lengths_s:
+        window = source.start()
+        clock.now += length_s
+        means.append(source.stop(window))
+    return means
+
+
 def recorded(folder: Path, readings: Sequence[Mapping[str, Any]]) -> Path:
     path = folder / "readings.jsonl"
     path.write_text("".join(json.dumps(reading) + "\n" for reading in readings), encoding="utf-8")
@@ -84,36 +80,29 @@ def test_a_replay_keeps_the_times_of_its_readings(tmp_path: Path, clock: Clock) 
     assert source.stop(window) == {SM: (pytest.approx(0.15), 2)}
     clock.now += 0.5
     assert source.stop(later) == {SM: (pytest.approx(0.3), 1)}
-    nothing = source.start()
-    clock.now += 1.0
     with pytest.raises(UserError, match=rf"metric {SM}: the replay of readings.jsonl has no reading of it in a window"):
-        source.stop(nothing)
+        windows(source, clock, 1.0)
     clock.now += 20.0
     with pytest.raises(UserError, match=r"readings.jsonl: the replay is over: its last reading came after 11 s"):
         source.stop(source.start())
 
 
-def test_a_replay_at_a_step(tmp_path: Path, clock: Clock) -> None:
+def test_a_replay_at_a_step_that_the_collectors_config_chooses(tmp_path: Path, clock: Clock) -> None:
     path = recorded(tmp_path, [{"time_s": stamp, SM: 0.2, ENGINE: 0.4} for stamp in (0, 100, 101)])
-    source = open_source(source="replay", fields=[SM], replay=path, replay_step_s=0.5)
+    source = CollectorConfig(source="replay", replay=path, replay_step_s=0.5, metrics=(SM,)).open_source("cpu")
+    assert (source.name, source.fields) == ("the replay of readings.jsonl", (SM,))
     window = source.start()
     clock.now += 1.6
     assert source.stop(window) == {SM: (pytest.approx(0.2), 3)}
+    assert CollectorConfig().open_source("cpu").name == CollectorConfig(source="psutil").open_source("cpu").name == "psutil"
 
 
 def test_old_and_new_names_replay_alike(tmp_path: Path, clock: Clock) -> None:
     """By the name, not by the size: a ratio of 0.9 is 90 per cent, and 0.9 per cent is 0.9 per cent."""
-    path = recorded(tmp_path, [{"time_s": 0, "DCGM_FI_DEV_GPU_UTIL_RATIO": 0.9, "DCGM_FI_DEV_SM_CLOCK_HERTZ": 1.98e9,
-                                "DCGM_FI_PROF_SM_UTIL_RATIO": 0.5},
+    path = recorded(tmp_path, [{"time_s": 0, f"{UTIL}_RATIO": 0.9, f"{CLOCK}_HERTZ": 1.98e9, NEW_SM: 0.5},
                                {"time_s": 1, UTIL: 0.9, CLOCK: 1980, SM: 0.7}])
-    source = ReplaySource(path)
-    means = []
-    for _ in range(2):
-        window = source.start()
-        clock.now += 1.0
-        means.append(source.stop(window))
-    assert means == [{UTIL: (90.0, 1), CLOCK: (pytest.approx(1980.0), 1), SM: (0.5, 1)},
-                     {UTIL: (0.9, 1), CLOCK: (1980.0, 1), SM: (0.7, 1)}]
+    assert windows(ReplaySource(path), clock, 1.0, 1.0) == [
+        {UTIL: (90.0, 1), CLOCK: (pytest.approx(1980.0), 1), SM: (0.5, 1)}, {UTIL: (0.9, 1), CLOCK: (1980.0, 1), SM: (0.7, 1)}]
 
 
 @pytest.mark.parametrize(("lines", "wrong"), [
@@ -132,33 +121,18 @@ def test_a_file_that_is_no_recording(lines: str, wrong: str, tmp_path: Path) -> 
         ReplaySource(path)
 
 
-@pytest.mark.parametrize(("name", "value", "wrong"), [
-    (SM, None, f"metric {SM}: the device reports nan"),
-    (SM, 1.5, f"metric {SM}: the device reports 1.5 ratio, possible is 0 to 1"),
-    ("DCGM_FI_DEV_GPU_UTIL_RATIO", 57, f"metric {UTIL}: the device reports 5700 per cent"),
-    ("DCGM_FI_PROF_PCIE_RX_BYTES", 4294967295, "stands for no value"),
-    ("DCGM_FI_DEV_SM_CLOCK_HERTZ", 2147483632, "stands for no value"),
-])
-def test_one_bad_reading_spoils_its_window(name: str, value: float | None, wrong: str, tmp_path: Path, clock: Clock) -> None:
-    good = {"time_s": 0, name: 0.5}
-    source = ReplaySource(recorded(tmp_path, [good, {"time_s": 1, name: value}]))
-    window = source.start()
-    clock.now += 3.0
+@pytest.mark.parametrize(("readings", "wrong"), [
+    ([{SM: 0.5}, {SM: None}], f"metric {SM}: the device reports nan"),
+    ([{SM: 0.5}, {SM: 1.5}], f"metric {SM}: the device reports 1.5 ratio, possible is 0 to 1"),
+    ([{f"{UTIL}_RATIO": 0.5}, {f"{UTIL}_RATIO": 57}], f"metric {UTIL}: the device reports 5700 per cent"),
+    ([{"DCGM_FI_PROF_PCIE_RX_BYTES": 4294967295}], "stands for no value"),
+    ([{f"{CLOCK}_HERTZ": 2147483632}], "stands for no value"),
+    ([{SM: 0.4, ENGINE: 0.5 + 0.01 * i} for i in range(12)], f"metric {SM}: frozen: 12 readings"),
+    ([{SM: 0.0, UTIL: 95}] * 12, f"metric {SM}: stuck at 0 while {UTIL}")])
+def test_bad_readings_spoil_their_window(readings: list[dict[str, Any]], wrong: str, tmp_path: Path, clock: Clock) -> None:
+    source = ReplaySource(recorded(tmp_path, [{"time_s": i} | reading for i, reading in enumerate(readings)]))
     with pytest.raises(UserError, match=wrong):
-        source.stop(window)
-
-
-def test_frozen_and_stuck_readings_spoil_a_window(tmp_path: Path, clock: Clock) -> None:
-    for readings, wrong in (([{SM: 0.4, ENGINE: 0.5 + 0.01 * i} for i in range(12)], f"metric {SM}: frozen: 12 readings"),
-                            ([{SM: 0.0, UTIL: 95} for _ in range(12)], f"metric {SM}: stuck at 0 while {UTIL}")):
-        source = ReplaySource(recorded(tmp_path, [{"time_s": i} | reading for i, reading in enumerate(readings)]))
-        window = source.start()
-        clock.now += 12.5
-        with pytest.raises(UserError, match=wrong):
-            source.stop(window)
-
-
-# DCGM
+        windows(source, clock, 12.5)
 
 
 class FakeDcgm:
@@ -168,59 +142,45 @@ class FakeDcgm:
         pass
 
     def __init__(self) -> None:
-        self.address: str | None = "not connected"
         self.refused: set[int] = set()  # fields that can't be watched
         self.blank: set[int] = set()  # fields whose first reading is blank
         self.queue: list[tuple[int, float, float | None]] = []  # field, time, value; None is a blank
         self.down = False
+        self.handle = Mock(side_effect=self.answer)
+        system = self.handle.return_value.GetSystem.return_value
+        gpus = {3: "GPU-other", 7: "GPU-0"}
+        system.discovery.GetAllGpuIds.return_value = list(gpus)
+        system.discovery.GetGpuAttributes.side_effect = lambda gpu: SimpleNamespace(identifiers=SimpleNamespace(uuid=gpus[gpu]))
+        system.GetGroupWithGpuIds.side_effect = lambda name, ids: Mock(
+            **{"GetId.return_value": ids, "samples.WatchFields.side_effect": self.watch})
+        self.modules = {"pydcgm": Mock(DcgmHandle=self.handle, DcgmFieldGroup=lambda handle, name, ids: Mock(ids=ids)),
+                        "dcgm_structs": Mock(DCGMError=self.DCGMError),
+                        "dcgm_field_helpers": Mock(DcgmFieldValueCollection=self.collection)}
 
-    def modules(self) -> dict[str, ModuleType]:
-        fake = self
+    def answer(self, **_: object) -> Any:
+        if self.down:
+            raise self.DCGMError("Connection not valid")
+        return DEFAULT
 
-        class Handle:
-            handle = "handle"
+    def watch(self, group: Any, update_us: int, keep_s: float, keep_samples: int) -> None:
+        if set(group.ids) & self.refused:
+            raise self.DCGMError("Profiling is not supported")
+        assert (update_us, keep_samples) == (100_000, 0)
+        self.queue += [(number, time.time(), None if number in self.blank else 0.5) for number in group.ids]
 
-            def __init__(self, ipAddress: str | None = None) -> None:
-                if fake.down:
-                    raise FakeDcgm.DCGMError("Connection not valid")
-                fake.address = ipAddress
+    def collection(self, handle: str, group: list[int]) -> Any:
+        assert group == [7]  # the GPU of this machine's UUID, not the first
+        found = SimpleNamespace(values={}, EmptyValues=lambda: found.values.clear())
 
-            def GetSystem(self) -> Any:
-                gpus = {3: "GPU-other", 7: "GPU-0"}
-                attributes = {gpu: SimpleNamespace(identifiers=SimpleNamespace(uuid=uuid)) for gpu, uuid in gpus.items()}
-                return SimpleNamespace(
-                    discovery=SimpleNamespace(GetAllGpuIds=lambda: list(gpus), GetGpuAttributes=attributes.__getitem__),
-                    GetGroupWithGpuIds=lambda name, ids: SimpleNamespace(GetId=lambda: ids,
-                                                                         samples=SimpleNamespace(WatchFields=watch)),
-                    UpdateAllFields=lambda wait: None)
+        def get_all(fields: Any) -> None:
+            self.answer()
+            for number, time_s, value in [entry for entry in self.queue if entry[0] in fields.ids]:
+                series = found.values.setdefault(7, {}).setdefault(number, SimpleNamespace(values=[]))
+                series.values.append(SimpleNamespace(ts=int(time_s * 1e6), isBlank=value is None, value=value))
+            self.queue = [entry for entry in self.queue if entry[0] not in fields.ids]
 
-        def watch(group: Any, update_us: int, keep_s: float, keep_samples: int) -> None:
-            if set(group.ids) & fake.refused:
-                raise FakeDcgm.DCGMError("Profiling is not supported")
-            assert (update_us, keep_samples) == (100_000, 0)
-            fake.queue += [(number, time.time(), None if number in fake.blank else 0.5) for number in group.ids]
-
-        class Collection:
-            def __init__(self, handle: str, group: list[int]) -> None:
-                assert group == [7]  # the GPU of this machine's UUID, not the first
-                self.values: dict[int, dict[int, Any]] = {}
-
-            def GetAllSinceLastCall(self, group: Any) -> None:
-                if fake.down:
-                    raise FakeDcgm.DCGMError("Connection not valid")
-                for number, time_s, value in [entry for entry in fake.queue if entry[0] in group.ids]:
-                    series = self.values.setdefault(7, {}).setdefault(number, SimpleNamespace(values=[]))
-                    series.values.append(SimpleNamespace(ts=int(time_s * 1e6), isBlank=value is None, value=value))
-                fake.queue = [entry for entry in fake.queue if entry[0] not in group.ids]
-
-            def EmptyValues(self) -> None:
-                self.values = {}
-
-        pydcgm, structs, helpers = (ModuleType(name) for name in ("pydcgm", "dcgm_structs", "dcgm_field_helpers"))
-        vars(pydcgm).update(DcgmHandle=Handle, DcgmFieldGroup=lambda handle, name, ids: SimpleNamespace(ids=ids))
-        vars(structs).update(DCGMError=self.DCGMError)
-        vars(helpers).update(DcgmFieldValueCollection=Collection)
-        return {"pydcgm": pydcgm, "dcgm_structs": structs, "dcgm_field_helpers": helpers}
+        found.GetAllSinceLastCall = get_all
+        return found
 
     def read(self, field: str, *values: float | None, since_s: float) -> None:
         """Readings every 0.1 s, the first 0.1 s after a time."""
@@ -230,7 +190,7 @@ class FakeDcgm:
 @pytest.fixture
 def dcgm(monkeypatch: pytest.MonkeyPatch) -> FakeDcgm:
     made = FakeDcgm()
-    for name, module in made.modules().items():
+    for name, module in made.modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(gpu_sources, "gpu_facts", lambda: {"uuid": "GPU-0"})
     return made
@@ -238,7 +198,7 @@ def dcgm(monkeypatch: pytest.MonkeyPatch) -> FakeDcgm:
 
 def test_dcgm_gives_the_mean_of_a_windows_readings(dcgm: FakeDcgm) -> None:
     source = gpu_sources.DcgmSource([SM, UTIL])
-    assert dcgm.address is None  # within this process
+    dcgm.handle.assert_called_with(ipAddress=None)  # within this process
     window = source.start()
     dcgm.read(SM, 0.2, 0.3, 0.4, since_s=window.reading)
     dcgm.read(SM, 0.9, since_s=window.reading - 0.15)  # a reading from before the window
@@ -249,38 +209,30 @@ def test_dcgm_gives_the_mean_of_a_windows_readings(dcgm: FakeDcgm) -> None:
 
 
 def test_dcgm_at_an_address_and_without_profiled_fields(dcgm: FakeDcgm) -> None:
+    fields = gpu_sources.DcgmSource().fields
+    assert ({SM, ENGINE, CLOCK} < set(fields), UTIL in fields) == (True, False)  # there is better than utilisation
     dcgm.refused, dcgm.blank = {IDS[SM]}, {IDS[CLOCK]}
     source = gpu_sources.DcgmSource(address="node7:5555")
-    assert (dcgm.address, source.name) == ("node7:5555", "DCGM at node7:5555")
+    dcgm.handle.assert_called_with(ipAddress="node7:5555")
+    assert source.name == "DCGM at node7:5555"
     assert UTIL in source.fields  # the only field that shows the load
     assert not {SM, CLOCK} & set(source.fields)
     with pytest.raises(UserError, match=f"metric {SM}: DCGM can't read it here"):
         gpu_sources.DcgmSource([SM])
 
 
-def test_utilisation_is_left_out_where_there_is_better(dcgm: FakeDcgm) -> None:
-    fields = gpu_sources.DcgmSource().fields
-    assert {SM, ENGINE, CLOCK} < set(fields)
-    assert UTIL not in fields
-
-
-def test_a_blank_of_dcgm_is_an_error(dcgm: FakeDcgm) -> None:
+@pytest.mark.parametrize(("readings", "wrong"), [
+    ({SM: [0.2, None, 0.4]}, f"metric {SM}: 1 of 3 readings of DCGM are blank; does a profiler hold the counters"),
+    # by utilisation that was not asked for
+    pytest.param({SM: [0.0] * 20, UTIL: [99.0] * 20}, f"metric {SM}: stuck at 0 while {UTIL} says that the GPU is busy",
+                 marks=pytest.mark.slow)])
+def test_readings_of_dcgm_that_spoil_a_window(readings: dict[str, list[float | None]], wrong: str, dcgm: FakeDcgm) -> None:
     source = gpu_sources.DcgmSource([SM])
     window = source.start()
-    dcgm.read(SM, 0.2, None, 0.4, since_s=window.reading)
-    time.sleep(0.3)
-    with pytest.raises(UserError, match=f"metric {SM}: 1 of 3 readings of DCGM are blank; does a profiler hold the counters"):
-        source.stop(window)
-
-
-@pytest.mark.slow
-def test_dcgm_stuck_at_zero_is_detected_by_utilisation_that_was_not_asked_for(dcgm: FakeDcgm) -> None:
-    source = gpu_sources.DcgmSource([SM])
-    window = source.start()
-    dcgm.read(SM, *[0.0] * 20, since_s=window.reading)
-    dcgm.read(UTIL, *[99.0] * 20, since_s=window.reading)
-    time.sleep(2.0)
-    with pytest.raises(UserError, match=f"metric {SM}: stuck at 0 while {UTIL} says that the GPU is busy"):
+    for field, values in readings.items():
+        dcgm.read(field, *values, since_s=window.reading)
+    time.sleep(0.1 * len(readings[SM]))
+    with pytest.raises(UserError, match=wrong):
         source.stop(window)
 
 
@@ -302,9 +254,6 @@ def test_dcgm_that_is_not_here_or_goes_away(dcgm: FakeDcgm, monkeypatch: pytest.
         gpu_sources.DcgmSource()
 
 
-# the choice
-
-
 @pytest.mark.parametrize(("has_gpm", "installed", "chosen", "why"), [
     (True, True, "NVML with GPM", "the exact mean of a window"),
     (False, True, "DCGM", "no GPM, and DCGM is here"),
@@ -313,13 +262,12 @@ def test_dcgm_that_is_not_here_or_goes_away(dcgm: FakeDcgm, monkeypatch: pytest.
 def test_auto_reports_its_choice_and_why(has_gpm: bool, installed: bool, chosen: str, why: str, dcgm: FakeDcgm,
                                          monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """On a pretended GPU."""
-    monkeypatch.setattr(metrics, "resolve_device", lambda name: "cuda")
-
     def nvml(fields: Sequence[str] | None, counters: bool) -> Any:
         if counters and not has_gpm:
             raise gpu_sources.CountersMissing("no GPM")
         return SimpleNamespace(name="NVML with GPM" if counters else "NVML", fields=())
 
+    monkeypatch.setattr(metrics, "resolve_device", lambda name: "cuda")
     monkeypatch.setattr(metrics, "NvmlSource", nvml)
     if not installed:
         monkeypatch.setitem(sys.modules, "pydcgm", None)
@@ -332,24 +280,15 @@ def test_auto_reports_its_choice_and_why(has_gpm: bool, installed: bool, chosen:
         assert open_source(dcgm_address="node7").name == "DCGM at node7"
 
 
-def test_a_source_for_another_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="source dcgm reads a GPU, and the device here is the CPU; use psutil or auto"):
-        open_source("cpu", source="dcgm")
-    with pytest.raises(UserError, match="source replay needs a file to replay"):
-        open_source("cpu", source="replay")
-    with pytest.raises(UserError, match="source psutil: it does not read"):
-        open_source("cpu", source="psutil", replay=tmp_path)
-    with pytest.raises(UserError, match="source auto: there is no step of a replay without a file"):
-        open_source("cpu", replay_step_s=1.0)
-    with pytest.raises(UserError, match="source auto on cpu: it does not ask the DCGM at node7"):
-        open_source("cpu", dcgm_address="node7")
-    monkeypatch.setattr(metrics, "resolve_device", lambda name: "cuda")
-    with pytest.raises(UserError, match="source psutil reads the CPU, and the device here is a GPU"):
-        open_source(source="psutil")
-
-
-def test_the_collectors_config_chooses(tmp_path: Path) -> None:
-    assert CollectorConfig().open_source("cpu").name == CollectorConfig(source="psutil").open_source("cpu").name == "psutil"
-    path = recorded(tmp_path, [{"time_s": 0, SM: 0.5, ENGINE: 0.5}])
-    replayed = CollectorConfig(source="replay", replay=path, replay_step_s=0.1, metrics=(SM,)).open_source("cpu")
-    assert (replayed.name, replayed.fields) == ("the replay of readings.jsonl", (SM,))
+@pytest.mark.parametrize(("device", "options", "message"), [
+    ("cpu", {"source": "dcgm"}, "source dcgm reads a GPU, and the device here is the CPU; use psutil or auto"),
+    ("cpu", {"source": "replay"}, "source replay needs a file to replay"),
+    ("cpu", {"source": "psutil", "replay": Path("any")}, "source psutil: it does not read"),
+    ("cpu", {"replay_step_s": 1.0}, "source auto: there is no step of a replay without a file"),
+    ("cpu", {"dcgm_address": "node7"}, "source auto on cpu: it does not ask the DCGM at node7"),
+    ("cuda", {"source": "psutil"}, "source psutil reads the CPU, and the device here is a GPU")])
+def test_a_source_for_another_device(device: str, options: dict[str, Any], message: str,
+                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "resolve_device", lambda name: device)
+    with pytest.raises(UserError, match=message):
+        open_source(**options)

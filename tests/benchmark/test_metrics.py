@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from hase.benchmark.metrics import gpu_sources
-from hase.benchmark.metrics.names import FIELDS, is_blank
+from hase.benchmark.metrics.names import FIELDS
 from hase.benchmark.metrics.source import MANY, History, MetricMean, check_together, checked, values
 from hase.benchmark.metrics.sources import CpuSource, open_source
 from hase.utils.errors import UserError
@@ -23,26 +23,32 @@ pytestmark = pytest.mark.measuring
 
 TOTAL, USER = "DCGM_FI_DEV_CPU_UTIL_TOTAL", "DCGM_FI_DEV_CPU_UTIL_USER"
 ENGINE, SM, POWER = "DCGM_FI_PROF_GR_ENGINE_ACTIVE", "DCGM_FI_PROF_SM_ACTIVE", "DCGM_FI_DEV_POWER_USAGE"
-UTIL = "DCGM_FI_DEV_GPU_UTIL"
-
-
-def burn(seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        pass
+UTIL, CLOCK, BYTES = "DCGM_FI_DEV_GPU_UTIL", "DCGM_FI_DEV_SM_CLOCK", "DCGM_FI_PROF_PCIE_TX_BYTES"
 
 
 def test_a_busy_cpu_is_measured() -> None:
     source = open_source("cpu")
+    one_core = 1 / (psutil.cpu_count() or 1)
     for _ in range(5):  # the system's counters lag at times on a busy machine, and then show nothing of a window
         window = source.start()
-        burn(0.6)
+        until = time.monotonic() + 0.6
+        while time.monotonic() < until:
+            pass
         means = values(source.stop(window))
-        if means[USER] > 0.3 / (psutil.cpu_count() or 1):  # of one core, which other work may share
+        if means[USER] > 0.3 * one_core:  # which other work may share
             break
     assert set(means) == set(source.fields) <= set(FIELDS)
-    assert 0.3 / (psutil.cpu_count() or 1) < means[USER] <= means[TOTAL] + 1e-6 <= 1.0 + 1e-6
+    assert 0.3 * one_core < means[USER] <= means[TOTAL] + 1e-6 <= 1.0 + 1e-6
     assert means[TOTAL] == pytest.approx(sum(value for field, value in means.items() if field != TOTAL), abs=0.15)
+
+
+def test_only_what_was_asked_for_and_what_there_is() -> None:
+    source = open_source("cpu", [TOTAL])
+    assert set(source.window(0.25)) == {TOTAL}
+    with pytest.raises(UserError, match="too short to be valid: psutil needs 200 ms"):
+        source.stop(source.start())
+    with pytest.raises(UserError, match=f"metric {ENGINE}: psutil can't read it here; it has {TOTAL}"):
+        open_source("cpu", [TOTAL, ENGINE])
 
 
 def test_windows_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,29 +66,18 @@ def test_windows_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (means[TOTAL], means[USER]) == (pytest.approx(0.25), pytest.approx(0.1875))
 
 
-def test_only_what_was_asked_for() -> None:
-    assert set(open_source("cpu", [TOTAL]).window(0.25)) == {TOTAL}
+@pytest.mark.parametrize(("field", "value", "wrong"), [
+    *((SM, value, "the device reports") for value in (math.nan, math.inf, -0.1, 1.1, 4294967295.0)),
+    *((BYTES, value, r".*stands for no value \(blank\)") for value in (
+        4294967295, 0x7FFFFFF2, 0x7FFFFFFFFFFFFFF0, 2**64 - 1, 140737488355329.0))])
+def test_an_impossible_value_is_no_feature(field: str, value: float, wrong: str) -> None:
+    with pytest.raises(UserError, match=f"metric {field}: {wrong}"):
+        checked(field, value)
 
 
-def test_a_metric_that_the_source_lacks() -> None:
-    with pytest.raises(UserError, match=f"metric {ENGINE}: psutil can't read it here; it has {TOTAL}"):
-        open_source("cpu", [TOTAL, ENGINE])
-
-
-def test_a_window_too_short_to_be_valid() -> None:
-    source = open_source("cpu")
-    with pytest.raises(UserError, match="too short to be valid: psutil needs 200 ms"):
-        source.stop(source.start())
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -0.1, 1.1, 4294967295.0])
-def test_an_impossible_value_is_no_feature(value: float) -> None:
-    with pytest.raises(UserError, match=f"metric {SM}: the device reports"):
-        checked(SM, value)
-
-
-def test_a_hair_above_the_limit_is_the_limit() -> None:
-    assert checked(SM, 1.001) == 1.0
+def test_values_next_to_impossible_ones() -> None:
+    assert checked(SM, 1.001) == 1.0  # a hair above the limit
+    assert checked(BYTES, 4294967294.0) == 4294967294.0
 
 
 class FakeNvml(SimpleNamespace):
@@ -94,9 +89,6 @@ class FakeNvml(SimpleNamespace):
     NVML_SUCCESS, NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_GPM_METRICS_GET_VERSION = 0, 1, 2, 1
     UNSUPPORTED = 13  # an fp16 metric that this GPU does not answer
 
-    def __init__(self, gpm: bool) -> None:
-        super().__init__(gpm=gpm, percent={}, mj=1000, samples=0, gpu=40)
-
     class c_nvmlGpmMetricsGet_t(ctypes.Structure):
         class _Metric(ctypes.Structure):
             _fields_ = [("metricId", ctypes.c_uint), ("nvmlReturn", ctypes.c_int), ("value", ctypes.c_double)]
@@ -104,20 +96,18 @@ class FakeNvml(SimpleNamespace):
         _fields_ = [("version", ctypes.c_uint), ("numMetrics", ctypes.c_uint), ("sample1", ctypes.c_uint),
                     ("sample2", ctypes.c_uint), ("metrics", _Metric * 32)]
 
-    def nvmlInit(self) -> None: ...
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
-        return uuid
-
-    def nvmlGpmQueryDeviceSupport(self, device: str) -> Any:
-        return SimpleNamespace(isSupportedDevice=self.gpm)
+    def __init__(self, gpm: bool) -> None:
+        super().__init__(
+            percent={}, mj=1000, samples=0, nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+            nvmlGpmQueryDeviceSupport=lambda device: SimpleNamespace(isSupportedDevice=gpm),
+            nvmlGpmSampleGet=lambda device, sample: sample,
+            nvmlDeviceGetTotalEnergyConsumption=lambda device: self.mj,
+            nvmlDeviceGetUtilizationRates=lambda device: SimpleNamespace(gpu=40, memory=20),
+            nvmlDeviceGetClockInfo=lambda device, kind: 1980 if kind == self.NVML_CLOCK_SM else 3201)
 
     def nvmlGpmSampleAlloc(self) -> int:
         self.samples += 1
         return self.samples
-
-    def nvmlGpmSampleGet(self, device: str, sample: int) -> int:
-        return sample
 
     def nvmlGpmSampleFree(self, sample: int) -> None:
         self.samples -= 1
@@ -127,17 +117,8 @@ class FakeNvml(SimpleNamespace):
             metric.nvmlReturn = 3 if metric.metricId == self.UNSUPPORTED else 0
             metric.value = self.percent.get(metric.metricId, 0.0)
 
-    def nvmlDeviceGetTotalEnergyConsumption(self, device: str) -> int:
-        return self.mj
-
-    def nvmlDeviceGetUtilizationRates(self, device: str) -> Any:
-        return SimpleNamespace(gpu=self.gpu, memory=self.gpu // 2)
-
     def nvmlDeviceGetPowerUsage(self, device: str) -> int:
         raise self.NVMLError
-
-    def nvmlDeviceGetClockInfo(self, device: str, kind: int) -> int:
-        return 1980 if kind == self.NVML_CLOCK_SM else 3201
 
 
 @pytest.fixture
@@ -151,9 +132,9 @@ def fake(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Fak
 
 def test_gpm_gives_ratios_and_bytes(fake: FakeNvml) -> None:
     preferred = gpu_sources.NvmlSource().fields
-    assert {ENGINE, SM, POWER, "DCGM_FI_DEV_SM_CLOCK"} < set(preferred)
-    assert not {"DCGM_FI_PROF_PIPE_FP16_ACTIVE", "DCGM_FI_DEV_GPU_UTIL"} & set(preferred)
-    source = gpu_sources.NvmlSource([*preferred, "DCGM_FI_DEV_GPU_UTIL"])
+    assert {ENGINE, SM, POWER, CLOCK} < set(preferred)
+    assert not {"DCGM_FI_PROF_PIPE_FP16_ACTIVE", UTIL} & set(preferred)
+    source = gpu_sources.NvmlSource([*preferred, UTIL])
     fake.percent = {1: 62.5, 2: 50.0, 3: 25.0, 20: 3.0}
     began_s = time.monotonic()
     window = source.start()
@@ -161,10 +142,12 @@ def test_gpm_gives_ratios_and_bytes(fake: FakeNvml) -> None:
     fake.mj += 100_000
     means = values(source.stop(window))
     window_s = time.monotonic() - began_s  # at most
-    assert (means[ENGINE], means[SM], means["DCGM_FI_PROF_PCIE_TX_BYTES"]) == (0.625, 0.5, 3 * 2**20)
+    assert [means[field] for field in (ENGINE, SM, BYTES, UTIL, CLOCK)] == [0.625, 0.5, 3 * 2**20, 40.0, 1980.0]
     assert 100 / window_s <= means[POWER] <= 100 / 0.2  # joules a second
-    assert (means["DCGM_FI_DEV_GPU_UTIL"], means["DCGM_FI_DEV_SM_CLOCK"]) == (40.0, 1980.0)
     assert fake.samples == 0  # every sample was given back
+    fake.percent = {2: 4294967295.0}
+    with pytest.raises(UserError, match="the device reports"):
+        source.window(0.11)
 
 
 @pytest.mark.parametrize("late", [True, False])
@@ -185,60 +168,48 @@ def test_a_driver_that_fails_is_reported(fake: FakeNvml, monkeypatch: pytest.Mon
 def test_a_gpm_window_is_the_right_time_although_samples_lag(fake: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[float] = []
     source = gpu_sources.NvmlSource([SM])
-    monkeypatch.setattr(fake, "nvmlGpmSampleAlloc",
-                        lambda: taken.append(time.monotonic()) or 1)  # type: ignore[func-returns-value]
+    monkeypatch.setattr(fake, "nvmlGpmSampleAlloc", lambda: taken.append(time.monotonic()) or 1)  # type: ignore[func-returns-value]
     opened = time.monotonic()
     window = source.start()
     assert not taken  # nobody waits for the first sample
-    time.sleep(0.3)
+    time.sleep(0.2)
     closed = time.monotonic()
     source.stop(window)
     assert min(taken[0] - opened, taken[1] - closed) >= gpu_sources.GPM_LAG_SECONDS
 
 
-def test_an_outlier_of_the_counters_is_an_error(fake: FakeNvml) -> None:
-    source = gpu_sources.NvmlSource([SM])
-    fake.percent = {2: 4294967295.0}
-    with pytest.raises(UserError, match="the device reports"):
-        source.window(0.11)
-
-
-@pytest.mark.parametrize("fake", [False], indirect=True)
-def test_plain_nvml_has_no_profiling_metrics(fake: FakeNvml) -> None:
-    with pytest.raises(UserError, match=f"metric {SM}: NVML can't read it here; it has DCGM_FI_DEV_GPU_UTIL"):
+@pytest.mark.parametrize("fake", [False, True], indirect=True)
+def test_plain_nvml_has_no_profiling_metrics(fake: FakeNvml, request: pytest.FixtureRequest) -> None:
+    """Also where there are counters that were not asked for."""
+    with pytest.raises(UserError, match=f"metric {SM}: NVML can't read it here; it has {UTIL}"):
         gpu_sources.NvmlSource([SM], counters=False)
-    assert gpu_sources.NvmlSource(counters=False).window(0.25)[UTIL] == MetricMean(40.0, 3)  # polled every 0.1 s
-    with pytest.raises(UserError, match="source nvml-gpm: this GPU or its driver has no GPM"):
-        gpu_sources.NvmlSource()
-
-
-def test_plain_nvml_where_there_are_counters_too(fake: FakeNvml) -> None:
     source = gpu_sources.NvmlSource(counters=False)
-    assert (source.name, UTIL in source.fields, SM in source.fields) == ("NVML", True, False)
+    assert source.name == "NVML"
+    assert source.window(0.25)[UTIL] == MetricMean(40.0, 3)  # polled every 0.1 s
+    if not fake.nvmlGpmQueryDeviceSupport("").isSupportedDevice:
+        with pytest.raises(UserError, match="source nvml-gpm: this GPU or its driver has no GPM"):
+            gpu_sources.NvmlSource()
 
 
-@pytest.mark.parametrize("value", [4294967295, 0x7FFFFFF2, 0x7FFFFFFFFFFFFFF0, 2**64 - 1, 140737488355329.0])
-def test_a_blank_is_no_value(value: float) -> None:
-    assert is_blank(value)
-    with pytest.raises(UserError, match=r"metric DCGM_FI_PROF_PCIE_TX_BYTES: .*stands for no value \(blank\)"):
-        checked("DCGM_FI_PROF_PCIE_TX_BYTES", value)
-
-
-def test_a_value_next_to_a_blank_is_a_value() -> None:
-    assert checked("DCGM_FI_PROF_PCIE_TX_BYTES", 4294967294.0) == 4294967294.0
+MOVING = [0.3 + 0.01 * i for i in range(MANY)]
 
 
 def test_a_field_is_frozen_if_another_one_moves() -> None:
-    moving = [0.3 + 0.01 * i for i in range(MANY)]
     with pytest.raises(UserError, match=f"metric {SM}: frozen: {MANY} readings of exactly 0.4 ratio while {ENGINE} moved"):
-        check_together({SM: [0.4] * MANY, ENGINE: moving})
-    check_together({SM: [0.4] * (MANY - 1), ENGINE: moving[1:]})  # too few to tell
-    check_together({SM: [0.4] * MANY, ENGINE: [0.5] * MANY})  # nothing moves
-    check_together({SM: [0.4] * MANY, ENGINE: [0.5] * 5 + [0.6] * 5})  # two readings, each asked for five times
-    check_together({SM: [1.0] * MANY, ENGINE: moving})  # saturated
-    check_together({SM: [0.005] * MANY, ENGINE: moving})  # hardly anything
-    check_together({"DCGM_FI_PROF_PIPE_FP64_ACTIVE": [0.0] * MANY, ENGINE: moving})  # nobody computes in fp64
-    check_together({"DCGM_FI_DEV_SM_CLOCK": [1980.0] * MANY, ENGINE: moving})  # a clock may well stand still
+        check_together({SM: [0.4] * MANY, ENGINE: MOVING})
+
+
+@pytest.mark.parametrize("readings", [
+    pytest.param({SM: [0.4] * (MANY - 1), ENGINE: MOVING[1:]}, id="too few to tell"),
+    pytest.param({SM: [0.4] * MANY, ENGINE: [0.5] * MANY}, id="nothing moves"),
+    pytest.param({SM: [0.4] * MANY, ENGINE: [0.5] * 5 + [0.6] * 5}, id="two readings, each asked for five times"),
+    pytest.param({SM: [1.0] * MANY, ENGINE: MOVING}, id="saturated"),
+    pytest.param({SM: [0.005] * MANY, ENGINE: MOVING}, id="hardly anything"),
+    pytest.param({"DCGM_FI_PROF_PIPE_FP64_ACTIVE": [0.0] * MANY, ENGINE: MOVING}, id="nobody computes in fp64"),
+    pytest.param({CLOCK: [1980.0] * MANY, ENGINE: MOVING}, id="a clock may well stand still"),
+    pytest.param({SM: [0.0], ENGINE: [0.0], UTIL: [0.0]}, id="idle")])
+def test_readings_that_may_well_stand_still(readings: dict[str, list[float]]) -> None:
+    check_together(readings)
 
 
 def test_a_profiled_field_at_zero_while_the_gpu_is_busy() -> None:
@@ -249,7 +220,6 @@ def test_a_profiled_field_at_zero_while_the_gpu_is_busy() -> None:
     check_together({ENGINE: [0.0] * 3, UTIL: [97.0] * 3}, lasted_s=1.5)  # utilisation looks back: load that is over
     check_together({ENGINE: [0.0] * 3, UTIL: [97.0]}, lasted_s=2.0)
     check_together({ENGINE: [0.0] * 3, UTIL: [97.0, 97.0, 0.0]}, lasted_s=2.0)
-    check_together({SM: [0.0], ENGINE: [0.0], UTIL: [0.0]})
 
 
 def test_a_counter_that_freezes_is_detected_over_windows() -> None:

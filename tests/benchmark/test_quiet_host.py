@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from hase.benchmark.measuring import quiet_host
-from hase.benchmark.measuring.quiet_host import HostProbe, StallWatch, quiet_samples_ms
+from hase.benchmark.measuring.quiet_host import HostProbe, HostSamples, StallWatch, quiet_samples_ms
 from hase.benchmark.ort.probes import host_probe
 from hase.records.measurement import DISTURBANCE_ADMITTED, Effort
 from hase.utils import timing
@@ -50,8 +50,8 @@ StartHost = Callable[..., Host]
 
 @pytest.fixture
 def start_host(monkeypatch: pytest.MonkeyPatch) -> StartHost:
-    """`start_host(period_s=…, disturbed_share=…)` is a host whose clock the measuring loop reads."""
-    def start(period_s: float, disturbed_share: float) -> Host:
+    """`start_host(period_s, disturbed_share)` is a host whose clock the measuring loop reads."""
+    def start(period_s: float = 1.0, disturbed_share: float = 0.0) -> Host:
         host = Host(period_s, disturbed_share)
         for module in (quiet_host, timing):
             monkeypatch.setattr(module, "time", host)
@@ -60,19 +60,21 @@ def start_host(monkeypatch: pytest.MonkeyPatch) -> StartHost:
     return start
 
 
+def quiet_samples(host: Host, effort: Effort = EFFORT) -> HostSamples:
+    """Of the host's runs, where its good readings are known."""
+    return quiet_samples_ms(HostProbe(host.dispatch_s, [FAST_S] * 100), {"latency": host.run_s}, effort)["latency"]
+
+
 def test_only_undisturbed_windows_count(start_host: StartHost) -> None:
-    host = start_host(period_s=0.2, disturbed_share=0.5)
-    samples, disturbance, _ = quiet_samples_ms(
-        HostProbe(host.dispatch_s, [FAST_S] * 100), {"latency": host.run_s}, EFFORT)["latency"]
+    samples, disturbance, _ = quiet_samples(start_host(period_s=0.2, disturbed_share=0.5))
     assert len(samples) >= 40
     assert sum(sample == 1.0 for sample in samples) >= 0.95 * len(samples)  # a window may end as a disturbance begins
     assert disturbance <= DISTURBANCE_ADMITTED
 
 
 def test_a_host_that_is_never_undisturbed(start_host: StartHost) -> None:
-    host = start_host(period_s=1.0, disturbed_share=1.0)
-    samples, disturbance, probe_us = quiet_samples_ms(
-        HostProbe(host.dispatch_s, [FAST_S] * 100), {"latency": host.run_s}, EFFORT)["latency"]
+    host = start_host(disturbed_share=1.0)
+    samples, disturbance, probe_us = quiet_samples(host)
     assert probe_us == pytest.approx(1e6 * FAST_S * SLOWER)
     assert host.now_s == pytest.approx(quiet_host.PATIENCE * EFFORT.budget_s, abs=3 * quiet_host.SLOT_S)
     assert disturbance == pytest.approx(SLOWER - 1)
@@ -81,7 +83,7 @@ def test_a_host_that_is_never_undisturbed(start_host: StartHost) -> None:
 
 
 def test_several_in_turn(start_host: StartHost) -> None:
-    host = start_host(period_s=1.0, disturbed_share=0.0)
+    host = start_host()
     order: list[str] = []
 
     def noted(name: str) -> float:
@@ -109,42 +111,27 @@ def read(probe: HostProbe, taken_s: Iterable[float]) -> None:
         probe.reading_s()
 
 
-def test_a_long_disturbance_does_not_count_as_normal(start_host: StartHost) -> None:
-    """However many readings are disturbed, a good one stays the same."""
-    probe = HostProbe(lambda: FAST_S, [FAST_S] * 100)
-    read(probe, [SLOWER * FAST_S] * 2000)
-    assert probe.good_s == FAST_S
-    _, disturbance, _ = quiet_samples_ms(probe, {"x": start_host(period_s=1.0, disturbed_share=1.0).run_s}, EFFORT)["x"]
-    assert disturbance == pytest.approx(SLOWER - 1)
+SLOW_S = SLOWER * FAST_S
+DRAW = random.Random(0)
 
 
-def test_first_readings_that_were_disturbed_are_corrected() -> None:
-    """As soon as a tenth of the readings are better. A later disturbance changes nothing."""
-    probe = HostProbe(lambda: FAST_S, [SLOWER * FAST_S] * 100)
-    read(probe, [FAST_S] * 11)
-    assert probe.good_s == SLOWER * FAST_S
-    read(probe, [FAST_S, *[SLOWER * FAST_S] * 500])
-    assert probe.good_s == FAST_S
-
-
-def test_odd_readings_set_no_standard_in_the_long_run_either() -> None:
-    """One in twenty, at any time, takes a sixth less."""
-    draw = random.Random(0)
-    probe = HostProbe(lambda: FAST_S, [FAST_S] * 100)
-    read(probe, [ODD_S if draw.random() < 0.05 else FAST_S for _ in range(5000)])
-    assert (probe.good_s, probe.sorted_s[0]) == (FAST_S, ODD_S)
-
-
-def test_a_few_odd_readings_set_no_standard() -> None:
-    assert HostProbe(lambda: FAST_S, [0.8 * FAST_S] * 9 + [FAST_S] * 91).good_s == FAST_S
+@pytest.mark.parametrize(("first_s", "then_s", "good_s"), [
+    pytest.param([FAST_S] * 100, [SLOW_S] * 2000, FAST_S, id="a long disturbance does not count as normal"),
+    pytest.param([SLOW_S] * 100, [FAST_S] * 11, SLOW_S, id="too few better ones to correct disturbed first ones"),
+    pytest.param([SLOW_S] * 100, [FAST_S] * 12 + [SLOW_S] * 500, FAST_S, id="a tenth are better, and a later disturbance"),
+    pytest.param([FAST_S] * 100, [ODD_S if DRAW.random() < 0.05 else FAST_S for _ in range(5000)], FAST_S, id="one in 20 odd"),
+    pytest.param([0.8 * FAST_S] * 9 + [FAST_S] * 91, [], FAST_S, id="a few odd first ones"),
+])
+def test_what_a_good_reading_is(first_s: list[float], then_s: list[float], good_s: float) -> None:
+    probe = HostProbe(lambda: FAST_S, first_s)
+    read(probe, then_s)
+    assert probe.good_s == good_s
+    assert probe.sorted_s[0] == min(first_s + then_s)
 
 
 @pytest.mark.parametrize("most", [7, 20])
 def test_no_more_runs_than_asked_for(most: int, start_host: StartHost) -> None:
-    host = start_host(period_s=1.0, disturbed_share=0.0)
-    effort = Effort(budget_s=10.0, least_runs=5, most_runs=most)
-    samples, _, _ = quiet_samples_ms(HostProbe(host.dispatch_s, [FAST_S]), {"x": host.run_s}, effort)["x"]
-    assert len(samples) == most
+    assert len(quiet_samples(start_host(), effort=Effort(budget_s=10.0, least_runs=5, most_runs=most)).samples_ms) == most
 
 
 def test_stalls_are_noted() -> None:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from ray_nodes import ACTOR, NodesHere, nodes_here
 from hase.benchmark.collecting.collect import collect
 from hase.benchmark.collecting.config import CollectorConfig
 from hase.benchmark.collecting.devices import FoundDevice, check_alike
-from hase.benchmark.collecting.plans import KernelItem, find_work, may_share_host
+from hase.benchmark.collecting.plans import find_work, may_share_host
 from hase.benchmark.collecting.ray_actors import ray_devices
 from hase.records.dataset_files import journal_path, kernel_table_path, model_table_path, read_header, read_journal, read_table
 from hase.runtimes import local_target
@@ -93,14 +93,17 @@ def pinned_target() -> Target:
     return local_target("cpu").model_copy(update={"threads": 1})
 
 
+def second_block(journal: Path, running: Callable[[], bool] = lambda: True) -> None:
+    """Returns once two blocks are measured."""
+    until_s = time.monotonic() + 300
+    while len(files.read_lines(journal)) < 2 and running() and time.monotonic() < until_s:
+        time.sleep(0.02)
+
+
 def test_a_node_that_is_lost_costs_only_its_blocks_in_flight(cluster: NodesHere, filled: Workspace,
                                                              caplog: pytest.LogCaptureFixture) -> None:
-    journal = journal_path(filled.dataset(pinned_target().name))
-
     def kill_a_node() -> None:
-        until_s = time.monotonic() + 60
-        while len(files.read_lines(journal)) < 2 and time.monotonic() < until_s:
-            time.sleep(0.02)
+        second_block(journal_path(filled.dataset(pinned_target().name)))
         cluster.kill(cluster.nodes[0])
 
     killer = threading.Thread(target=kill_a_node)
@@ -120,8 +123,7 @@ def test_a_killed_driver_is_resumed_and_leaves_no_actor(cluster: NodesHere, fill
     journal = journal_path(filled.dataset(pinned_target().name))
     process = subprocess.Popen([*command, "--set", "block_kernels=1"], cwd=ROOT, stdout=subprocess.DEVNULL,
                                stderr=subprocess.DEVNULL)
-    while len(files.read_lines(journal)) < 2 and process.poll() is None:
-        time.sleep(0.02)
+    second_block(journal, lambda: process.poll() is None)
     process.kill()
     process.wait()
     kept = journal.read_bytes()
@@ -145,31 +147,23 @@ def test_errors_of_all_actors_are_one_line(cluster: NodesHere, filled: Workspace
     assert done.stderr.splitlines() == ["error: the Ray cluster has no GPU to measure"]
 
 
-def test_without_ray_the_requirement_is_named(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "benchmark/collector.py", "--ray", "auto", "--workspace", str(tmp_path)], cwd=ROOT,
-                          env=without(["ray"], tmp_path / "none"), capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (
-        1, "error: --ray needs the package ray, here and on every node: pip install -r requirements-ray.txt\n")
-
-
-@pytest.mark.parametrize(("address", "message"), [
-    ("127.0.0.1:1", "--ray 127.0.0.1:1: no Ray cluster can be reached there; name HOST:PORT as"),
-    ("nowhere", "--ray nowhere: no Ray cluster can be reached there"),
-    ("ray://here:10001", "run this on a node of the cluster, with --ray auto or")])
-def test_an_address_without_a_cluster(tmp_path: Path, address: str, message: str) -> None:
-    needs("ray", "requirements-ray.txt")
-    done = run_script("benchmark/collector.py", "--ray", address, "--workspace", tmp_path)
-    assert done.returncode == 1
+@pytest.mark.parametrize(("address", "change", "message"), [
+    ("127.0.0.1:1", "device=cpu", "--ray 127.0.0.1:1: no Ray cluster can be reached there; name HOST:PORT as"),
+    ("nowhere", "device=cpu", "--ray nowhere: no Ray cluster can be reached there"),
+    ("ray://here:10001", "device=cpu", "run this on a node of the cluster, with --ray auto or"),
+    ("auto", "runtime=openvino", "error: --ray measures ONNX Runtime alone, with metrics that each machine reads itself"),
+    ("auto", "replay=readings.jsonl", "error: --ray measures ONNX Runtime alone"),
+    ("none", "", "error: --ray needs the package ray, here and on every node: pip install -r requirements-ray.txt\n")])
+def test_what_is_refused_before_it_starts(tmp_path: Path, address: str, change: str, message: str) -> None:
+    command = ("benchmark/collector.py", "--ray", address, "--workspace", str(tmp_path), "--set", change)
+    if address == "none":
+        done = subprocess.run([sys.executable, *command[:-2]], cwd=ROOT, env=without(["ray"], tmp_path / "none"),
+                              capture_output=True, text=True)
+    else:
+        needs("ray", "requirements-ray.txt")
+        done = run_script(*command)
+    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
     assert message in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-
-
-@pytest.mark.parametrize("change", ["runtime=openvino", "replay=readings.jsonl"])
-def test_what_is_not_measured_on_ray_is_refused_before_it_starts(tmp_path: Path, change: str) -> None:
-    needs("ray", "requirements-ray.txt")
-    done = run_script("benchmark/collector.py", "--ray", "auto", "--workspace", tmp_path, "--set", change)
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: --ray measures ONNX Runtime alone, with metrics that each machine reads itself")
 
 
 def test_devices_of_two_targets_or_with_different_metrics_are_refused() -> None:
@@ -185,9 +179,8 @@ def test_devices_of_two_targets_or_with_different_metrics_are_refused() -> None:
 
 def test_only_the_gpus_own_times_of_kernels_may_share_a_host(filled: Workspace) -> None:
     work = find_work(filled, local_target("cpu"), ())
-    gpu_only = CollectorConfig.model_validate({"labels": ["gpu"]})
-    assert may_share_host(gpu_only, "cuda", work.kernels)
-    assert not may_share_host(gpu_only, "cuda", [*work.kernels, *work.models])
+    for labels, device, items, may in (
+            (["gpu"], "cuda", work.kernels, True), (["gpu"], "cuda", [*work.kernels, *work.models], False),
+            (["run"], "cpu", work.kernels, False)):
+        assert may_share_host(CollectorConfig.model_validate({"labels": labels}), device, items) == may
     assert not may_share_host(CollectorConfig(), "cuda", work.kernels)  # label `run` is the host's time too
-    assert not may_share_host(CollectorConfig.model_validate({"labels": ["run"]}), "cpu", work.kernels)
-    assert isinstance(work.kernels[0], KernelItem)

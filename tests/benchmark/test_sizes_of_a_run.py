@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from command import run_script
+from command import printed
 from onnx import TensorProto, helper, numpy_helper
 
 from hase.benchmark.ort.runner import open_runner
@@ -56,21 +56,17 @@ def test_the_sizes_of_a_run_are_those_of_the_analysis(tmp_path: Path) -> None:
 
 
 def test_a_detector_measured_and_predicted_at_the_same_sizes(tmp_path: Path) -> None:
-    onnx.save(detector(), tmp_path / "detector.onnx")
-    sizes = sizes_of_a_run(tmp_path / "detector.onnx", {})
-    runner = open_runner(tmp_path / "detector.onnx", "cpu", dims=sizes, io="host")
-    assert analyze(tmp_path / "detector.onnx", "cpu", sizes).outputs["y"].shape == runner.run_once()[0].shape
-
-
-def test_the_command(tmp_path: Path) -> None:
-    onnx.save(detector(), tmp_path / "detector.onnx")
+    path = tmp_path / "detector.onnx"
+    onnx.save(detector(), path)
+    sizes = sizes_of_a_run(path, {})
+    runner = open_runner(path, "cpu", dims=sizes, io="host")
+    assert analyze(path, "cpu", sizes).outputs["y"].shape == runner.run_once()[0].shape
     np.savez(tmp_path / "inputs.npz", scores=np.zeros((1, 3, 50), np.float32))
-    done = run_script("benchmark/sizes_of_a_run.py", "--model", tmp_path / "detector.onnx", "--inputs", tmp_path / "inputs.npz",
-                      "--json")
-    assert (done.returncode, json.loads(done.stdout)) == (0, {"selected.0": 0})
-    for name in ("detector.onnx", "missing.npz"):
-        with pytest.raises(UserError, match=r"numpy\.savez|no such file"):
-            read_inputs(tmp_path / name)
+    shown = printed("benchmark/sizes_of_a_run.py", "--model", path, "--inputs", tmp_path / "inputs.npz", "--json")
+    assert json.loads(shown) == {"selected.0": 0}
+    for wrong, message in ((path, r"numpy\.savez"), (tmp_path / "missing.npz", "no such file")):
+        with pytest.raises(UserError, match=message):
+            read_inputs(wrong)
 
 
 def test_the_manifest_gives_the_sizes_that_measuring_sees(tmp_path: Path) -> None:

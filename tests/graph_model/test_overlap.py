@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from command import printed, run_script
 from conftest import small_model
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 from trained_workspace import conv_net
 
 from hase.benchmark.ort.profile import NodeEvent, ProfiledRun, profile_model, read_profile
@@ -31,43 +33,25 @@ def run(*nodes: NodeEvent, end_us: float = 1000.0) -> ProfiledRun:
 
 
 def test_serial_kernels() -> None:
+    """Also a loop and what is inside."""
     overlap = overlap_of([run(event("a", 10, 100.5), event("b", 110, 200.5), event("c", 400, 100.5))])
-    assert overlap.serial
-    assert overlap.overlap_ms == 0.0
-    assert overlap.busy_ms == pytest.approx(0.4015)
-    assert overlap.gap_ms == pytest.approx(0.0895)
-    assert overlap.run_ms == 1.0
-    assert overlap.gap_share == pytest.approx(0.0895)
+    assert (overlap.serial, overlap.overlap_ms, overlap.run_ms) == (True, 0.0, 1.0)
+    assert (overlap.busy_ms, overlap.gap_ms, overlap.gap_share) == pytest.approx((0.4015, 0.0895, 0.0895))
+    means = overlap_of([run(event("a", 0, 100)), run(event("a", 0, 300), end_us=2000)])
+    assert (means.busy_ms, means.run_ms, means.runs, means.kernels) == (pytest.approx(0.2), pytest.approx(1.5), 2, 1)
+    looped = overlap_of([run(event("loop", 0, 500, "Loop"), event("inside", 100, 100), event("after", 500, 10))])
+    assert (looped.serial, looped.busy_ms) == (True, pytest.approx(0.51))
 
 
 def test_concurrent_kernels() -> None:
     overlap = overlap_of([run(event("a", 0, 300), event("b", 100, 100), event("c", 250, 150), event("d", 400, 10))])
-    assert not overlap.serial
-    assert overlap.overlapping == ("b", "c")
-    assert overlap.overlap_ms == pytest.approx(0.150)  # b whole, c's first 50 µs
-    assert overlap.busy_ms == pytest.approx(0.410)
-    assert overlap.overlap_share == pytest.approx(0.15)
-
-
-def test_means_over_runs() -> None:
-    overlap = overlap_of([run(event("a", 0, 100)), run(event("a", 0, 300), end_us=2000)])
-    assert overlap.busy_ms == pytest.approx(0.2)
-    assert overlap.run_ms == pytest.approx(1.5)
-    assert overlap.runs == 2
-    assert overlap.kernels == 1
-
-
-def test_a_loop_does_not_overlap_with_what_is_inside() -> None:
-    overlap = overlap_of([run(event("loop", 0, 500, "Loop"), event("inside", 100, 100), event("after", 500, 10))])
-    assert overlap.serial
-    assert overlap.busy_ms == pytest.approx(0.51)
+    assert (overlap.serial, overlap.overlapping) == (False, ("b", "c"))
+    # b whole, c's first 50 µs
+    assert (overlap.overlap_ms, overlap.busy_ms, overlap.overlap_share) == pytest.approx((0.150, 0.410, 0.15))
 
 
 def branches() -> onnx.ModelProto:
     """One input, three Convs that do not wait for each other, one Concat."""
-    import numpy as np
-    from onnx import numpy_helper
-
     weights = [numpy_helper.from_array(np.ones((8, 3, side, side), np.float32), f"w{side}") for side in (1, 3, 5)]
     nodes = [helper.make_node("Conv", ["x", f"w{side}"], [f"c{side}"], pads=[side // 2] * 4, name=f"conv{side}")
              for side in (1, 3, 5)]
@@ -82,20 +66,16 @@ def test_critical_path_of_branches() -> None:
     record = analyze(branches(), "cuda", name="branches")
     times = {node.name: {"conv1": 1.0, "conv3": 3.0, "conv5": 5.0}.get(node.name, 0.5) for node in record.nodes}
     path = critical_path(dag_file(record), times)
-    assert path.sum_ms == 9.5
-    assert path.path_ms == 5.5
-    assert path.possible_speedup == pytest.approx(9.5 / 5.5)
+    assert (path.sum_ms, path.path_ms, path.possible_speedup) == (9.5, 5.5, pytest.approx(9.5 / 5.5))
     assert [node.node for node in path.path] == ["conv5", "join"]
     assert path.path[0].share == pytest.approx(5 / 5.5)
 
 
 def test_a_real_run_is_serial(tmp_path: Path) -> None:
-    path = tmp_path / "branches.onnx"
-    onnx.save(branches(), path)
-    runs, graph, _ = profile_model(path, "cpu", {}, Effort(least_runs=4, most_runs=4))
-    record = record_of(graph)
+    onnx.save(branches(), tmp_path / "branches.onnx")
+    runs, graph, _ = profile_model(tmp_path / "branches.onnx", "cpu", {}, Effort(least_runs=4, most_runs=4))
     assert len(runs) == 4
-    assert set(node_times_ms(runs)) == {node.name for node in record.nodes}
+    assert set(node_times_ms(runs)) == {node.name for node in record_of(graph).nodes}
     assert overlap_of(runs).serial
     assert 0 < overlap_of(runs).busy_ms <= overlap_of(runs).run_ms
 
@@ -118,7 +98,7 @@ def test_the_command_reads_a_profile_and_finds_its_record(workspace: Workspace) 
     events = [{"cat": "Node", "name": f"{node.name}_kernel_time", "ts": 10 + 20 * place, "dur": 19,
                "args": {"op_name": "Conv", "provider": "CPUExecutionProvider"}} for place, node in enumerate(record.nodes)]
     events.append({"cat": "Session", "name": "model_run", "ts": 0, "dur": 1000})
-    profile = workspace.root / "profile.json"
+    profile, dag = workspace.root / "profile.json", workspace.root / "dag.json"
     profile.write_text(json.dumps(events))
     command = ("overlap_simulator.py", "--workspace", workspace.root, "--profile", profile, "--json")
     done = run_script(*command)
@@ -129,20 +109,20 @@ def test_the_command_reads_a_profile_and_finds_its_record(workspace: Workspace) 
     report = json.loads(printed(*command))
     assert report["critical_path"]["sum_ms"] == pytest.approx(len(record.nodes) * 0.0195)
     path.unlink()
-    dag = workspace.root / "dag.json"
     files.write_json(dag, dag_file(record))
     assert json.loads(printed(*command, "--dag", dag)) == report
     files.write_json(dag, dag_file(analyze(branches(), "cpu", name="branches")))
     done = run_script(*command, "--dag", dag)
     assert (done.returncode, done.stdout) == (1, "")
     assert f"{dag}: its nodes are not those of the profile" in done.stderr
+    for text, message in (("{", "not valid JSON"), ("{}", "not an ONNX Runtime profile"), ("[]", "without node events")):
+        profile.write_text(text)
+        done = run_script(*command)
+        assert (done.returncode, message in done.stderr) == (1, True)
 
 
 def test_a_profile_of_the_users_own_session(workspace: Workspace) -> None:
     """ONNX Runtime calls nodes without names, and some of its own, otherwise than their record does."""
-    import numpy as np
-    import onnxruntime
-
     model = conv_net(workspace.models / "net.onnx", channels=16)
     options = onnxruntime.SessionOptions()
     options.enable_profiling, options.profile_file_prefix = True, str(workspace.root / "own")
@@ -175,14 +155,3 @@ def test_loops_count_all_their_runs() -> None:
     nodes = (DagNode(name="loop", kernel_id="loop", type="Loop"), DagNode(name="in", kernel_id="relu", type="Relu", runs=5.0))
     graph = DagFile(model="m", flavour="f", nodes=nodes, edges=())
     assert whole_times_ms(graph, {"loop": 20.0, "in": 2.0}) == {"loop": 0.0, "in": 10.0}
-
-
-@pytest.mark.parametrize(("text", "message"), [("{", "not valid JSON"), ("{}", "not an ONNX Runtime profile"),
-                                               ("[]", "without node events")])
-def test_files_that_are_no_profile(tmp_path: Path, text: str, message: str) -> None:
-    profile = tmp_path / "profile.json"
-    profile.write_text(text)
-    done = run_script("overlap_simulator.py", "--workspace", tmp_path, "--profile", profile)
-    assert done.returncode == 1
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr

@@ -75,34 +75,17 @@ def test_a_host_that_stalls() -> None:
     assert gpu_bound.run_ms == pytest.approx(2.0 + 0.02 * 0.1 * 10.0, rel=0.01)
 
 
-def test_a_slowdown_for_each_run() -> None:
-    """Beside a model that is always busy, the runs take 2 and 6 ms by turns; in the mean 4 ms, and the slow ones decide p95."""
-    slowdowns = beside({(0, 1): [1.0, 3.0]}, 2)
-    case = Case([1.0, 5000.0], [1, 1], [np.array([2.0]), np.array([3.0])], slowdowns)
-    model, _ = served([case], np.random.default_rng(4))[0]
-    assert model.run_ms == pytest.approx(4.0, rel=0.03)
-    assert model.percentile_ms(25) == pytest.approx(2.0, rel=0.01)
-    assert model.percentile_ms(95) == pytest.approx(6.0, rel=0.01)
-
-
 @pytest.mark.parametrize(("rate_per_s", "batch"), [(400.0, 4), (1500.0, 8), (3000.0, 16)])
-def test_busy_share_of_batches(rate_per_s: float, batch: int) -> None:
+def test_busy_share(rate_per_s: float, batch: int) -> None:
     assert one(rate_per_s, 2.0, batch).busy == pytest.approx(busy_share(rate_per_s, 2.0, batch), rel=0.02)
+    assert [busy_share(rate, 2.0, 1) for rate in (300.0, 600.0, 0.0)] == pytest.approx([0.6, 1.0, 0.0])
 
 
-def test_busy_share_of_single_requests_is_what_they_take() -> None:
-    assert busy_share(300.0, 2.0, 1) == pytest.approx(0.6)
-    assert (busy_share(600.0, 2.0, 1), busy_share(0.0, 2.0, 1)) == (1.0, 0.0)
-
-
-def test_larger_batches_never_wait_longer() -> None:
+def test_percentiles_grow_and_larger_batches_wait_less() -> None:
     """Where a run takes the same time at each batch."""
     means = [one(450.0, 2.0, batch).mean_ms for batch in (1, 2, 4, 8)]
     assert means == sorted(means, reverse=True)
     assert means[0] > 2.0 * means[-1]
-
-
-def test_percentiles_grow() -> None:
     found = one(300.0, 2.0)
     assert list(found.percentiles_ms) == sorted(found.percentiles_ms)
     assert found.percentiles_ms[0] == pytest.approx(2.0)
@@ -110,11 +93,11 @@ def test_percentiles_grow() -> None:
 
 
 def test_more_requests_than_can_be_served() -> None:
-    found = one(1000.0, 2.0)
+    found = one(1000.0, 2.0, requests=4000)
     assert not found.stable
     assert found.percentile_ms(95) == np.inf
     assert found.busy == pytest.approx(1.0, abs=0.01)
-    assert one(1000.0, 2.0, 4).stable
+    assert one(1000.0, 2.0, 4, requests=4000).stable
     cases = [Case([9000.0], [batch], [np.array([run_ms])], ALONE) for batch, run_ms in ((1, 0.6), (64, 30.0), (512, 24.0))]
     results = [result for result, in served(cases, np.random.default_rng(7), 1000, 40)]  # the longest run counts for all
     assert [result.offered for result in results] == pytest.approx([5.4, 9000 * 0.03 / 64, 9000 * 0.024 / 512])
@@ -122,9 +105,9 @@ def test_more_requests_than_can_be_served() -> None:
 
 
 def test_models_that_do_not_slow_each_other() -> None:
-    alone = one(300.0, 2.0, requests=200_000)
+    alone = one(300.0, 2.0, requests=60_000)
     case = Case([300.0, 900.0], [1, 8], [np.array([2.0]), np.array([4.0])], beside({}, 2))
-    found = served([case], np.random.default_rng(2), 200_000)[0][0]
+    found = served([case], np.random.default_rng(2), 60_000)[0][0]
     assert found.mean_ms == pytest.approx(alone.mean_ms, rel=0.03)
     assert found.percentile_ms(95) == pytest.approx(alone.percentile_ms(95), rel=0.03)
 
@@ -137,20 +120,24 @@ def test_models_that_are_alike_fare_alike() -> None:
     assert first.mean_ms > 1.2 * one(200.0, 2.0, 2).mean_ms
 
 
-def test_beside_one_that_is_always_busy() -> None:
-    """The other one has more requests than it can serve: runs take as long as beside a loop."""
-    case = Case([100.0, 5000.0], [1, 1], [np.array([2.0]), np.array([3.0])], beside({(0, 1): [1.5]}, 2))
-    model, looped = served([case], np.random.default_rng(4))[0]
+def beside_loops(effects: Mapping[tuple[int, ...], Sequence[float]], rate_per_s: float) -> tuple[Served, ...]:
+    """A model of 2 ms whose others have more requests than they can serve: its runs take as long as beside loops."""
+    models = 1 + max(max(others) for others in effects)
+    case = Case([rate_per_s] + [5000.0] * (models - 1), [1] * models, [np.array([2.0])] + [np.array([3.0])] * (models - 1),
+                beside(effects, models))
+    return tuple(served([case], np.random.default_rng(4))[0])
+
+
+def test_beside_others_that_are_always_busy() -> None:
+    model, looped = beside_loops({(0, 1): [1.5]}, 100.0)
     assert model.run_ms == pytest.approx(3.0, rel=1e-3)
     assert model.mean_ms == pytest.approx(3.0 * (1.0 + 0.3 / 1.4), rel=0.03)
     assert (model.stable, looped.stable) == (True, False)
-
-
-def test_several_others_together() -> None:
-    """Beside both others a run takes 2.5 times as long, which is not the sum of what each of them adds."""
-    slowdowns = beside({(0, 1): [1.5], (0, 2): [1.25], (0, 1, 2): [2.5]}, 3)
-    case = Case([50.0, 5000.0, 5000.0], [1, 1, 1], [np.array([2.0])] * 3, slowdowns)
-    assert served([case], np.random.default_rng(5))[0][0].run_ms == pytest.approx(5.0, rel=1e-3)
+    by_turns = beside_loops({(0, 1): [1.0, 3.0]}, 1.0)[0]  # 4 ms in the mean, and the slow runs decide p95
+    assert by_turns.run_ms == pytest.approx(4.0, rel=0.03)
+    assert [by_turns.percentile_ms(percent) for percent in (25, 95)] == pytest.approx([2.0, 6.0], rel=0.01)
+    of_three = beside_loops({(0, 1): [1.5], (0, 2): [1.25], (0, 1, 2): [2.5]}, 50.0)[0]
+    assert of_three.run_ms == pytest.approx(5.0, rel=1e-3)  # not the sum of what each of them adds
 
 
 @pytest.mark.parametrize(("pace", "slowdown"), [(1.0, 2.0), (SLOWER, 1.5), (SLOWER**0.5, 1.75), (0.6, 2.5), (3.0, 1.25)])

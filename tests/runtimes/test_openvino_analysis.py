@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper
 from onnx.reference import ReferenceEvaluator
+from onnx_files import saved
 from optional_packages import needs
 
 from hase.kernel_model.building.dummy_data import dummy_inputs
@@ -27,17 +28,6 @@ WEIGHTS = np.random.default_rng(0)
 @pytest.fixture(autouse=True)
 def _openvino() -> None:
     needs("openvino", "requirements-openvino.txt")
-
-
-def saved(path: Path, nodes: list[onnx.NodeProto], inputs: dict[str, list[int | str]],
-          outputs: dict[str, list[int | str]], weights: dict[str, np.ndarray]) -> Path:
-    """A model with float inputs and outputs in a file."""
-    graph = helper.make_graph(
-        nodes, "graph", [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in inputs.items()],
-        [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in outputs.items()],
-        [numpy_helper.from_array(value, name) for name, value in weights.items()])
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), path)
-    return path
 
 
 def floats(*shape: int) -> np.ndarray:
@@ -59,8 +49,9 @@ def residual(folder: Path, side: int = 32) -> Path:
 
 
 def types(record: ModelRecord) -> list[str]:
-    """The types of the kernels that take time, in the order in which they run."""
-    return [record.kernel_of(node).type for node in record.nodes if record.kernel_of(node).moves_data]
+    """The types of the kernels that take time, in the order in which they run; without copies."""
+    kernels = [record.kernel_of(node) for node in record.nodes]
+    return [kernel.type for kernel in kernels if kernel.moves_data and kernel.type != "Reorder"]
 
 
 def check_whole(record: ModelRecord, model: Path) -> None:
@@ -81,9 +72,7 @@ def check_whole(record: ModelRecord, model: Path) -> None:
 def test_fused_kernels_have_the_types_of_their_operators(tmp_path: Path) -> None:
     model = residual(tmp_path)
     record = parse(model).record
-    kernel_types = types(record)
-    without_copies = [name for name in kernel_types if name != "Reorder"]
-    assert without_copies == ["Conv_Relu", "Conv_Add_Relu", "GlobalAveragePool", "MatMul_Add"]
+    assert types(record) == ["Conv_Relu", "Conv_Add_Relu", "GlobalAveragePool", "MatMul_Add"]
     check_whole(record, model)
     conv = next(record.kernel_of(node) for node in record.nodes if record.kernel_of(node).type == "Conv_Add_Relu")
     assert (conv.op_type, conv.domain, conv.attributes["kernel_shape"]) == ("Conv", DOMAIN, [3, 3])
@@ -91,6 +80,13 @@ def test_fused_kernels_have_the_types_of_their_operators(tmp_path: Path) -> None
     assert [part["op_type"] for part in conv.attributes[NODES]] == ["Conv", "Add", "Relu"]
     assert record.flavour.name == f"{record.flavour.device}-{record.flavour.instruction_set}-openvino" \
                                   f"{record.flavour.runtime_version}-fused"
+    # a convolution reads and writes channels last on this CPU; copies to other layouts are separate kernels
+    for node in (node for node in record.nodes if record.kernel_of(node).type == "Reorder"):
+        kernel = record.kernel_of(node)
+        assert (kernel.op_type, node.origins) == ("Transpose", ())
+        assert kernel.bytes_read == kernel.bytes_written == 16 * 32 * 32 * 4
+        readers = [candidate for candidate in record.nodes if node.outputs[0] in candidate.inputs]
+        assert [record.kernel_of(reader).op_type for reader in readers] == ["Conv"]
 
 
 def test_a_kernel_has_one_id_in_all_models(tmp_path: Path) -> None:
@@ -108,39 +104,30 @@ def test_a_kernel_has_one_id_in_all_models(tmp_path: Path) -> None:
     assert first.kernels.keys() == second.kernels.keys()
 
 
-def test_parts_of_one_node_are_one_kernel(tmp_path: Path) -> None:
-    """OpenVINO normalises in one layer, which has no node's name, and scales in another."""
-    nodes = [helper.make_node("LayerNormalization", ["x", "scale", "bias"], ["n"]),
-             helper.make_node("MatMul", ["n", "w"], ["y"])]
-    model = saved(tmp_path / "norm.onnx", nodes, {"x": [1, 64, 256]}, {"y": [1, 64, 128]},
-                  {"scale": floats(256), "bias": floats(256), "w": floats(256, 128)})
-    parsed = parse(model)
-    assert types(parsed.record) == ["LayerNormalization", "MatMul"]
-    assert len(parsed.layers[0]) >= 2
-    check_whole(parsed.record, model)
+NORMALISED = [helper.make_node("LayerNormalization", ["x", "scale", "bias"], ["n"]),
+              helper.make_node("MatMul", ["n", "w"], ["y"])]
+SHUFFLE = [helper.make_node("Conv", ["x", "w"], ["c"]), helper.make_node("Reshape", ["c", "five"], ["g"]),
+           helper.make_node("Transpose", ["g"], ["t"], perm=[0, 2, 1, 3, 4]),
+           helper.make_node("Reshape", ["t", "four"], ["s"]), helper.make_node("Conv", ["s", "w"], ["y"])]
+GATE = [helper.make_node("Conv", ["x", "w"], ["c"]), helper.make_node("Sigmoid", ["c"], ["y"])]
 
 
-def test_a_shuffle_is_one_kernel_of_three_nodes(tmp_path: Path) -> None:
-    nodes = [helper.make_node("Conv", ["x", "w"], ["c"]), helper.make_node("Reshape", ["c", "five"], ["g"]),
-             helper.make_node("Transpose", ["g"], ["t"], perm=[0, 2, 1, 3, 4]),
-             helper.make_node("Reshape", ["t", "four"], ["s"]), helper.make_node("Conv", ["s", "w"], ["y"])]
-    model = saved(tmp_path / "shuffle.onnx", nodes, {"x": [1, 64, 28, 28]}, {"y": [1, 64, 28, 28]},
-                  {"w": floats(64, 64, 1, 1), "five": np.array([1, 2, 32, 28, 28]), "four": np.array([1, 64, 28, 28])})
+@pytest.mark.parametrize(("nodes", "x", "y", "weights", "kernel_types"), [
+    # OpenVINO normalises in one layer, which has no node's name, and scales in another
+    pytest.param(NORMALISED, [1, 64, 256], [1, 64, 128], {"scale": floats(256), "bias": floats(256), "w": floats(256, 128)},
+                 ["LayerNormalization", "MatMul"], id="parts of one node are one kernel"),
+    pytest.param(SHUFFLE, [1, 64, 28, 28], [1, 64, 28, 28],
+                 {"w": floats(64, 64, 1, 1), "five": np.array([1, 2, 32, 28, 28]), "four": np.array([1, 64, 28, 28])},
+                 ["Conv", "Transpose", "Conv"], id="a shuffle is one kernel of three nodes"),
+    # as in a network that weights its channels: the sigmoid has more operations
+    pytest.param(GATE, [1, 4, 1, 1], [1, 96, 1, 1], {"w": floats(96, 4, 1, 1)}, ["Conv_Sigmoid"],
+                 id="a small convolution counts more than a large activation")])
+def test_which_nodes_form_a_kernel(nodes: list[onnx.NodeProto], x: list[int], y: list[int], weights: dict[str, np.ndarray],
+                                   kernel_types: list[str], tmp_path: Path) -> None:
+    model = saved(tmp_path / "model.onnx", nodes, {"x": x}, {"y": y}, weights)
     record = parse(model).record
-    assert [name for name in types(record) if name != "Reorder"] == ["Conv", "Transpose", "Conv"]
+    assert types(record) == kernel_types
     check_whole(record, model)
-
-
-def test_copies_to_other_layouts_are_separate_kernels(tmp_path: Path) -> None:
-    """A convolution reads and writes channels last on this CPU; the first one's input is copied to it."""
-    record = parse(residual(tmp_path)).record
-    reorders = [node for node in record.nodes if record.kernel_of(node).type == "Reorder"]
-    for node in reorders:
-        kernel = record.kernel_of(node)
-        assert (kernel.op_type, node.origins) == ("Transpose", ())
-        assert kernel.bytes_read == kernel.bytes_written == 16 * 32 * 32 * 4
-        readers = [candidate for candidate in record.nodes if node.outputs[0] in candidate.inputs]
-        assert [record.kernel_of(reader).op_type for reader in readers] == ["Conv"]
 
 
 def test_sizes_that_are_computed_are_folded(tmp_path: Path) -> None:
@@ -152,18 +139,14 @@ def test_sizes_that_are_computed_are_folded(tmp_path: Path) -> None:
                   {"zero": np.array(0), "axes": np.array([0]), "rest": np.array([-1]), "w": floats(128, 10)})
     record = parse(model, {"batch": 3}).record
     assert record.model == "sizes@batch=3"
-    assert {"Relu", "MatMul"} == set(types(record))
-    product = next(kernel for kernel in record.kernels.values() if kernel.op_type == "MatMul")
-    assert product.flops == 2 * 3 * 128 * 10
+    assert set(types(record)) == {"Relu", "MatMul"}
+    assert [kernel.flops for kernel in record.kernels.values() if kernel.op_type == "MatMul"] == [2 * 3 * 128 * 10]
     with pytest.raises(UserError, match="batch"):
         parse(model)
-
-
-def test_a_small_convolution_counts_more_than_a_large_activation(tmp_path: Path) -> None:
-    """As in a network that weights its channels: the sigmoid has more operations."""
-    nodes = [helper.make_node("Conv", ["x", "w"], ["c"]), helper.make_node("Sigmoid", ["c"], ["y"])]
-    model = saved(tmp_path / "gate.onnx", nodes, {"x": [1, 4, 1, 1]}, {"y": [1, 96, 1, 1]}, {"w": floats(96, 4, 1, 1)})
-    assert [name for name in types(parse(model).record) if name != "Reorder"] == ["Conv_Sigmoid"]
+    model = saved(tmp_path / "unknown.onnx", [helper.make_node("NoSuchOperator", ["x"], ["y"], domain="nowhere")],
+                  {"x": [1, 4]}, {"y": [1, 4]}, {})
+    with pytest.raises(UserError, match="unknown: OpenVINO can't take this model"):
+        parse(model)
 
 
 @pytest.mark.slow
@@ -188,10 +171,3 @@ def test_a_record_is_written_with_its_origin(tmp_path: Path) -> None:
     assert (record.group, record.collection) == ("resnet", "zoo")
     with pytest.raises(UserError, match="device cuda: OpenVINO is supported on cpu only"):
         runtime.write_records(workspace, tmp_path / "residual.onnx", "cuda", {}, True, ModelOrigin())
-
-
-def test_what_openvino_lacks_is_an_error_that_names_the_model(tmp_path: Path) -> None:
-    nodes = [helper.make_node("NoSuchOperator", ["x"], ["y"], domain="nowhere")]
-    model = saved(tmp_path / "unknown.onnx", nodes, {"x": [1, 4]}, {"y": [1, 4]}, {})
-    with pytest.raises(UserError, match="unknown: OpenVINO can't take this model"):
-        parse(model)

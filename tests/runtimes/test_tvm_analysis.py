@@ -7,17 +7,17 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-import onnx
 import onnxruntime
 import pytest
 import torch
 from command import run_script
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper
+from onnx_files import saved
 from optional_packages import needs
 
 from hase.graph_model.simulation.dag import build_dag, longest_path
 from hase.records.kernel_record_files import read_index, read_model_record, read_model_records, record_path
-from hase.records.operators import VIEWS, furthest_from_linear, linearity_class, network_kind, network_scale
+from hase.records.operators import VIEWS
 from hase.runtimes.tvm.compiling import (
     FUSED,
     UNFUSED,
@@ -28,7 +28,7 @@ from hase.runtimes.tvm.compiling import (
     read_function,
     tvm_flavour,
 )
-from hase.runtimes.tvm.lowering import lower, onnx_name, operator_of_function, relax_of_torch
+from hase.runtimes.tvm.lowering import lower, onnx_name, relax_of_torch
 from hase.runtimes.tvm.recording import TvmModel, graph_of, parse, write_parsed
 from hase.utils.errors import UserError
 from hase.utils.lazy import tvm
@@ -38,22 +38,15 @@ from hase.utils.paths import Workspace
 def residual(path: Path) -> Path:
     """Convolutions (one depthwise), Relu, a sum, a pool, a product and a softmax; dimension `batch` is open."""
     numbers = np.random.default_rng(0)
-
-    def weight(name: str, *shape: int) -> onnx.TensorProto:
-        return numpy_helper.from_array(numbers.standard_normal(shape).astype(np.float32) / 8, name)
-
     nodes = [helper.make_node("Conv", ["x", "w1", "b1"], ["c1"], pads=[1, 1, 1, 1]), helper.make_node("Relu", ["c1"], ["r1"]),
              helper.make_node("Conv", ["r1", "w2"], ["c2"], pads=[1, 1, 1, 1], group=8),
              helper.make_node("Add", ["r1", "c2"], ["s"]),
              helper.make_node("MaxPool", ["s"], ["p"], kernel_shape=[2, 2], strides=[2, 2]),
              helper.make_node("Flatten", ["p"], ["f"]), helper.make_node("Gemm", ["f", "w3", "b3"], ["g"]),
              helper.make_node("Softmax", ["g"], ["y"], axis=-1)]
-    graph = helper.make_graph(
-        nodes, "residual", [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 3, 16, 16])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 10])],
-        [weight("w1", 8, 3, 3, 3), weight("b1", 8), weight("w2", 8, 1, 3, 3), weight("w3", 512, 10), weight("b3", 10)])
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10), path)
-    return path
+    return saved(path, nodes, {"x": ["batch", 3, 16, 16]}, {"y": ["batch", 10]}, {
+        name: numbers.standard_normal(shape).astype(np.float32) / 8
+        for name, shape in (("w1", (8, 3, 3, 3)), ("b1", 8), ("w2", (8, 1, 3, 3)), ("w3", (512, 10)), ("b3", 10))})
 
 
 @pytest.fixture(scope="module")
@@ -67,12 +60,16 @@ def parsed(model: Path) -> dict[str, TvmModel]:
     return parse(model, {"batch": 2})
 
 
+@pytest.mark.slow
 def test_operators_and_kernels(parsed: dict[str, TvmModel]) -> None:
     unfused, fused = (parsed[level].record for level in (UNFUSED, FUSED))
     assert [unfused.kernel_of(node).type for node in unfused.nodes] == [
         "Conv", "Add", "Relu", "Conv", "Add", "MaxPool", "Reshape", "MatMul", "Add", "Softmax"]
     assert [fused.kernel_of(node).type for node in fused.nodes] == [
         "Conv_Add_Relu", "Conv_Add", "MaxPool", "Reshape", "MatMul_Add", "Softmax"]
+    before, after = (Counter(name for node in record.nodes for name in record.kernel_of(node).attributes["operators"]
+                             if onnx_name(name) not in VIEWS) for record in (unfused, fused))
+    assert before == after  # no operator is lost
     first, second = (fused.kernel_of(node) for node in fused.nodes[:2])
     assert (first.attributes["kernel_shape"], first.attributes["pads"]) == ([3, 3], [1, 1, 1, 1])
     assert (second.attributes["group"], second.outputs[0].shape) == (8, (2, 8, 16, 16))
@@ -82,28 +79,20 @@ def test_operators_and_kernels(parsed: dict[str, TvmModel]) -> None:
     assert (fused.flavour.runtime, fused.flavour.optimization) == ("tvm", FUSED)
 
 
-def test_no_operator_is_lost(parsed: dict[str, TvmModel]) -> None:
-    """The fused kernels have the same operators, except for renamed tensors."""
-    unfused, fused = (parsed[level].record for level in (UNFUSED, FUSED))
-    before = Counter(name for node in unfused.nodes for name in unfused.kernel_of(node).attributes["operators"])
-    after = Counter(name for node in fused.nodes for name in fused.kernel_of(node).attributes["operators"])
-    views = {name for name in before if onnx_name(name) in VIEWS}
-    assert {name: count for name, count in before.items() if name not in views} == {
-        name: count for name, count in after.items() if name not in views}
-
-
+@pytest.mark.slow
 def test_kernels_are_in_the_order_of_their_tensors(parsed: dict[str, TvmModel]) -> None:
     for level in (UNFUSED, FUSED):
-        dag = build_dag(parsed[level].record)
-        assert dag.number_of_nodes() == len(parsed[level].record.nodes)
-        made = set(parsed[level].record.inputs)
-        for node in parsed[level].record.nodes:
+        record = parsed[level].record
+        assert build_dag(record).number_of_nodes() == len(record.nodes)
+        made = set(record.inputs)
+        for node in record.nodes:
             assert {name for name in node.inputs if name} <= made
             made |= set(node.outputs)
-    length, path = longest_path(build_dag(parsed[FUSED].record), {node.name: 1.0 for node in parsed[FUSED].record.nodes})
+    length, path = longest_path(build_dag(record), {node.name: 1.0 for node in record.nodes})
     assert length == len(path) == 6
 
 
+@pytest.mark.slow
 def test_kernels_in_a_row_compute_the_same_as_onnx_runtime(parsed: dict[str, TvmModel], model: Path) -> None:
     """The records name the right functions and tensors: run in this order, they give the model's output."""
     graph, main = parsed[FUSED].graph, parsed[FUSED].lowered.module["main"]
@@ -128,25 +117,25 @@ def test_kernels_in_a_row_compute_the_same_as_onnx_runtime(parsed: dict[str, Tvm
     np.testing.assert_allclose(tensors[graph.outputs[0]], expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_kernels_of_one_kind_have_one_id_and_a_function_on_disk(parsed: dict[str, TvmModel], model: Path,
                                                                 tmp_path: Path) -> None:
-    workspace = Workspace(tmp_path)
+    workspace, fused = Workspace(tmp_path), parsed[FUSED]
     write_parsed(workspace, parsed)
-    parsed_again = parse(model, {"batch": 2})
-    assert parsed_again[FUSED].record == parsed[FUSED].record
+    assert parse(model, {"batch": 2})[FUSED].record == fused.record
     of_batch_3 = parse(model, {"batch": 3})[FUSED].record
-    assert not set(of_batch_3.kernels) & {name for name, kernel in parsed[FUSED].record.kernels.items() if kernel.moves_data}
-    for name, function in parsed[FUSED].graph.functions.items():
-        path = function_path(workspace, parsed[FUSED].record.flavour, name)
-        assert hash_of(read_function(path)) == hash_of(function) == parsed[FUSED].record.kernels[name].attributes["function"]
-    [record] = read_model_records(workspace, tvm_flavour())
-    assert record == parsed[FUSED].record
+    assert not set(of_batch_3.kernels) & {name for name, kernel in fused.record.kernels.items() if kernel.moves_data}
+    for name, function in fused.graph.functions.items():
+        path = function_path(workspace, fused.record.flavour, name)
+        assert hash_of(read_function(path)) == hash_of(function) == fused.record.kernels[name].attributes["function"]
+    assert read_model_records(workspace, tvm_flavour()) == [fused.record]
     path.write_text("{")
     with pytest.raises(UserError, match="not a function of this TVM"):
         read_function(path)
 
 
-def test_the_command(model: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_the_command(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needs("tvm", "requirements-tvm.txt")
     done = run_script("runtimes/tvm/relax_parser.py", "--model", model, "--dim", "batch=1,4", "--workspace", tmp_path, "--json")
     assert done.returncode == 0, done.stderr
@@ -155,55 +144,27 @@ def test_the_command(model: Path, tmp_path: Path) -> None:
         ("residual@batch=1", 10, 6, "convolutional"), ("residual@batch=4", 10, 6, "convolutional")]
     index = read_index(Workspace(tmp_path).kernel_records / tvm_flavour(level=UNFUSED).name / "index.json")
     assert set(index.kernels) == {"Conv", "Add", "Relu", "MaxPool", "Reshape", "MatMul", "Softmax"}
-
-
-def test_a_model_that_tvm_cannot_read_is_an_error_of_one_line(tmp_path: Path) -> None:
-    needs("tvm", "requirements-tvm.txt")
-    graph = helper.make_graph([helper.make_node("StringNormalizer", ["x"], ["y"])], "odd",
-                              [helper.make_tensor_value_info("x", TensorProto.STRING, [1])],
-                              [helper.make_tensor_value_info("y", TensorProto.STRING, [1])])
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10), tmp_path / "odd.onnx")
+    odd = saved(tmp_path / "odd.onnx", [helper.make_node("Unheard", ["x"], ["y"])], {"x": [1]}, {"y": [1]}, {})
     with pytest.raises(UserError, match=r"odd: TVM can't take this model apart: .*"):
-        parse(tmp_path / "odd.onnx")
-
-
-def test_without_tvm_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+        parse(odd)
     monkeypatch.setattr("hase.runtimes.tvm.compiling.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install -r requirements-tvm\.txt"):
         check_tvm()
 
 
-def test_classes_of_the_document() -> None:
-    """Fully connected networks have only linear and multiplicative operators; convolutions bring nonlinear ones."""
-    assert [linearity_class(name) for name in ("Add", "Sub", "Mul", "Relu", "MatMul", "Conv", "Softmax")] == [
-        "linear", "linear", "multiplicative", "multiplicative", "multiplicative", "nonlinear", "nonlinear"]
-    assert furthest_from_linear(["Add", "Mul"]) == "multiplicative"
-    assert network_kind(["MatMul", "Add", "Relu", "Softmax"]) == "fully connected"
-    assert network_kind(["Conv", "Add", "Relu", "MaxPool", "MatMul"]) == "convolutional"
-    assert network_kind(["MatMul", "LayerNormalization", "Softmax"]) == "other"
-    assert [network_scale(nodes) for nodes in (1, 50, 51, 150, 151)] == ["small", "small", "medium", "medium", "large"]
-
-
-def test_names() -> None:
-    names = ("relax.nn.conv2d", "relax.add", "relax.nn.adaptive_avg_pool2d", "relax.scatter_nd")
-    assert [onnx_name(name) for name in names] == ["Conv", "Add", "GlobalAveragePool", "ScatterND"]
-    assert [operator_of_function(name) for name in ("conv2d", "add12", "tir_sigmoid", "transpose4", "maximum7")] == [
-        "conv2d", "add", "sigmoid", "permute_dims", "maximum"]
-
-
+@pytest.mark.slow
 def test_pytorch_without_onnx_in_between() -> None:
     """TVM splits the normalisation, and each of its operators keeps its name."""
     needs("tvm", "requirements-tvm.txt")
     network = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU(), torch.nn.Conv2d(4, 2, 1))
     module = relax_of_torch(network.eval(), (torch.ones(1, 3, 8, 8),), "network")
     graph = graph_of("network", lower("network", module)[UNFUSED])
-    types = [graph.kernels[node.kernel_id].type for node in graph.nodes]
-    assert types.count("Conv") == 2
-    assert {"Sub", "Mul", "Add", "Relu"} <= set(types)
-    assert [graph.kernels[node.kernel_id].attributes["kernel_shape"] for node, kind in zip(graph.nodes, types, strict=True)
-            if kind == "Conv"] == [[3, 3], [1, 1]]
+    kernels = [graph.kernels[node.kernel_id] for node in graph.nodes]
+    assert {"Sub", "Mul", "Add", "Relu"} <= {kernel.type for kernel in kernels}
+    assert [kernel.attributes["kernel_shape"] for kernel in kernels if kernel.type == "Conv"] == [[3, 3], [1, 1]]
 
 
+@pytest.mark.slow
 def test_a_program_of_pytorch_is_a_model(workspace: Workspace) -> None:
     """A file of torch.export gives the same kernels as the module, and a wrong one an error of one line."""
     needs("tvm", "requirements-tvm.txt")
@@ -211,17 +172,16 @@ def test_a_program_of_pytorch_is_a_model(workspace: Workspace) -> None:
     workspace.models.mkdir(parents=True, exist_ok=True)
     path = workspace.models / "network.pt2"
     torch.export.save(torch.export.export(network, (torch.ones(1, 3, 8, 8),)), path)
-    done = run_script("runtimes/tvm/relax_parser.py", "--workspace", workspace.root)
+    command = ("runtimes/tvm/relax_parser.py", "--workspace", workspace.root)
+    done = run_script(*command)
     assert done.returncode == 0, done.stderr
     record = read_model_record(record_path(workspace, tvm_flavour(), "network"))
-    assert [tensor.shape for tensor in record.inputs.values()] == [(1, 3, 8, 8)]
-    assert [tensor.shape for tensor in record.outputs.values()] == [(1, 5)]
+    assert [tensor.shape for tensor in (*record.inputs.values(), *record.outputs.values())] == [(1, 3, 8, 8), (1, 5)]
     assert record.weight_bytes == sum(4 * parameter.numel() for parameter in network.parameters())
     assert sum(record.kernel_of(node).flops for node in record.nodes) > 2 * (3 * 9 * 4 * 36 + 144 * 5)
 
-    done = run_script("runtimes/tvm/relax_parser.py", "--workspace", workspace.root, "--model", "network.pt2", "--dim", "n=2")
+    done = run_script(*command, "--model", "network.pt2", "--dim", "n=2")
     assert (done.returncode, "the sizes of a program of PyTorch are fixed, so n can't be set" in done.stderr) == (1, True)
     path.write_bytes(b"no program")
-    done = run_script("runtimes/tvm/relax_parser.py", "--workspace", workspace.root, "--model", "network.pt2")
+    done = run_script(*command, "--model", "network.pt2")
     assert (done.returncode, "network.pt2: no program of PyTorch; write it with torch.export.save" in done.stderr) == (1, True)
-    assert "Traceback" not in done.stderr

@@ -6,23 +6,16 @@ from __future__ import annotations
 import json
 import logging
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 from command import run_script
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper
+from onnx_files import layers, saved
 from optional_packages import needs
-from test_tvm_collection import CONFIG, layers
 
-from hase.benchmark.collecting.collect import collect
-from hase.benchmark.collecting.config import CollectorConfig
-from hase.records.dataset_files import header_path, read_header
-from hase.records.kernel_record_files import update_index
-from hase.runtimes.protocol import RuntimeSetting
 from hase.runtimes.tvm import tune_kernels
 from hase.runtimes.tvm.compiling import (
     FOLDER,
@@ -39,10 +32,8 @@ from hase.runtimes.tvm.compiling import (
     tvm_flavour,
 )
 from hase.runtimes.tvm.recording import TvmModel, parse, parse_at, write_parsed
-from hase.utils import files
-from hase.utils.config import validate
 from hase.utils.errors import UserError
-from hase.utils.fingerprint import WITHOUT_GPU, Target
+from hase.utils.fingerprint import WITHOUT_GPU
 from hase.utils.lazy import tvm
 from hase.utils.paths import Workspace
 
@@ -86,14 +77,10 @@ def test_kernels_and_whole_models_compile_to_code_for_a_gpu(parsed: TvmModel) ->
 
 def excitation(path: Path) -> Path:
     """A channel's mean sets its weight. TVM fuses the product with the convolution before it."""
-    weights = [numpy_helper.from_array(np.full(shape, 0.1, np.float32), name)
-               for name, shape in (("w", (8, 8, 1, 1)), ("b", (8,)))]
     nodes = [helper.make_node("GlobalAveragePool", ["x"], ["mean"]), helper.make_node("Conv", ["mean", "w", "b"], ["c"]),
              helper.make_node("Sigmoid", ["c"], ["share"]), helper.make_node("Mul", ["share", "x"], ["y"])]
-    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [2, 8, 6, 6]) for name in "xy")
-    graph = helper.make_graph(nodes, "excitation", [x], [y], weights)
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10), path)
-    return path
+    return saved(path, nodes, {"x": [2, 8, 6, 6]}, {"y": [2, 8, 6, 6]},
+                 {name: np.full(shape, 0.1, np.float32) for name, shape in (("w", (8, 8, 1, 1)), ("b", 8))})
 
 
 def test_a_rule_that_fails_leaves_the_function_to_the_next_one(tmp_path: Path) -> None:
@@ -144,14 +131,6 @@ def test_all_kernels_and_models_are_compiled_ahead(tmp_path: Path) -> None:
     assert f"{function.name}: {function}: not a function of this TVM" in failed.stderr
 
 
-def test_without_a_gpu_its_architecture_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    needs("tvm", "requirements-tvm.txt")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    done = run_script("runtimes/tvm/cuda_compiler.py")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert re.search(f"error: {NO_GPU}", done.stderr)
-
-
 def test_schedules_are_searched_for_a_gpu(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each trial is compiled to machine code; its time is drawn, since there is no GPU. The first trial fails when it runs."""
     graph = parse(model, device="cuda")[FUSED].graph
@@ -178,37 +157,11 @@ def test_schedules_are_searched_for_a_gpu(model: Path, tmp_path: Path, monkeypat
 
 
 def test_without_a_gpu_nothing_runs_on_one(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(WITHOUT_GPU, "1")
+    """And its architecture must be named to compile for it."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    done = run_script("runtimes/tvm/cuda_compiler.py")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.search(f"error: {NO_GPU}", done.stderr)
+    monkeypatch.setenv(WITHOUT_GPU, "1")
     with pytest.raises(UserError, match=NO_GPU):
         target_to_run_on("cuda")
-
-
-def test_a_gpu_is_a_target_that_is_learned_and_predicted(tmp_path: Path) -> None:
-    """The times are those of this CPU, since there is no GPU."""
-    needs("tvm", "requirements-tvm.txt")
-    workspace, widths = Workspace(tmp_path), (64, 96, 128, 160, 192, 256)
-    workspace.models.mkdir(parents=True)
-    for width in widths:
-        path = layers(workspace.models / f"wide{width}.onnx", 3, width)
-        for device in ("cpu", "cuda"):
-            write_parsed(workspace, parse(path, device=device))
-    for device in ("cpu", "cuda"):
-        update_index(workspace, tvm_flavour(device))
-    measured = workspace.dataset(str(collect(workspace, validate(CONFIG, CollectorConfig, "test"))["target"]))
-    gpu = Target(device_name="NVIDIA made up", flavour=tvm_flavour("cuda"))
-    assert RuntimeSetting.of(gpu, workspace.kernel_onnx) == RuntimeSetting(
-        level=FUSED, kernels=str(workspace.kernel_onnx / gpu.flavour.name))
-    folder = workspace.dataset(gpu.name)
-    shutil.copytree(measured, folder)
-    files.write_json(header_path(folder), read_header(measured).model_copy(update={"target": gpu}))
-    for script in ("training/train_kernel_model.py", "training/fit_composition.py"):
-        done = run_script(script, "--workspace", workspace.root, "--target", gpu.name)
-        assert done.returncode == 0, done.stderr
-    done = run_script("inference/predict_model_latency.py", "--workspace", workspace.root, "--target", gpu.name,
-                      "--model", "wide256.onnx", "--json")
-    assert done.returncode == 0, done.stderr
-    [answer] = json.loads(done.stdout)
-    assert answer["flavour"] == tvm_flavour("cuda").name
-    low_ms, high_ms = answer["interval_ms"]
-    assert 0 < low_ms < answer["latency_ms"] < high_ms

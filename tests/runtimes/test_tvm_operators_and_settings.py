@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from command import run_script
+from command import printed
 from conftest import small_model
 from optional_packages import needs
 
@@ -26,6 +26,7 @@ from hase.runtimes import flavour_of
 from hase.runtimes.tvm.compiling import tvm_flavour
 from hase.runtimes.tvm.operator_sampler import DRAWS, OperatorSizes, sample
 from hase.training.kernels.left_out_tables import ENVIRONMENT_FEATURES, setting_error_rows, settings_of
+from hase.utils import files
 from hase.utils.config import validate
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import Target
@@ -40,31 +41,26 @@ SETTINGS = ((1, 1), (2, 1), (1, 0))
 
 def test_draws_stay_within_the_bounds() -> None:
     numbers = np.random.default_rng(0)
-    for draw in DRAWS.values():
-        for _ in range(10):
-            model = draw(SMALL, numbers)
-            tensors = (*model.graph.input, *model.graph.output)
-            shapes = [[dim.dim_value for dim in tensor.type.tensor_type.shape.dim] for tensor in tensors]
-            assert all(shapes)
-            assert max(max(shape) for shape in shapes) <= 32
-            assert len(model.graph.node) <= 3
+    for model in (draw(SMALL, numbers) for draw in DRAWS.values() for _ in range(10)):
+        shapes = [[dim.dim_value for dim in tensor.type.tensor_type.shape.dim]
+                  for tensor in (*model.graph.input, *model.graph.output)]
+        assert all(shapes)
+        assert max(max(shape) for shape in shapes) <= 32
+        assert len(model.graph.node) <= 3
     with pytest.raises(UserError, match="side: the smallest size comes first"):
         validate({"side": [9, 3]}, OperatorSizes, "sizes.yaml")
 
 
 def test_the_environment_of_this_machine(tmp_path: Path) -> None:
     """Caches and limits are read from files in Linux's form."""
-    for index, (level, kind, size) in enumerate((("1", "Data", "32K"), ("1", "Instruction", "64K"), ("2", "Unified", "1M"))):
-        folder = tmp_path / f"index{index}"
-        folder.mkdir()
-        for name, text in (("level", level), ("type", kind), ("size", size)):
-            (folder / name).write_text(text + "\n")
-    assert cache_kib(tmp_path) == {1: 32, 2: 1024}
-    assert cache_kib(tmp_path / "none") == {}
-    (tmp_path / "memory.max").write_text(f"{512 * 2**20}\n")
-    assert container_limit_mib(tmp_path / "memory.max") == 512
-    (tmp_path / "memory.max").write_text("max\n")
-    assert container_limit_mib(tmp_path / "memory.max") is None
+    limit = tmp_path / "memory.max"
+    for index, cache in enumerate((("1", "Data", "32K"), ("1", "Instruction", "64K"), ("2", "Unified", "1M"))):
+        for name, text in zip(("level", "type", "size"), cache, strict=True):
+            files.write_text(tmp_path / f"index{index}" / name, text + "\n")
+    assert (cache_kib(tmp_path), cache_kib(tmp_path / "none")) == ({1: 32, 2: 1024}, {})
+    for text, limit_mib in ((f"{512 * 2**20}\n", 512), ("max\n", None)):
+        limit.write_text(text)
+        assert container_limit_mib(limit) == limit_mib
     target = Target(device_name="x", flavour=flavour_of("cpu"), threads=3, cores=1)
     environment = current_environment(target, limit_mib=100)
     assert (environment.threads, environment.cores, environment.memory_limit_mib) == (3, 1, 100)
@@ -119,27 +115,20 @@ def test_drawn_kernels_are_measured_under_each_setting(settings: Workspace) -> N
 
 
 def test_each_setting_is_left_out_once(settings: Workspace, tmp_path: Path) -> None:
-    config = tmp_path / "training.yaml"
-    config.write_text("folds: 2\nxgboost: {trees: 30}\nforest: {trees: 3}\n")
-    done = run_script("training/held_out.py", "--by", "setting", "--workspace", settings.root, "--config", config, "--json")
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)
+    (tmp_path / "training.yaml").write_text("folds: 2\nxgboost: {trees: 30}\nforest: {trees: 3}\n")
+    rows = json.loads(printed("training/held_out.py", "--by", "setting", "--workspace", settings.root, "--config",
+                              tmp_path / "training.yaml", "--json"))
     assert sorted((row["threads"], row["cores"]) for row in rows) == sorted(SETTINGS)
     assert {row["kernels"] for row in rows} == {"known"}
     assert {row["learned_from"] for row in rows} == {2 * rows[0]["count"]}
     assert all(0 < row["median_%"] < math.inf for row in rows)
     with pytest.raises(UserError, match="0 settings of level tuned were measured"):
         settings_of(settings, "tuned")
-
-
-def test_kernels_that_no_other_setting_has_are_a_separate_row(settings: Workspace) -> None:
-    """Their error is not only the setting's."""
-    rows_of = settings_of(settings, "fused")
+    rows_of = settings_of(settings, "fused")  # kernels that no other setting has: their error is not only the setting's
     complete, *partial = rows_of
     for name in partial:
         rows_of[name] = rows_of[name].rows(np.arange(len(rows_of[name])) < 5)
-    config = TrainingConfig(folds=2)
-    known, new = setting_error_rows(rows_of, complete, config)
+    known, new = setting_error_rows(rows_of, complete, TrainingConfig(folds=2))
     measured_elsewhere = {kernel for name in partial for kernel in rows_of[name].ids}
     assert (known["kernels"], known["count"]) == ("known", len(measured_elsewhere & set(rows_of[complete].ids)))
     assert (new["kernels"], new["count"]) == ("new", len(rows_of[complete]) - known["count"])
