@@ -16,7 +16,6 @@ from hase.ort_analysis.cuda.kernel_choice import (
     PRODUCT_FEATURES,
     RECURRENT_FEATURES,
     VERSION,
-    DecisionTree,
     SlowLaunches,
     is_slow_to_launch,
     product_numbers,
@@ -42,27 +41,16 @@ def lstm(rows: int, hidden: int, directions: int = 1, dtype: str = "float32") ->
     return recurrent_layer("LSTM", dtype, 50, rows, hidden, hidden, directions)
 
 
-def test_numbers_of_a_product() -> None:
+def test_numbers_of_a_product_and_of_a_recurrent_layer() -> None:
     assert dict(zip(PRODUCT_FEATURES, product_numbers(gemm(48, 1000, 512)) or (), strict=True)) == {
         "matrices": 1, "m": 48, "n": 1000, "k": 512, "transposed": 2, "element_bytes": 4, "m_alignment": 16, "n_alignment": 8,
         "k_alignment": 64}
     batched = kernel("MatMul", [tensor("float16", 2, 8, 49, 64), tensor("float16", 2, 8, 64, 49)], [(2, 8, 49, 49)])
     assert (product_numbers(batched) or ())[:6] == (16, 49, 49, 64, 0, 2)
-
-
-@pytest.mark.parametrize("other", [
-    kernel("Relu", [tensor("float32", 8, 64)], [(8, 64)]),
-    kernel("Einsum", [tensor("float32", 8, 64), tensor("float32", 64, 8)], [(8, 8)], equation="ij,jk->ik"),
-    kernel("MatMul", [tensor("float32", 64), tensor("float32", 64, 8)], [(8,)]),
-    lstm(1, 64),
-], ids=["no product", "planned first", "a vector", "recurrent"])
-def test_no_numbers_of_a_product(other: Kernel) -> None:
-    assert product_numbers(other) is None
-
-
-def test_numbers_of_a_recurrent_layer() -> None:
-    numbers = recurrent_numbers(lstm(16, 128, directions=2))
-    assert dict(zip(RECURRENT_FEATURES, numbers or (), strict=True)) == {
+    planned = kernel("Einsum", [tensor("float32", 8, 64), tensor("float32", 64, 8)], [(8, 8)], equation="ij,jk->ik")
+    of_a_vector = kernel("MatMul", [tensor("float32", 64), tensor("float32", 64, 8)], [(8,)])
+    assert [product_numbers(other) for other in (planned, of_a_vector, lstm(1, 64))] == [None] * 3
+    assert dict(zip(RECURRENT_FEATURES, recurrent_numbers(lstm(16, 128, directions=2)) or (), strict=True)) == {
         "rows": 16, "hidden_size": 128, "columns": 512, "directions": 2, "element_bytes": 4, "rows_times_columns": 8192}
     assert recurrent_numbers(gemm(16, 128, 128)) is None
 
@@ -76,12 +64,6 @@ def test_numbers_of_a_recurrent_layer() -> None:
 ])
 def test_what_ran_on_an_h200(layer: Kernel, expected: bool) -> None:
     assert is_slow_to_launch(layer) is expected
-
-
-def test_a_tree_answers() -> None:
-    tree = DecisionTree(feature=(1, -1, 0, -1, -1), threshold=(2.0, 0.0, 10.0, 0.0, 0.0), left=(1, -1, 3, -1, -1),
-                        right=(2, -1, 4, -1, -1), slow=(False, False, False, True, False))
-    assert [tree.answer(numbers) for numbers in ((5.0, 2.0), (10.0, 3.0), (10.5, 3.0))] == [False, True, False]
 
 
 @pytest.mark.parametrize(("names", "expected"), [
