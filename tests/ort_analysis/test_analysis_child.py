@@ -103,12 +103,10 @@ def test_models_made_to_do_harm(make: Callable[[], onnx.ModelProto], message: st
 @pytest.mark.slow
 def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_analyst: Analyst) -> None:
     """Constants that are folded for hours meet the limit of time, and large ones that of memory. The next model is read."""
-    monkeypatch.setattr(analysis, "LIMIT_S", 3.0)
+    monkeypatch.setattr(analysis, "LIMIT_S", 1.0)
     slow = saved(folded(), tmp_path / "slow.onnx")
-    began_s = time.monotonic()
-    with pytest.raises(UserError, match=r"slow.onnx: its analysis was ended: no answer within 3 s; if you trust this model"):
+    with pytest.raises(UserError, match=r"slow.onnx: its analysis was ended: no answer within 1 s; if you trust this model"):
         analysis.graph_of(slow, "cpu", {}, True)
-    assert time.monotonic() - began_s < 10
     monkeypatch.setattr(analysis, "LIMIT_S", 50.0)
     monkeypatch.setattr(analysis, "LIMIT_MIB", 300.0)
     with pytest.raises(UserError, match=r"slow.onnx: its analysis was ended: it took more than 0.3 GiB of memory"):

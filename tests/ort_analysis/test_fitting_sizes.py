@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+from command import run_script
 from small_graphs import CONTRIB, FLOAT, INT32, model, node, unranked, value
 
 from hase.inference.prediction.sources import record_of
 from hase.ort_analysis.graph.analysis import analyze
 from hase.runtimes import flavour_of
 from hase.utils.errors import UserError
-from hase.utils.paths import ROOT
 
 QKV = {"wq": (256, 256), "wk": (256, 128), "wv": (256, 128)}
 PROJECTIONS: list[Any] = [("MatMul", ["x", f"w{name}"], [name], {}) for name in "qkv"]
@@ -110,11 +108,11 @@ def test_the_command_says_the_whole_command(tmp_path: Path) -> None:
     onnx.save(fitting(name), tmp_path / "two words.onnx")
     words = ["inference/predict_model_latency.py", "--model", str(tmp_path / "two words.onnx"), "--target", "nvidia-h200",
              "--quiet"]
-    refused = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    refused = run_script(*words)
     assert (refused.returncode, len(refused.stderr.splitlines())) == (1, 1)
     said, _, whole = refused.stderr.strip().partition(": python ")
     assert re.search(r"\d dimensions are open \(\w+ and \d more\); give their sizes$", said)
     assert shlex.split(whole)[:len(words)] == words
-    again = subprocess.run([sys.executable, *shlex.split(whole)], cwd=ROOT, capture_output=True, text=True, check=False)
+    again = run_script(*shlex.split(whole))
     assert (again.returncode, again.stderr) == (0, "")
     assert f"head={MODELS[name][-1]['head']}" in again.stdout

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from command import printed, run_script
+from command import run_script
 from conftest import TORCH_BATCH, TORCH_MODELS, small_model, torch_model
 from onnx import helper, numpy_helper
 from small_graphs import constant, model, node, value
@@ -51,40 +51,27 @@ def kernels_of(record: ModelRecord, kernel_type: str) -> list[Kernel]:
     return [kernel for kernel in record.kernels.values() if kernel.type == kernel_type]
 
 
-# what was fused ----------------------------------------------------------------------------------------------------------
-
 @pytest.mark.slow
-def test_resnet18_on_the_cpu(records: dict[tuple[str, str], ModelRecord]) -> None:
+def test_what_is_fused_in_a_resnet(torch_models: dict[str, Path], records: dict[tuple[str, str], ModelRecord]) -> None:
+    """By name: the Add and Relu in a fused node are those that follow its Conv in the exported model. On CUDA, the counts are
+    those of the graph that the CUDA provider saves on a GPU."""
     record = records["resnet18", "cpu"]
-    assert origins(record, "Conv_Add_Relu") == [("Conv", "Add", "Relu")] * 8
-    assert origins(record, "Conv_Relu") == [("Conv", "Relu")] * 9
-    assert origins(record, "Conv") == [("Conv",)] * 3
-    assert origins(record, "MaxPool") == [("MaxPool",)]
-    assert origins(record, "Gemm") == [("Gemm",)]
-    sole = [node.origins for node in record.nodes if node.origins]
+    assert {name: origins(record, name) for name in ("Conv_Add_Relu", "Conv_Relu", "Conv", "MaxPool", "Gemm")} == {
+        "Conv_Add_Relu": [("Conv", "Add", "Relu")] * 8, "Conv_Relu": [("Conv", "Relu")] * 9, "Conv": [("Conv",)] * 3,
+        "MaxPool": [("MaxPool",)], "Gemm": [("Gemm",)]}
+    sole = [entry.origins for entry in record.nodes if entry.origins]
     assert len({origin.name for part in sole for origin in part}) == sum(map(len, sole))  # each original node once
-
-
-@pytest.mark.slow
-def test_resnet18_on_cuda_fuses_no_activation(records: dict[tuple[str, str], ModelRecord]) -> None:
-    """The counts are those of the graph that the CUDA provider saves on a GPU."""
-    record = records["resnet18", "cuda"]
-    counts = Counter(origin for types in ("Conv", "Relu", "Add") for origin in origins(record, types))
-    assert record.derived is not has_cuda()
-    assert counts == {("Conv",): 20, ("Relu",): 17, ("Add",): 8}
-
-
-@pytest.mark.slow
-def test_a_fused_node_has_the_add_and_relu_of_its_conv(torch_models: dict[str, Path],
-                                                       records: dict[tuple[str, str], ModelRecord]) -> None:
-    """By name: the Add and Relu in a fused node are those that follow its Conv in the exported model."""
     graph = onnx.load(str(torch_models["resnet18"]), load_external_data=False).graph
     maker, by_name = {made.output[0]: made for made in graph.node}, {made.name: made for made in graph.node}
-    for entry in records["resnet18", "cpu"].nodes:
-        if len(entry.origins) == 3:
-            conv, add, relu = (by_name[origin.name] for origin in entry.origins)
+    for part in sole:
+        if len(part) == 3:
+            conv, add, relu = (by_name[origin.name] for origin in part)
             assert relu.input[0] == add.output[0]
             assert conv.name in {maker[name].name for name in add.input if name in maker}
+    on_cuda = records["resnet18", "cuda"]
+    counts = Counter(origin for types in ("Conv", "Relu", "Add") for origin in origins(on_cuda, types))
+    assert on_cuda.derived is not has_cuda()
+    assert counts == {("Conv",): 20, ("Relu",): 17, ("Add",): 8}
 
 
 @pytest.mark.parametrize(("provider", "types"), [("cpu", {"Conv_Relu": ("Conv", "BatchNormalization", "Relu")}),
@@ -132,8 +119,6 @@ def test_no_original_node_is_lost_and_the_dag_is_in_the_record(
         made |= set(entry.outputs)
     assert set(record.outputs) <= made
 
-
-# one kernel, one name ----------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_the_same_kernel_in_two_models_has_one_id(provider: str) -> None:
@@ -185,17 +170,7 @@ def test_the_file_names_the_group_and_collection_of_a_model(tmp_path: Path) -> N
     assert [record.file_stem for record in records] == ["net0@b", "net1@b"]
     renamed = analyze(paths[1], "cpu", group="mine", collection="ours")
     assert (renamed.group, renamed.collection) == ("mine", "ours")
-    printed("ort_analysis/fusion_detector.py", "--model", paths[1], "--device", "cpu", "--group", "asked", "--collection",
-            "asked too", "--workspace", tmp_path)
-    workspace = Workspace(tmp_path)
-    [record] = read_model_records(workspace, records[0].flavour)
-    index = read_index(index_path(workspace, records[0].flavour))
-    assert (record.group, record.collection) == ("asked", "asked too")
-    assert index.collections == {record.model: "asked too"}
-    assert {index.groups_of(entry) for entry in index.entries()} == {("asked",)}
 
-
-# operations and bytes ----------------------------------------------------------------------------------------------------
 
 def test_operations_and_bytes_by_hand() -> None:
     record = analyze(small_model(channels=8, side=16), "cuda")
@@ -237,43 +212,42 @@ def test_operations_agree_with_torchs_counter(records: dict[tuple[str, str], Mod
     assert counted == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
-# files -------------------------------------------------------------------------------------------------------------------
-
 def detect(workspace: Workspace, *options: str) -> subprocess.CompletedProcess[str]:
     return run_script("ort_analysis/fusion_detector.py", "--workspace", workspace.root, *options)
 
 
+@pytest.mark.slow
 def test_the_command_writes_records_and_index_and_continues_after_a_bad_model(workspace: Workspace) -> None:
-    workspace.models.mkdir(parents=True)
-    onnx.save(small_model(), workspace.models / "anet_b1.onnx")
-    onnx.save(small_model(batch=2), workspace.models / "bnet_b2.onnx")
+    """One record per combination of sizes, whichever process made it."""
+    files.write_bytes(workspace.models / "net.onnx", small_model(batch="batch").SerializeToString())
     (workspace.models / "broken.onnx").write_text("no model")
-    done = detect(workspace, "--device", "cpu", "--json")
+    done = detect(workspace, "--device", "cpu", "--dim", "batch=1,3", "--jobs", "2", "--json")
     assert done.returncode == 1
-    assert json.loads(done.stdout)["failed"] == ["broken.onnx"]
-    assert "Traceback" not in done.stderr
+    assert json.loads(done.stdout)["failed"] == ["broken.onnx"] * 2
+    assert "2 of 4 models failed: broken.onnx, broken.onnx" in done.stderr
     flavour = flavour_of("cpu")
     written = read_model_records(workspace, flavour)
-    assert [record.model for record in written] == ["anet_b1", "bnet_b2"]
+    assert [(record.model, record.dims) for record in written] == [
+        (f"net@batch={batch},dynamic", {"batch": batch}) for batch in (1, 3)]
     index = read_index(index_path(workspace, flavour))
     assert {kernel.id for kernel in index.all_kernels()} == {name for record in written for name in record.kernels}
-    for entries in index.kernels.values():
-        for name, entry in entries.items():
-            assert entry.models == tuple(record.model for record in written if name in record.kernels)
-    convs = index.kernels["Conv_Relu"]
-    assert {entry.kernel.inputs[0].shape[0] for entry in convs.values()} == {1, 2}  # every shape
+    assert all(entry.models == tuple(record.model for record in written if name in record.kernels)
+               for entries in index.kernels.values() for name, entry in entries.items())
+    assert {entry.kernel.inputs[0].shape[0] for entry in index.kernels["Conv_Relu"].values()} == {1, 3}  # every shape
     (workspace.models / "broken.onnx").unlink()
-    rerun = detect(workspace, "--device", "cpu", "--model", "bnet_b2.onnx")
-    assert rerun.returncode == 0, rerun.stderr
+    assert detect(workspace, "--device", "cpu", "--model", "net.onnx", "--dim", "batch=3").returncode == 0
     assert len(read_index(index_path(workspace, flavour)).all_kernels()) == len(index.all_kernels())
-    on_gpu = detect(workspace, "--model", "bnet_b2.onnx", "--device", "cuda", "--json")  # needs no GPU
+    on_gpu = detect(workspace, "--model", "net.onnx", "--dim", "batch=3", "--device", "cuda", "--group", "asked",
+                    "--collection", "asked too", "--json")  # needs no GPU
     assert [row["flavour"] for row in json.loads(on_gpu.stdout)["records"]] == [flavour_of("cuda").name]
+    [record], index = read_model_records(workspace, flavour_of("cuda")), read_index(index_path(workspace, flavour_of("cuda")))
+    assert (record.group, record.collection) == ("asked", "asked too")
+    assert index.collections == {record.model: "asked too"}
+    assert {index.groups_of(entry) for entry in index.entries()} == {("asked",)}
 
 
-def test_reading_a_record_and_one_of_another_version(workspace: Workspace) -> None:
-    record = analyze(small_model(batch="batch"), "cpu", {"batch": 2}, "anet")
-    assert record.model == "anet@batch=2,dynamic"
-    assert record.batch == 2
+def test_records_of_another_version_and_none(workspace: Workspace) -> None:
+    record = analyze(small_model(), "cpu", name="anet")
     path = record_path(workspace, record.flavour, record.model)
     files.write_json(path, record)
     assert read_model_record(path) == record
@@ -295,15 +269,3 @@ def test_an_index_of_records_and_of_another_index() -> None:
     assert index.all_kernels() == earlier.all_kernels() == sorted(record.kernels.values(), key=lambda k: (k.type, k.id))
     assert index.groups == {"two": "newer", "one": record.group, "three": record.group}
     assert index.collections == {"two": "first", "three": "third"}
-
-
-@pytest.mark.slow
-def test_several_models_and_sizes_in_parallel(workspace: Workspace) -> None:
-    """One record per combination of sizes, whichever process made it. A model that fails costs only itself."""
-    files.write_bytes(workspace.models / "net.onnx", small_model(batch="batch").SerializeToString())
-    (workspace.models / "broken.onnx").write_text("no model")
-    done = detect(workspace, "--device", "cpu", "--dim", "batch=1,3", "--jobs", "2")
-    assert done.returncode == 1
-    assert "2 of 4 models failed: broken.onnx, broken.onnx" in done.stderr
-    records = read_model_records(workspace, flavour_of("cpu"))
-    assert [record.dims for record in records] == [{"batch": 1}, {"batch": 3}]

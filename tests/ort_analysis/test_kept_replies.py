@@ -132,9 +132,9 @@ def test_the_second_command_starts_no_child_and_reads_no_booster(model: Path, tm
                                "batch=2", "--target", "nvidia-h200", "--json"], cwd=ROOT, capture_output=True, text=True,
                               env=os.environ | {"HASE_CACHE": str(cache)}, check=True)
 
-    answers = [json.loads(command(cache).stdout) for cache in ("off", tmp_path / "cache", tmp_path / "cache")]
-    assert answers[0] == answers[1] == answers[2]
-    loaded = command(tmp_path / "cache", "-X", "importtime").stderr
-    imported = {line.rpartition("|")[2].strip() for line in loaded.splitlines() if line.startswith("import time:")}
+    answers = [command(*words) for words in (("off",), (tmp_path / "cache",), (tmp_path / "cache", "-X", "importtime"))]
+    assert json.loads(answers[0].stdout) == json.loads(answers[1].stdout) == json.loads(answers[2].stdout)
+    imported = {line.rpartition("|")[2].strip() for line in answers[2].stderr.splitlines()
+                if line.startswith("import time:")}
     assert "numpy" in imported
     assert not imported & {"onnx", "onnxruntime", "xgboost", "scipy"}

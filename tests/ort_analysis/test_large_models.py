@@ -25,13 +25,13 @@ from hase.ort_analysis.graph.source import reading
 from hase.ort_analysis.isolated import analysis
 from hase.runtimes import flavour_of
 from hase.utils.errors import UserError
-from hase.utils.model_files import BYTES, every_tensor, locations, tensor_array, varint, with_contents
+from hase.utils.model_files import BYTES, every_tensor, locations, tensor_array, varint
 from hase.utils.model_graphs import is_hollow, read_graph, values_of
 
 
 @pytest.mark.parametrize(("name", "precision", "device", "gigabytes"), [
-    ("1B", "fp16", "cuda", 2.4), ("8B", "bf16", "cuda", 16), ("70B", "fp16", "cuda", 141), ("70B", "int4", "cuda", 41),
-    ("8B", "int4-fp32", "cpu", 6.8), ("8B", "fp32", "cpu", 32)])
+    ("1B", "fp16", "cuda", 2.4), ("8B", "bf16", "cuda", 16), ("8B", "fp32", "cpu", 32), ("8B", "int4-fp32", "cpu", 6.8),
+    pytest.param("70B", "int4", "cuda", 41, marks=pytest.mark.slow)])
 def test_a_model_of_any_size(tmp_path: Path, name: str, precision: Precision, device: str, gigabytes: float) -> None:
     size = DECODERS[name]
     path = write_decoder(tmp_path, size, precision)
@@ -183,13 +183,6 @@ def test_every_place_of_a_constant(tmp_path: Path) -> None:
         "numbers": True, "raw": True, "short": False, "value": True, "inner": True, "table": False}
     for tensor, original in zip(read, originals, strict=True):
         np.testing.assert_array_equal(tensor_array(values_of(tensor)), tensor_array(original))
-
-
-def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
-    content = with_contents(7, b"\xff" * 3000)
-    (tmp_path / "damaged.onnx").write_bytes(content)
-    with pytest.raises(UserError, match="not an ONNX model, or cut short"):
-        read_graph(tmp_path / "damaged.onnx")
 
 
 def test_a_gpu_need_not_load_a_large_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
