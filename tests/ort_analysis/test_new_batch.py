@@ -50,6 +50,7 @@ def test_it_has_the_kernels_of_an_open_batch(old: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_of_torchvision_has_the_kernels_of_its_export(torch_models: dict[str, Path], tmp_path: Path) -> None:
     import torch
 
