@@ -68,6 +68,7 @@ def test_the_cuda_provider_has_every_draw(draw: Draw) -> None:
     assert all(on_cuda(draw("float16", 4, generator)) for _ in range(10))
 
 
+@pytest.mark.slow
 def test_drawn_kernels_are_language_models_and_within_limits() -> None:
     drawn, _ = sample_free(400, np.random.default_rng(0), [1, 8, 64], 4000, 2048, kind="language", device="cuda")
     kernels = [kernel for kernel, _ in drawn.values()]

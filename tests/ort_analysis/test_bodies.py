@@ -186,6 +186,7 @@ def test_nested_bodies_multiply(tmp_path: Path) -> None:
     assert read_model_record(tmp_path / "nested.json") == record
 
 
+@pytest.mark.slow
 def test_what_a_loop_costs() -> None:
     """On the shipped H200: as much as its nodes unrolled, and the host's wait to read the condition in each iteration."""
     looped, flat = predict(loop(12), target=H200), predict(unrolled(12), target=H200)

@@ -29,9 +29,9 @@ from hase.utils.model_files import BYTES, every_tensor, locations, tensor_array,
 from hase.utils.model_graphs import is_hollow, read_graph, values_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "precision", "device", "gigabytes"), [
-    ("1B", "fp16", "cuda", 2.4), ("8B", "bf16", "cuda", 16), ("8B", "fp32", "cpu", 32), ("8B", "int4-fp32", "cpu", 6.8),
-    pytest.param("70B", "int4", "cuda", 41, marks=pytest.mark.slow)])
+    ("1B", "fp16", "cuda", 2.4), ("8B", "bf16", "cuda", 16), ("8B", "int4-fp32", "cpu", 6.8), ("70B", "int4", "cuda", 41)])
 def test_a_model_of_any_size(tmp_path: Path, name: str, precision: Precision, device: str, gigabytes: float) -> None:
     size = DECODERS[name]
     path = write_decoder(tmp_path, size, precision)
@@ -57,6 +57,7 @@ def test_weights_may_be_missing(tmp_path: Path, precision: Precision, device: st
         assert analyze(path, device, SMALL.dims(2, 8, 0)) == whole
 
 
+@pytest.mark.slow
 def test_an_answer_says_that_weights_are_missing(tmp_path: Path) -> None:
     path, dims = write_decoder(tmp_path, SMALL, "fp16"), SMALL.dims(1, 1, 31)
     reads, does_without = (Predictor(target="nvidia-h200", no_weights=no_weights) for no_weights in (False, True))
