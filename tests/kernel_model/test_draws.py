@@ -44,7 +44,7 @@ def output_shapes(made: Kernel) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("draw", [draw for draw, _ in (*FORMS, *RARE, *HOST)])
 def test_draws_run_and_put_out_what_they_describe(draw: Draw, tmp_path: Path) -> None:
-    for drawn in small_draws(draw, 3):
+    for drawn in small_draws(draw, 6):
         path = write_kernel(drawn, tmp_path)
         assert built_kernel(path) == drawn
         check_kernel(path, drawn, "cpu")

@@ -78,6 +78,7 @@ def test_kernels_seed_in_proportion_to_their_squared_errors() -> None:
     assert sampled_near(errors_of(erring(unary("Abs"), 0.0)), 5) == {}
 
 
+@pytest.mark.slow
 def test_sizes_are_near_the_erring_kernels() -> None:
     """A batch far from those asked for stays."""
     seed = conv(batch=4, channels=256, side=56, out=512)

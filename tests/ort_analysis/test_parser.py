@@ -17,7 +17,7 @@ from small_graphs import constant, model
 
 from hase.ort_analysis.graph.parsing import parse_graph
 from hase.utils.errors import UserError
-from hase.utils.model_files import DEFAULT_DIMS_KEY
+from hase.utils.model_files import DEFAULT_DIMS_KEY, with_contents
 
 
 def test_dynamic_dimension(tmp_path: Path) -> None:
@@ -94,6 +94,10 @@ def truncated(path: Path) -> None:
     path.write_bytes(content[:len(content) // 2])
 
 
+def damaged(path: Path) -> None:
+    path.write_bytes(with_contents(7, b"\xff" * 3000))
+
+
 def empty_file(path: Path) -> None:
     path.write_bytes(b"")
 
@@ -132,6 +136,7 @@ def not_matching(path: Path) -> None:
 
 BAD: dict[Callable[[Path], None], str] = {
     not_onnx: "not an ONNX model, or cut short", truncated: "not an ONNX model, or cut short",
+    damaged: "not an ONNX model, or cut short",
     empty_file: "no ONNX model with nodes in it", empty_graph: "no ONNX model with nodes in it (an empty graph)",
     unsupported_op: "an operator that this ONNX Runtime can't run",
     unknown_domain: "an operator that this ONNX Runtime can't run",
