@@ -75,6 +75,7 @@ def test_a_file_describes_itself_and_is_kept(exported: Exported, tmp_path: Path)
         assert read_metadata(tmp_path / "part.onnx") == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["conv", "transformer", "mixed"])
 def test_the_name_of_a_random_network_fixes_it(kind: str) -> None:
     first, second = (drawn.build_network(f"random_{kind}_11", "x") for _ in range(2))
