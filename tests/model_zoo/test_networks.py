@@ -26,24 +26,23 @@ from hase.model_zoo.exporting.network_export import (
 )
 from hase.model_zoo.exporting.zoo_config import COLLECTIONS, PoolConfig, read_pool
 from hase.model_zoo.networks import drawn, other
-from hase.utils.config import validate
 from hase.utils.errors import UserError
 from hase.utils.model_files import read_metadata
 from hase.utils.paths import Workspace
 
-pytestmark = pytest.mark.slow
-
+Exported = tuple[Workspace, list[dict[str, Any]]]
 RANDOM = "random_conv_10"  # the smallest of the pool
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workspace, list[dict[str, Any]]]:
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
     """A workspace with a small random network in both data types, and the exporter's report."""
     workspace = Workspace(tmp_path_factory.mktemp("networks"))
     return workspace, export_networks(workspace, "random", {RANDOM: "random_conv"}, ["fp32", "fp16"], "cpu", jobs=1)
 
 
-def test_files_compute_what_torch_computes_at_any_batch(exported: tuple[Workspace, list[dict[str, Any]]]) -> None:
+@pytest.mark.slow
+def test_files_compute_what_torch_computes_at_any_batch(exported: Exported) -> None:
     _workspace, rows = exported
     assert [(Path(row["file"]).name, row["status"]) for row in rows] == [
         (f"{RANDOM}.onnx", "written"), (f"{RANDOM}_fp16.onnx", "written")]
@@ -57,7 +56,9 @@ def test_files_compute_what_torch_computes_at_any_batch(exported: tuple[Workspac
         assert np.abs(output - wanted).max() / np.abs(wanted).max() < tolerance
 
 
-def test_a_file_describes_itself_and_is_kept(exported: tuple[Workspace, list[dict[str, Any]]]) -> None:
+@pytest.mark.slow
+def test_a_file_describes_itself_and_is_kept(exported: Exported, tmp_path: Path) -> None:
+    """A damaged file says nothing."""
     workspace, rows = exported
     metadata = read_metadata(Path(rows[1]["file"]))
     assert metadata == {prop.key: prop.value for prop in onnx.load(rows[1]["file"]).metadata_props}
@@ -68,19 +69,16 @@ def test_a_file_describes_itself_and_is_kept(exported: tuple[Workspace, list[dic
     rows_again = export_networks(workspace, "random", {RANDOM: "random_conv"}, ["fp32", "fp16"], "cpu", jobs=1)
     assert [row["status"] for row in rows_again] == ["kept", "kept"]
     assert [Path(row["file"]).stat().st_mtime_ns for row in rows_again] == before
-
-
-def test_metadata_of_a_damaged_file_is_empty(exported: tuple[Workspace, list[dict[str, Any]]],
-                                             tmp_path: Path) -> None:
-    model_bytes = Path(exported[1][0]["file"]).read_bytes()
+    model_bytes = Path(rows[0]["file"]).read_bytes()
     for content in (b"", b"\xff" * 50, model_bytes[:len(model_bytes) // 2]):
         (tmp_path / "part.onnx").write_bytes(content)
         assert read_metadata(tmp_path / "part.onnx") == {}
 
 
-@pytest.mark.parametrize("name", [f"random_{kind}_{seed}" for kind in ("conv", "transformer", "mixed") for seed in (11, 12)])
-def test_the_name_of_a_random_network_fixes_it(name: str) -> None:
-    first, second = (drawn.build_network(name, "x") for _ in range(2))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["conv", "transformer", "mixed"])
+def test_the_name_of_a_random_network_fixes_it(kind: str) -> None:
+    first, second = (drawn.build_network(f"random_{kind}_11", "x") for _ in range(2))
     inputs = first.draw(first.default_sizes, "fp32")
     [output], [second_output] = outputs_of(first, inputs), outputs_of(second, inputs)
     assert np.isfinite(output).all()
@@ -88,6 +86,7 @@ def test_the_name_of_a_random_network_fixes_it(name: str) -> None:
     np.testing.assert_array_equal(output, second_output)
 
 
+@pytest.mark.slow
 def test_a_recurrent_network_is_exported_for_any_length(tmp_path: Path) -> None:
     network = other.build_network("gru_128_both", "recurrent")
     assert write_network(network, "fp32", tmp_path / "gru.onnx", "cpu") < 1e-4
@@ -103,6 +102,7 @@ class Odd(nn.Module):
         return x * float(np.random.default_rng().uniform(1, 100))
 
 
+@pytest.mark.slow
 def test_a_file_that_computes_something_else_is_not_put_in_place(tmp_path: Path) -> None:
     odd = Network("odd", "other", "odd", Odd(), (NetworkInput("x", ("batch", 4)),), {"batch": (1,)})
     with pytest.raises(UserError, match="differ from torch's"):
@@ -110,6 +110,7 @@ def test_a_file_that_computes_something_else_is_not_put_in_place(tmp_path: Path)
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_pool_names_models_that_exist() -> None:
     pool = read_pool()
     names = [name for collection in COLLECTIONS for name in pool.family_of(collection)]
@@ -123,8 +124,6 @@ def test_the_pool_names_models_that_exist() -> None:
 def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"random_conv_x: a random network is called random_conv_N"):
         drawn.check_names(["random_conv_x"])
-    with pytest.raises(UserError, match="tim: unknown key; did you mean timm"):
-        validate({"tim": {}}, PoolConfig, "pool.yaml")
     with pytest.raises(UserError, match="lists no models of timm"):
         PoolConfig().chosen("timm", [])
     done = run_script("model_zoo/pool_exporter.py", "--workspace", str(tmp_path), "--collection", "other", "--model", "lstm")
@@ -142,13 +141,14 @@ def test_without_its_package_a_collection_says_how_to_get_it(package: str, tmp_p
     assert done.stderr == f"error: {package} is not installed here; install it with: pip install -r requirements-pool.txt\n"
 
 
+@pytest.mark.slow
 def test_a_model_of_timm(tmp_path: Path) -> None:
     pytest.importorskip("timm")
-    [row] = export_networks(Workspace(tmp_path), "timm", {"starnet_s1": "starnet"}, ["fp32"], "cpu", jobs=1)
-    assert row["status"] == "written"
-    assert row["difference"] < 1e-3
+    network = network_source("timm").build_network("starnet_s1", "starnet")
+    assert write_network(network, "fp32", tmp_path / "starnet.onnx", "cpu") < 1e-3
 
 
+@pytest.mark.slow
 def test_a_decoder_of_transformers_continues_its_prompt(tmp_path: Path) -> None:
     """The token after a prompt has the same scores with the prompt as with its keys and values."""
     pytest.importorskip("transformers")
@@ -161,6 +161,4 @@ def test_a_decoder_of_transformers_continues_its_prompt(tmp_path: Path) -> None:
         scores = token.module(words[:, 8:], *past)[0]
     assert [tuple(cache.shape) for cache in past] == [(2, 2, 8, 64)] * 8
     torch.testing.assert_close(scores, wanted, rtol=1e-3, atol=1e-4)
-    [row] = export_networks(Workspace(tmp_path), "transformers", {"qwen2_token": "llama"}, ["fp32"], "cpu", jobs=1)
-    assert row["status"] == "written"
-    assert row["difference"] < 1e-3
+    assert write_network(token, "fp32", tmp_path / "token.onnx", "cpu") < 1e-3

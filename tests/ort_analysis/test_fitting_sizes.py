@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from command import run_script
+from small_graphs import CONTRIB, FLOAT, INT32, model, node, unranked, value
 
 from hase.inference.prediction.sources import record_of
 from hase.ort_analysis.graph.analysis import analyze
 from hase.runtimes import flavour_of
 from hase.utils.errors import UserError
-from hase.utils.paths import ROOT
 
-OPSETS = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
 QKV = {"wq": (256, 256), "wk": (256, 128), "wv": (256, 128)}
 PROJECTIONS: list[Any] = [("MatMul", ["x", f"w{name}"], [name], {}) for name in "qkv"]
 CACHED = {"x": ["batch", 1, 256], "pk": ["batch", 2, "past", "head"], "pv": ["batch", 2, "past", "head"]}
@@ -50,39 +47,35 @@ MODELS: dict[str, Any] = {  # nodes, inputs, the shapes of random weights, and t
 }
 
 
-def model(name: str) -> onnx.ModelProto:
+def fitting(name: str) -> onnx.ModelProto:
     nodes, inputs, weights, _ = MODELS[name]
     rng = np.random.default_rng(0)
-    tensors = [numpy_helper.from_array(rng.standard_normal(shape).astype(np.float32), weight)
-               for weight, shape in weights.items()]
-    tensors += [numpy_helper.from_array(np.array([0, 0, 2, 64]), "to")]
-    made = [helper.make_node(op, reads, makes, domain="com.microsoft" if "Attention" in op else "", **attributes)
+    constants = {weight: rng.standard_normal(shape).astype(np.float32) for weight, shape in weights.items()}
+    made = [node(op, reads, makes, domain=CONTRIB if "Attention" in op else "", **attributes)
             for op, reads, makes, attributes in nodes]
-    values = [helper.make_tensor_value_info(value, TensorProto.INT32 if value in ("seen", "all") else TensorProto.FLOAT, shape)
-              for value, shape in inputs.items()]
-    outputs = [helper.make_tensor_value_info(out, TensorProto.FLOAT, None) for out in ("y", "nk", "nv")
-               if any(out in node.output for node in made)]
-    return helper.make_model(helper.make_graph(made, "fitting", values, outputs, tensors), opset_imports=OPSETS, ir_version=10)
+    return model(made, [value(x, *shape, kind=INT32 if x in ("seen", "all") else FLOAT) for x, shape in inputs.items()],
+                 [unranked(out) for out in ("y", "nk", "nv") if any(out in entry.output for entry in made)],
+                 {**constants, "to": [0, 0, 2, 64]}, 17)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_message_suggests_sizes_that_fit(name: str) -> None:
     with pytest.raises(UserError, match=r"give (its size|their sizes), for example --dim") as refused:
-        analyze(model(name), "cpu")
+        analyze(fitting(name), "cpu")
     suggested = {dim: int(size) for dim, size in re.findall(r"--dim (\w+)=(\d+)", str(refused.value))}
     assert suggested == MODELS[name][-1]
-    assert all(0 not in tensor.shape for tensor in analyze(model(name), "cpu", suggested).outputs.values())
+    assert all(0 not in tensor.shape for tensor in analyze(fitting(name), "cpu", suggested).outputs.values())
 
 
 def test_an_image_that_is_smaller_than_a_window_is_refused() -> None:
     sizes = MODELS["channels in groups, and a wide window"][-1] | {"height": 3}
     with pytest.raises(UserError, match=r"\(Conv\) can't take an input of 1×6×3×32, which is smaller than its window"):
-        analyze(model("channels in groups, and a wide window"), "cuda", sizes)
+        analyze(fitting("channels in groups, and a wide window"), "cuda", sizes)
 
 
 def test_given_sizes_are_not_suggested_again() -> None:
     with pytest.raises(UserError, match=r"for example --dim past=1 --dim head=64$"):
-        analyze(model("a cache that is joined"), "cpu", {"batch": 3})
+        analyze(fitting("a cache that is joined"), "cpu", {"batch": 3})
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -90,11 +83,11 @@ def test_given_sizes_are_not_suggested_again() -> None:
 def test_a_cache_of_other_heads_is_refused(name: str, device: str) -> None:
     right = MODELS[name][-1]
     with pytest.raises(UserError, match=rf"head=1 contradicts the model: .*Attention.*; give --dim head={right['head']}$"):
-        analyze(model(name), device, right | {"head": 1})
+        analyze(fitting(name), device, right | {"head": 1})
 
 
 def test_a_cache_may_be_empty_and_a_batch_may_not() -> None:
-    cached, sizes = model("a grouped attention's cache"), {"batch": 1, "past": 0, "head": 64}
+    cached, sizes = fitting("a grouped attention's cache"), {"batch": 1, "past": 0, "head": 64}
     assert record_of(cached, flavour_of("cuda"), sizes).outputs["y"].shape == (1, 1, 256)
     with pytest.raises(UserError, match=r"with batch=0, past=0 every output is empty, so there is nothing to run"):
         record_of(cached, flavour_of("cuda"), sizes | {"batch": 0})
@@ -102,27 +95,24 @@ def test_a_cache_may_be_empty_and_a_batch_may_not() -> None:
 
 def test_no_work_is_refused_although_an_output_is_left() -> None:
     """A sum over an empty batch is 0."""
-    nodes = [helper.make_node("Relu", ["x"], ["r"]), helper.make_node("Exp", ["r"], ["e"]),
-             helper.make_node("ReduceSum", ["e", "axes"], ["y"], keepdims=0)]
-    graph = helper.make_graph(nodes, "summed", [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 8])],
-                              [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
-                              [numpy_helper.from_array(np.array([0]), "axes")])
+    summed = model([node("Relu", ["x"], "r"), node("Exp", ["r"], "e"), node("ReduceSum", ["e", "axes"], keepdims=0)],
+                   [value("x", "batch", 8)], [unranked("y")], {"axes": [0]})
     with pytest.raises(UserError, match=r"with batch=0 most of its nodes .* have nothing to do"):
-        record_of(helper.make_model(graph, opset_imports=OPSETS, ir_version=10), flavour_of("cpu"), {"batch": 0})
+        record_of(summed, flavour_of("cpu"), {"batch": 0})
 
 
 @pytest.mark.slow
 def test_the_command_says_the_whole_command(tmp_path: Path) -> None:
     """It can be pasted: it works, with the head size of the attention, and is one line."""
     name = next(name for name in MODELS if "head" in MODELS[name][-1])
-    onnx.save(model(name), tmp_path / "two words.onnx")
+    onnx.save(fitting(name), tmp_path / "two words.onnx")
     words = ["inference/predict_model_latency.py", "--model", str(tmp_path / "two words.onnx"), "--target", "nvidia-h200",
              "--quiet"]
-    refused = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    refused = run_script(*words)
     assert (refused.returncode, len(refused.stderr.splitlines())) == (1, 1)
     said, _, whole = refused.stderr.strip().partition(": python ")
     assert re.search(r"\d dimensions are open \(\w+ and \d more\); give their sizes$", said)
     assert shlex.split(whole)[:len(words)] == words
-    again = subprocess.run([sys.executable, *shlex.split(whole)], cwd=ROOT, capture_output=True, text=True, check=False)
+    again = run_script(*shlex.split(whole))
     assert (again.returncode, again.stderr) == (0, "")
     assert f"head={MODELS[name][-1]['head']}" in again.stdout

@@ -82,28 +82,21 @@ def test_another_version_takes_it_apart_anew(of: str, asked: list[str], model: P
         analysis._versions_and_code.cache_clear()
 
 
-def test_weights_in_files(asked: list[str], model: Path) -> None:
+def test_weights_in_files(asked: list[str], model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A link to another folder is refused although the model was answered before."""
     onnx.save(onnx.load(model), model, save_as_external_data=True, location="weights", size_threshold=16)
-    first = record_of(model, batch=2)
+    first, weights = record_of(model, batch=2), model.parent / "weights"
     assert record_of(model, batch=2) == first
     assert asked == ["weights", "record"]
-    os.utime(model.parent / "weights", (1000, 1000))
+    os.utime(weights, (1000, 1000))
     record_of(model, batch=2)
     assert asked == ["weights", "record", "record"]
-    (model.parent / "weights").unlink()
+    moved = shutil.move(weights, tmp_path_factory.mktemp("outside"))
     with pytest.raises(UserError, match="which is missing"):
         record_of(model, batch=2)
-
-
-def test_a_link_to_another_folder_is_still_refused(asked: list[str], model: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "models"
-    folder.mkdir()
-    onnx.save(onnx.load(model), folder / "net.onnx", save_as_external_data=True, location="weights", size_threshold=16)
-    record_of(folder / "net.onnx", batch=2)
-    shutil.move(folder / "weights", tmp_path / "outside")
-    (folder / "weights").symlink_to(tmp_path / "outside")
+    weights.symlink_to(moved)
     with pytest.raises(UserError, match="outside its own folder"):
-        record_of(folder / "net.onnx", batch=2)
+        record_of(model, batch=2)
 
 
 def test_failures_are_not_kept_and_damage_is_mended(asked: list[str], model: Path, tmp_path: Path) -> None:
@@ -139,9 +132,9 @@ def test_the_second_command_starts_no_child_and_reads_no_booster(model: Path, tm
                                "batch=2", "--target", "nvidia-h200", "--json"], cwd=ROOT, capture_output=True, text=True,
                               env=os.environ | {"HASE_CACHE": str(cache)}, check=True)
 
-    answers = [json.loads(command(cache).stdout) for cache in ("off", tmp_path / "cache", tmp_path / "cache")]
-    assert answers[0] == answers[1] == answers[2]
-    loaded = command(tmp_path / "cache", "-X", "importtime").stderr
-    imported = {line.rpartition("|")[2].strip() for line in loaded.splitlines() if line.startswith("import time:")}
+    answers = [command(*words) for words in (("off",), (tmp_path / "cache",), (tmp_path / "cache", "-X", "importtime"))]
+    assert json.loads(answers[0].stdout) == json.loads(answers[1].stdout) == json.loads(answers[2].stdout)
+    imported = {line.rpartition("|")[2].strip() for line in answers[2].stderr.splitlines()
+                if line.startswith("import time:")}
     assert "numpy" in imported
     assert not imported & {"onnx", "onnxruntime", "xgboost", "scipy"}

@@ -8,38 +8,27 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto
+from small_graphs import model, node, value
 
-from hase.kernel_model.building.kernel_models import build_model
 from hase.learned.kernels.features import KERNEL_FEATURES, kernel_features
 from hase.ort_analysis.graph.analysis import analyze
 from hase.records.kernel_record import Kernel, KernelInput, Tensor
 from hase.records.kernel_types import canonical_description, describe_kernel
-from hase.utils.ort_sessions import open_session
 
 
 def cell(opset: int) -> onnx.ModelProto:
     """A piece of MobileNetV2 (Conv, Clip, a mean, Gemm) beside a Split, a Cast and a pool, as exported at an operator set."""
     weight = np.random.default_rng(0).standard_normal
-    constants = {"w": weight((8, 4, 3, 3)), "head": weight((8, 5))}
-    numbers = {"axes": np.array([2, 3]), "flat": np.array([0, -1]), "low": np.float32(0), "high": np.float32(6)}
-    mean: Any = ["c6"], {"axes": [2, 3]}
-    if opset >= 18:
-        mean = ["c6", "axes"], {}
+    mean: Any = (["c6", "axes"], {}) if opset >= 18 else (["c6"], {"axes": [2, 3]})
     parts: Any = {"num_outputs": 2} if opset >= 18 else {}
-    nodes = [helper.make_node("Conv", ["x", "w"], ["c"], pads=[1, 1, 1, 1]),
-             helper.make_node("Clip", ["c", "low", "high"], ["c6"]),
-             helper.make_node("ReduceMean", mean[0], ["m"], keepdims=0, **mean[1]),
-             helper.make_node("Gemm", ["m", "head"], ["y"]),
-             helper.make_node("Split", ["c6"], ["left", "right"], axis=1, **parts),
-             helper.make_node("AveragePool", ["left"], ["pool"], kernel_shape=[2, 2]),
-             helper.make_node("Cast", ["right"], ["half"], to=TensorProto.DOUBLE)]
-    made = helper.make_graph(
-        nodes, "cell", [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 4, 8, 8])],
-        [helper.ValueInfoProto(name=name) for name in ("y", "pool", "half")],
-        [numpy_helper.from_array(value.astype(np.float32), name) for name, value in constants.items()]
-        + [numpy_helper.from_array(np.asarray(value), name) for name, value in numbers.items()])
-    return helper.make_model(made, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
+    nodes = [node("Conv", ["x", "w"], "c", pads=[1, 1, 1, 1]), node("Clip", ["c", "low", "high"], "c6"),
+             node("ReduceMean", mean[0], "m", keepdims=0, **mean[1]), node("Gemm", ["m", "head"]),
+             node("Split", ["c6"], ["left", "right"], axis=1, **parts),
+             node("AveragePool", ["left"], "pool", kernel_shape=[2, 2]), node("Cast", ["right"], "half", to=TensorProto.DOUBLE)]
+    return model(nodes, [value("x", 2, 4, 8, 8)], ["y", "pool", "half"], {
+        "w": weight((8, 4, 3, 3)).astype(np.float32), "head": weight((8, 5)).astype(np.float32), "axes": [2, 3], "low": 0.0,
+        "high": 6.0}, opset)
 
 
 @pytest.mark.parametrize("provider", ["cpu", "cuda"])
@@ -48,14 +37,6 @@ def test_a_model_has_the_same_kernels_at_every_operator_set(provider: str) -> No
     assert len(reference) >= 7
     for opset in (13, 17, 18, 19, 21, 22, 23, 24):
         assert set(analyze(cell(opset), provider).kernels) == reference, opset
-
-
-@pytest.mark.parametrize("opset", [13, 23])
-def test_a_kernel_runs_as_it_is_described(opset: int) -> None:
-    for kernel in analyze(cell(opset), "cuda").kernels.values():
-        model = build_model(kernel)
-        session = open_session(model.SerializeToString(), "cpu", optimize="none", name=kernel.id)
-        assert [tuple(out.shape) for out in session.get_outputs()] == [out.shape for out in kernel.outputs]
 
 
 def version(op_type: str, opset: int, inputs: Sequence[Any] = ("float32",), outputs: int = 1, **attributes: Any) -> int:
