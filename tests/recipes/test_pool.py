@@ -25,7 +25,7 @@ from hase.recipes.cuda_kernels.measure_copies import WAITING, WAITING_ELEMENTS, 
 from hase.records.kernel_record_files import read_model_records, record_path
 from hase.runtimes import flavour_of, local_target
 from hase.utils import files
-from hase.utils.paths import ROOT, Workspace
+from hase.utils.paths import Workspace
 
 pytestmark = pytest.mark.slow
 
@@ -99,11 +99,3 @@ def test_copies_are_measured_at_several_sizes() -> None:
     assert {name: len(samples) > 2 for name, samples in copies[1].samples_ms.items()} == dict.fromkeys(
         ("one", "gpu", "cpu", "to_host", "to_gpu", "through_one", "through_four"), True)
     assert {(wait.operator, wait.elements) for wait in waits} == set(itertools.product(WAITING, WAITING_ELEMENTS))
-
-
-def test_the_recipe_names_models_of_the_pool() -> None:
-    text = (ROOT / "recipes" / "h200" / "collect_pool.sh").read_text()
-    pool = (ROOT / "model_zoo" / "pool.yaml").read_text()
-    in_half = text.partition('in_half="')[2].partition('"')[0].split()
-    assert len(in_half) > 20
-    assert all(name in pool for name in in_half)
