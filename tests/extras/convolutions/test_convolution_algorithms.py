@@ -12,28 +12,18 @@ from hase.utils.errors import UserError
 from hase.utils.fingerprint import has_cuda
 
 
-@pytest.mark.parametrize("text", [
-    "implicit precomp gemm", "implicit_precomp_gemm", "Implicit-Precomp GEMM", " implicit  precomp_gemm"])
-def test_spaces_underscores_and_dashes_are_the_same(text: str) -> None:
-    algorithm = algorithm_named(text, "cuda")
-    assert (algorithm.name, algorithm.number) == ("implicit precomp gemm", 1)
-
-
-def test_all_algorithms_of_the_study_are_there() -> None:
-    """With cuDNN's numbers (cudnnConvolutionFwdAlgo_t)."""
+def test_names_of_algorithms() -> None:
+    """Spaces, underscores and dashes are the same. The numbers are cuDNN's (cudnnConvolutionFwdAlgo_t)."""
+    for text in ("implicit precomp gemm", "implicit_precomp_gemm", "Implicit-Precomp GEMM", " implicit  precomp_gemm"):
+        assert algorithm_named(text, "cuda").name == "implicit precomp gemm"
     assert {name: algorithm.number for name, algorithm in ON_GPU.items()} == {
         "implicit gemm": 0, "implicit precomp gemm": 1, "gemm": 2, "direct": 3, "fft": 4, "fft tiling": 5, "winograd": 6,
         "winograd nonfused": 7, "guess": None, "default": None}
-    assert set(ON_CPU) == {"default", "direct", "smm"}
-
-
-def test_an_unknown_algorithm_and_a_gpus_algorithm_on_a_cpu() -> None:
-    with pytest.raises(UserError, match="did you mean winograd"):
-        algorithm_named("winogard", "cuda")
-    with pytest.raises(UserError, match=r"cuDNN is not available: algorithm fft needs an NVIDIA GPU.* default, direct, smm"):
-        algorithm_named("fft", "cpu")
-    with pytest.raises(UserError, match="no such algorithm on cpu"):
-        algorithm_named("xyz", "cpu")
+    for text, device, message in (
+            ("winogard", "cuda", "did you mean winograd"), ("xyz", "cpu", "no such algorithm on cpu"),
+            ("fft", "cpu", r"cuDNN is not available: algorithm fft needs an NVIDIA GPU.* default, direct, smm")):
+        with pytest.raises(UserError, match=message):
+            algorithm_named(text, device)
 
 
 def test_algorithms_that_never_run() -> None:

@@ -24,19 +24,15 @@ from hase.extras.convolutions.profiling.algorithms import ON_CPU, ON_GPU, NotSup
 from hase.extras.convolutions.profiling.engines import ForcedModel, LayerPlan, TorchEngine, instead
 from hase.extras.convolutions.profiling.listing import state_of_all, status_rows
 from hase.extras.convolutions.profiling.measure import (
-    CallTimes,
     Instruments,
     LayerTimer,
     ProfileSettings,
-    _layer,
-    _layer_facts,
     affordable,
     measure_profile,
     time_layers,
 )
-from hase.extras.convolutions.profiling.results import LAYERS, OVERALL, ResultsJournal, write_settings
+from hase.extras.convolutions.profiling.results import LAYERS, OVERALL, write_settings
 from hase.records.measurement import Measurement, read_blocks
-from hase.records.traces import GpuRun, GpuWork
 from hase.utils.locks import sole_writer
 from hase.utils.paths import ROOT
 from hase.utils.timing import time_runs_ms
@@ -97,18 +93,17 @@ def test_the_tables_and_how_a_run_resumes(tmp_path: Path) -> None:
 
 
 def test_the_lists(tmp_path: Path) -> None:
-    names = [row["model"] for row in json.loads(printed(SCRIPT, "--list-models", "--json", "--workspace", tmp_path))]
+    def listed(*options: str) -> list[dict[str, str]]:
+        rows: list[dict[str, str]] = json.loads(printed(SCRIPT, *options, "--json", "--workspace", tmp_path))
+        return rows
+
+    names = [row["model"] for row in listed("--list-models")]
     assert names[:6] == ["vgg16", "densenet121", "resnet152", "googlenet", "alexnet", "resnet50"]
     assert "mobilenet_v2" in names
-    listed = json.loads(printed(SCRIPT, "--list-algorithms", "--device", "cpu", "--json", "--workspace", tmp_path))
-    assert [row["algorithm"] for row in listed] == list(ON_CPU)
+    assert [row["algorithm"] for row in listed("--list-algorithms", "--device", "cpu")] == list(ON_CPU)
+    of_gpu = {row["algorithm"]: row["runs"] for row in listed("--list-algorithms", "--device", "cuda")}  # there is none here
+    assert (list(of_gpu), of_gpu["direct"]) == (list(ON_GPU), "never: cuDNN never implemented it")
     assert run_script(SCRIPT, "--workspace", tmp_path).returncode == 2
-
-
-def test_the_algorithms_of_a_gpu_are_listed_without_one(tmp_path: Path) -> None:
-    listed = json.loads(printed(SCRIPT, "--list-algorithms", "--device", "cuda", "--json", "--workspace", tmp_path))
-    assert [row["algorithm"] for row in listed] == list(ON_GPU)
-    assert {row["algorithm"]: row["runs"] for row in listed}["direct"] == "never: cuDNN never implemented it"
 
 
 def test_one_line_says_what_runs_instead() -> None:
@@ -199,23 +194,6 @@ def test_the_error_names_the_refused_layers_and_a_fallback_runs_them(tmp_path: P
     assert all(float(row["mean_ms"]) > 0 for row in table)
 
 
-def test_a_fallback_for_every_layer_is_refused(model: torch.nn.Module) -> None:
-    """The tables would show the times of another algorithm."""
-    (unit,) = settings(fallback=True).units
-    run, *layers = measure_profile(unit, ForcedModel(model, RunsNothing(), TorchEngine()), Instruments("cpu", energy_s=0.0))
-    assert run.error == (f"Algorithm default not compatible with model {MODEL}: 26 of 26 layers (features.0 and 25 more): "
-                         "CUDNN_STATUS_NOT_SUPPORTED")
-    assert len(layers) == 26
-    assert not any(m.samples_ms for m in layers)
-
-
-class RunsNothing(TorchEngine):
-    """Pretends to be cuDNN's `direct`, which runs nothing."""
-
-    def plan(self, layer: torch.nn.Conv2d, images: torch.Tensor) -> LayerPlan:
-        raise NotSupported("CUDNN_STATUS_NOT_SUPPORTED")
-
-
 def test_layers_are_timed_within_the_run(model: torch.nn.Module) -> None:
     images = torch.randn(1, 3, 64, 64)
     convolutions = [layer for layer in model.modules() if isinstance(layer, torch.nn.Conv2d)]
@@ -230,20 +208,6 @@ def test_layers_are_timed_within_the_run(model: torch.nn.Module) -> None:
         assert not timer.take()  # no hook is left
 
 
-def test_cuda_kernels_of_a_layer(model: torch.nn.Module) -> None:
-    """The trace is written by hand: there is no GPU here."""
-    unit = settings(device="cuda", gpu="h200", algorithm="fft").units[0]
-    forced = ForcedModel(model, TorchEngine())
-    forced.plan(torch.randn(1, 3, 64, 64))
-    call = forced.calls[0]
-    traced = GpuRun(9.0, (GpuWork("fft2d_r2c_32x32", 0, 30.0), GpuWork("", 31, 2.0, "gpu_memset"), GpuWork("cgemm", 33, 18.0)))
-    measured = _layer(unit, call, _layer_facts(call) | {"ran": "fft"}, "now", CallTimes((0.06,), 1, 0.02), traced)
-    assert measured.cuda_kernels == ("fft2d_r2c_32x32", "cgemm")
-    assert measured.launches == 3
-    assert measured.quantities["cupti_ms"] == (pytest.approx(0.050),)
-    assert measured.quantities["cupti_span_ms"] == (pytest.approx(0.051),)
-
-
 class PretendedSensor(PowerSensor):
     """Pretends to be a power sensor of 50 W: this machine need not have one."""
 
@@ -254,7 +218,7 @@ class PretendedSensor(PowerSensor):
         return PowerSample(now_s, 50.0, 50.0 * now_s)
 
 
-def test_energy_of_a_run(tmp_path: Path, model: torch.nn.Module) -> None:
+def test_energy_of_a_run(model: torch.nn.Module) -> None:
     forced, (unit,) = ForcedModel(model, TorchEngine()), settings().units
     run, *_ = measure_profile(unit, forced, Instruments("cpu", PretendedSensor(), 0.2, idle_w=20.0))
     assert run.quantities["power_w"] == (pytest.approx(50.0),)
@@ -262,7 +226,6 @@ def test_energy_of_a_run(tmp_path: Path, model: torch.nn.Module) -> None:
     assert run.quantities["idle_power_w"] == (20.0,)
     assert 0 < run.quantities["energy_j"][0] <= 50.0 * run.quantities["energy_window_s"][0] + 1e-6  # of one run or more
     assert "too short" in str(run.facts["energy_doubts"])
-    assert isinstance(ResultsJournal(tmp_path, "x").tables[0], Path)
 
 
 def shell(folder: Path, script: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
@@ -270,6 +233,12 @@ def shell(folder: Path, script: str, *words: str | Path) -> subprocess.Completed
     environment = os.environ | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "HASE_PYTHON": sys.executable}
     return subprocess.run([f"extras/convolutions/{script}", *words, "--workspace", folder], cwd=ROOT, env=environment,
                           capture_output=True, text=True, check=False)
+
+
+def stand_in(path: Path, script: str) -> None:
+    """A command that is not here."""
+    path.write_text(f"#!/bin/sh\n{script}")
+    path.chmod(0o755)
 
 
 def test_a_stage_runs_in_place_without_slurm(tmp_path: Path) -> None:
@@ -286,9 +255,7 @@ def test_a_stage_runs_in_place_without_slurm(tmp_path: Path) -> None:
 
 def test_a_stage_becomes_a_job_with_slurm(tmp_path: Path) -> None:
     """`sbatch` is a stand-in that prints so and notes its arguments."""
-    stand_in = tmp_path / "sbatch"
-    stand_in.write_text(f'#!/bin/sh\necho "a stand-in for sbatch"\nprintf "%s\\n" "$@" > {tmp_path}/given\n')
-    stand_in.chmod(0o755)
+    stand_in(tmp_path / "sbatch", f'echo "a stand-in for sbatch"\nprintf "%s\\n" "$@" > {tmp_path}/given\n')
     done = shell(tmp_path, "2_quick_sweep.sh", "vgg16", "implicit", "gemm", "l40s", "--batch", "4")
     assert done.returncode == 0, done.stderr
     assert "a stand-in for sbatch" in done.stdout
@@ -303,33 +270,26 @@ def test_a_stage_becomes_a_job_with_slurm(tmp_path: Path) -> None:
 
 def test_the_status_of_runs_without_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`squeue` is a stand-in with one job that waits and one that runs."""
-    def folder(name: str, log: str = "", job: str = "") -> Path:
-        made = tmp_path / "2_quick" / name
-        made.mkdir(parents=True)
+    for name, log, job in (
+            ("refused", "starting\nerror: --gpu h100: the device of this machine is a CPU\n", ""),
+            ("waits", "", "41"), ("runs", "", "42"), ("cancelled", "", "43"), ("works", "", ""),
+            ("killed", "measuring\nslurmstepd: error: *** JOB 44 CANCELLED DUE TO TIME LIMIT ***\n", "44")):
+        folder = tmp_path / "2_quick" / name
+        folder.mkdir(parents=True)
         if log:
-            (made / f"{name}_7.out").write_text(log)
+            (folder / f"{name}_7.out").write_text(log)
         if job:
-            (made / "submitted.txt").write_text(f"Submitted batch job {job}\n")
-        return made
-
-    folder("refused", log="starting\nerror: --gpu h100: the device of this machine is a CPU\n")
-    folder("waits", job="41")
-    folder("runs", job="42")
-    folder("cancelled", job="43")
-    write_settings(folder("killed", log="measuring\nslurmstepd: error: *** JOB 44 CANCELLED DUE TO TIME LIMIT ***\n", job="44"),
-                   settings())
-    at_work = folder("works")
-    write_settings(at_work, settings())
+            (folder / "submitted.txt").write_text(f"Submitted batch job {job}\n")
+        if name in ("works", "killed"):
+            write_settings(folder, settings())
 
     def states() -> dict[str, str]:
-        with sole_writer(at_work):
+        with sole_writer(tmp_path / "2_quick" / "works"):
             return {Path(row["results"]).name: row["state"] for row in status_rows(tmp_path)}
 
-    assert states() == {"refused": "refused", "waits": "not known", "runs": "not known", "cancelled": "not known",
-                        "killed": "not known", "works": "running"}
-    stand_in = tmp_path / "squeue"
-    stand_in.write_text('#!/bin/sh\necho "41 PENDING"\necho "42 RUNNING"\n')
-    stand_in.chmod(0o755)
+    unknown = dict.fromkeys(("waits", "runs", "cancelled", "killed"), "not known")
+    assert states() == {"refused": "refused", "works": "running", **unknown}
+    stand_in(tmp_path / "squeue", 'echo "41 PENDING"\necho "42 RUNNING"\n')
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     assert states() == {"refused": "refused", "waits": "submitted", "runs": "running", "cancelled": "stopped",
                         "killed": "stopped", "works": "running"}

@@ -11,7 +11,6 @@ from command import run_script
 from hase.extras.graph_stages.measuring.analysis import LookupKey, LookupRecord, write_lookup
 from hase.extras.graph_stages.measuring.layer import STAGES
 from hase.extras.graph_stages.measuring.records import RAW, RawMeasurements, StageRecord, TransferRecord, write_transfers
-from hase.extras.graph_stages.planning.plans import HOST
 from hase.extras.graph_stages.planning.ranked_plans import described, left_out_rows, plan_table, ranked
 from hase.extras.graph_stages.planning.tables import read_tables
 from hase.utils import files
@@ -69,6 +68,7 @@ def test_a_plan_between_sizes_by_hand(results: Path) -> None:
     """Stage 5 alone on the GPU: means go there, neighbours come back; both are 4 bytes a value."""
     setting = read_tables([("", results)]).setting((4000, 6000))
     assert (setting.basis, setting.left_out) == ("interpolated", ())
+    assert all("node_count" not in data.reads for data in setting.problem.stages)  # it is never copied
     plans = ranked(setting, "CPU")
     assert len(plans) == 1 + 1 + 28
     moving = next(plan.cost for plan in plans if described(plan.cost.assignment) == "CPU 1-4, CUDA 5, CPU 6-7")
@@ -82,12 +82,6 @@ def test_a_plan_between_sizes_by_hand(results: Path) -> None:
     assert "CUDA 5" in described(plans[0].cost.assignment).replace("CUDA 5-6", "CUDA 5")
 
 
-def test_node_count_is_never_copied(results: Path) -> None:
-    problem = read_tables([("", results)]).setting((1000, 1000)).problem
-    assert all("node_count" not in data.reads for data in problem.stages)
-    assert {cost.memory for (unit, _), cost in problem.costs.items() if unit == "CPU"} == {HOST}
-
-
 def test_plans_over_sizes(results: Path) -> None:
     rows = plan_table(read_tables([("", results)]), [(1000, 1000), (10000, 10000)], "CPU")
     assert [row["nodes"] for row in rows] == [1000, 10000]
@@ -96,12 +90,9 @@ def test_plans_over_sizes(results: Path) -> None:
         assert row["latency_ms"] <= row["home_ms"]
         assert row["loss_of_one_plan"] >= 0
     assert 0 in [row["loss_of_one_plan"] for row in rows]
-
-
-def test_left_out_sizes_of_linear_times_are_predicted_exactly(results: Path) -> None:
-    rows = left_out_rows(read_tables([("", results)]))
-    assert len({(row["nodes"], row["edges"]) for row in rows}) == 12  # all but the three corners
-    assert max(abs(row["error"]) for row in rows) < 1e-6
+    left_out = left_out_rows(read_tables([("", results)]))
+    assert len({(row["nodes"], row["edges"]) for row in left_out}) == 12  # all but the three corners
+    assert max(abs(row["error"]) for row in left_out) < 1e-6  # linear times are predicted exactly
 
 
 def test_two_folders_are_two_units_on_one_processor(tmp_path: Path) -> None:
@@ -143,12 +134,10 @@ def test_the_command(results: Path, tmp_path: Path) -> None:
     for options, code, part in (
             (("--nodes", "4"), 2, "--nodes and --edges go together"), (("--sizes", "4/4/4"), 2, "'4/4/4' is not NODES/EDGES"),
             (("--home", "TPU"), 1, "--home TPU: not among the units that were measured: CPU, CUDA"),
+            (("--nodes", "20000", "--edges", "20000"), 1, "lie outside the sizes that were measured"),
             (("--run", "--left-out"), 2, "exclude one another"), (("--out", "plans.txt"), 2, "a .json or .csv")):
         done = run_script(*script, *options)
         assert (done.returncode, part in done.stderr) == (code, True), done.stderr
-    done = run_script(*script, "--nodes", "20000", "--edges", "20000")
-    assert done.returncode == 1
-    assert "lie outside the sizes that were measured" in done.stderr
     done = run_script(*script, "--nodes", "20000", "--edges", "20000", "--extrapolate", "--json")
     assert (json.loads(done.stdout)["basis"], "guesses" in done.stderr) == ("extrapolated", True)
     assert len(STAGES) == len(json.loads(done.stdout)["plans"][0]["units"])
