@@ -147,7 +147,7 @@ def damaged_document(document: Any, rng: random.Random) -> tuple[str, Any]:
 
 
 def damaged_cell(table: bytes, rng: random.Random) -> tuple[str, bytes]:
-    """A CSV table with another value in one of its cells."""
+    """A table with another value in one of its cells."""
     lines = table.decode().split("\n")
     number = rng.randrange(max(len(lines) - 1, 1))
     cells = lines[number].split(",")

@@ -56,14 +56,16 @@ def test_half_precision_and_other_sizes_of_the_h200(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("script", "variable", "collection"), [
     ("collect_energy", "timm", "timm"), ("collect_energy", "timm_fp16", "timm"), ("collect_pool", "in_half", "timm"),
-    ("collect_energy", "torchvision", "torchvision"), ("collect_energy", "transformers", "transformers")])
+    ("collect_energy", "transformers", "transformers"),
+    pytest.param("collect_energy", "torchvision", "torchvision", marks=pytest.mark.slow)])
 def test_the_models_of_a_script_exist(script: str, variable: str, collection: str) -> None:
-    import torchvision
-
     text = (H200 / f"{script}.sh").read_text(encoding="utf-8")
     (named,) = re.findall(rf'^ *{variable}="([^"]*)"', text, re.MULTILINE)
     pool = yaml.safe_load((ROOT / "model_zoo" / "pool.yaml").read_text(encoding="utf-8"))
-    pool["torchvision"] = {"all": torchvision.models.list_models(torchvision.models)}
+    if collection == "torchvision":
+        import torchvision
+
+        pool[collection] = {"all": torchvision.models.list_models(torchvision.models)}
     listed = {name for names in pool[collection].values() for name in names}
     assert named.split()
     assert set(named.split()) <= listed

@@ -116,16 +116,12 @@ def test_graphs_are_compared_node_by_node() -> None:
     assert (comparison.nodes, comparison.same, comparison.agrees) == (5, 2, False)
     assert (comparison.copies, comparison.derived_copies) == ((0, 1), (0, 0))
     assert (comparison.kernels, comparison.same_kernels) == (3, 2)
-    differences = {(row.what, row.tensor, row.derived, row.real) for row in comparison.differences}
-    assert differences == {
+    assert {(row.what, row.tensor, row.derived, row.real) for row in comparison.differences} == {
         ("provider", "s", "cuda", "cpu"), ("operator", "g", "FusedGemm cuda", "Gemm cuda"), ("only real", "v", "", "cuda"),
         ("only derived", "r", "cuda", "")}
-    provider = next(row for row in difference_rows([comparison]) if row["difference"] == "provider")
-    assert provider == {"difference": "provider", "operator": "Shape", "opset": 17, "types": "float32", "derived": "cuda",
-                        "real": "cpu", "nodes": 1, "models": "m"}
-
-
-def test_graphs_of_sessions_opened_alike_are_compared() -> None:
+    assert {"difference": "provider", "operator": "Shape", "opset": 17, "types": "float32", "derived": "cuda", "real": "cpu",
+            "nodes": 1, "models": "m"} in difference_rows([comparison])
+    # graphs of sessions that were opened alike are compared
     static = NodeList(model="m", way="static", nodes=rows("Conv cuda a"))
     dynamic = NodeList(model="m", way="dynamic", nodes=rows("Conv cuda a", "Shape cpu s"))
     failed = NodeList(model="m", way="static", error="UserError: no")
@@ -135,21 +131,18 @@ def test_graphs_of_sessions_opened_alike_are_compared() -> None:
 
 
 def test_a_derived_graph_agrees_with_itself_and_bodies_have_names(made: Path) -> None:
-    model = next(model for model in read_manifest(made).models if model.name == "tiny_add")
-    derived = derived_nodes(model, made / model.file, "static")
+    models = {model.name: model for model in read_manifest(made).models}
+    derived = derived_nodes(models["tiny_add"], made / "tiny_add.onnx", "static")
     assert [(node.op_type, node.provider, node.types[0]) for node in derived.nodes] == [
         ("Add", "cuda", "float32[1,8]"), ("Relu", "cuda", "float32[1,8]")]
     assert compare(derived, derived).agrees
     model_bytes = named(made / "loop_constant_trips.onnx")
     assert isinstance(model_bytes, bytes)
-    loop = onnx.load_from_string(model_bytes)
-    inner = [(node.name, inside) for node, inside in every_node(loop.graph) if inside]
+    inner = [(node.name, inside) for node, inside in every_node(onnx.load_from_string(model_bytes).graph) if inside]
     assert inner[0] == ("Loop_last/body/0_MatMul", "Loop_last")
     assert len({name for name, _ in inner}) == len(inner) == 5
-    inside = {(node.op_type, node.inside) for node in derived_nodes(
-        MadeModel.model_validate(model.model_dump() | {"name": "loop", "file": "loop_constant_trips.onnx"}),
-        made / "loop_constant_trips.onnx", "static").nodes}
-    assert {("Loop", ""), ("Gemm", "Loop_last"), ("Tanh", "Loop_last")} <= inside
+    loop = derived_nodes(models["loop_constant_trips"], made / "loop_constant_trips.onnx", "static")
+    assert {("Loop", ""), ("Gemm", "Loop_last"), ("Tanh", "Loop_last")} <= {(node.op_type, node.inside) for node in loop.nodes}
     session = open_session(made / "sklearn_linear.onnx", "cpu")
     assert feed_of(session, {"rows": 3})["x"].shape == (3, 64)
 

@@ -149,21 +149,15 @@ def test_the_dashboard_is_up_to_date_and_of_grafanas_types(tmp_path: Path) -> No
 
 def test_panels_that_grafana_can_place() -> None:
     """Each has a number, a description, a unit, the chosen Prometheus, and room of its own."""
-    document = json.loads(DASHBOARD.read_text(encoding="utf-8"))
-    numbers = [panel["id"] for panel in document["panels"]]
-    assert len(set(numbers)) == len(numbers)
-    taken: set[tuple[int, int]] = set()
-    for panel in document["panels"]:
-        at = panel["gridPos"]
-        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
-        assert not cells & taken
-        assert at["x"] + at["w"] <= 24
-        taken |= cells
+    placed = [panel["gridPos"] for panel in json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]]
+    cells = [(x, y) for at in placed for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])]
+    assert len(set(cells)) == len(cells)
+    assert max(x for x, _ in cells) < 24
+    assert len({panel["id"] for panel in panels()}) == len(panels())
     for panel in panels():
         assert panel["description"]
         assert panel["fieldConfig"]["defaults"]["unit"]
-        assert {source["uid"] for source in (panel["datasource"], *(target["datasource"] for target in panel["targets"]))} == {
-            "${datasource}"}
+        assert {source["datasource"]["uid"] for source in (panel, *panel["targets"])} == {"${datasource}"}
 
 
 def test_without_grafanas_builders(tmp_path: Path) -> None:
@@ -197,8 +191,7 @@ def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
     a pretended GPU with all probes, and real predictions for an H200, whose load is made up."""
     folder = tmp_path_factory.mktemp("operating")
     onnx.save(small_model(), folder / "small.onnx")
-    replay = recorded(folder / "gpu.jsonl", [GPU_READING] * READINGS)
-    now = time.time()
+    replay, now, cpu_port = recorded(folder / "gpu.jsonl", [GPU_READING] * READINGS), time.time(), free_port()
     probes = ProbeSampler("cpu", every_s=FOREVER_S)
     probes.read()
     pretended = Exporter(replay, device_labels("GPU-a"), probes=probes,
@@ -206,32 +199,28 @@ def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
                          counts=ProcessSampler("cuda", FOREVER_S, latest=ProcessCount(3, now)))
     watch = Predictor(Workspace(folder), "nvidia-h200").watch(folder / "small.onnx", lambda: {
         "load": {"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 0.5}, "host_pace": 1.1}, FOREVER_S, limit_ms=0.001)
-    reading = watch.read()
-    assert not reading.trouble
+    assert not watch.read().trouble
     predictions = export(watch, "127.0.0.1", 0)
     with ExitStack() as stack:
         stack.callback(pretended.close)
         stack.callback(predictions.server_close)
         stack.callback(predictions.shutdown)
-        targets = {"hase_pretended": (pretended.address, "metrics"),
-                   "hase_predictions": (predictions.url.split("/")[2], "metrics")}
-        processes = {}
-        for job, options in (("hase", ()), ("hase_new", ("--names", "new"))):
-            processes[job], url = start_exporter(replay, *options)
-            targets[job] = (url.split("/")[2], "metrics")
-        cpu_port = free_port()
-        processes["hase_cpu"] = subprocess.Popen(
+        old, old_url = start_exporter(replay)
+        new, new_url = start_exporter(replay, "--names", "new")
+        cpu = subprocess.Popen(
             [sys.executable, "benchmark/metrics_exporter.py", "--port", str(cpu_port), "--source", "psutil",
              "--interval", "0.5", "--probe-every", "1", "--workspace", str(folder)], cwd=ROOT, stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL, text=True)
-        targets["hase_cpu"] = (f"127.0.0.1:{cpu_port}", "metrics")
-        for process in processes.values():
+        for process in (old, new, cpu):
             stack.callback(process.wait)
             stack.callback(process.kill)
-        port = stack.enter_context(prometheus(folder / "prometheus", targets, rules=[RULES]))
-        wait_for(lambda: value(port, "count(up == 1)") == len(targets), folder / "prometheus" / "log")
+        addresses = {"hase": old_url.split("/")[2], "hase_new": new_url.split("/")[2], "hase_cpu": f"127.0.0.1:{cpu_port}",
+                     "hase_pretended": pretended.address, "hase_predictions": predictions.url.split("/")[2]}
+        port = stack.enter_context(prometheus(folder / "prometheus", {
+            job: (address, "metrics") for job, address in addresses.items()}, rules=[RULES]))
+        wait_for(lambda: value(port, "count(up == 1)") == len(addresses), folder / "prometheus" / "log")
         wait_for(lambda: value(port, 'hase_probe_timestamp_seconds{job="hase_cpu"}') is not None)
-        yield Stand(port, processes["hase"])
+        yield Stand(port, old)
 
 
 def test_the_rules_are_evaluated_on_real_exporters(stand: Stand) -> None:

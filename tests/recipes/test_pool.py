@@ -58,10 +58,10 @@ def test_models_are_analysed_at_their_own_sizes(workspace: Workspace) -> None:
         ("conv@batch=1", "convs", {"batch": 1}), ("conv@batch=4", "convs", {"batch": 4})]
 
 
-def test_sizes_by_data_are_those_of_a_run_at_each_size(workspace: Workspace) -> None:
+def test_sizes_by_data_are_those_of_a_run_at_each_size(tmp_path: Path) -> None:
     """Half of the numbers that NonZero sees are positive; the file names two batch sizes."""
-    for path in workspace.models.glob("*.onnx"):
-        path.unlink()
+    workspace = Workspace(tmp_path)
+    workspace.models.mkdir(parents=True)
     nodes = [helper.make_node("Relu", ["x"], ["above"]), helper.make_node("NonZero", ["above"], ["y"])]
     graph = helper.make_graph(nodes, "places", [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["batch", 64])],
                               [helper.make_tensor_value_info("y", onnx.TensorProto.INT64, [2, None])])
