@@ -10,6 +10,7 @@ import math
 import random
 import shutil
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -46,61 +47,49 @@ SCHEMAS: dict[str, type[Config]] = {"collector": CollectorConfig, "training": Tr
 
 # who reads files of a workspace ------------------------------------------------------------------------------------------
 
-def config(path: str, schema: str) -> None:
-    read_config(Path(path), SCHEMAS[schema])
+def read(what: str, path: str, root: str, target: str) -> list[float]:
+    """What a part of Hase reads of a file of the workspace at `root`: numbers that must be right."""
+    workspace = Workspace(Path(root))
+    match what:
+        case "kernels":
+            kernels_in_file(Path(path))
+        case "records":
+            read_model_records(workspace, flavour_of("cpu"))
+        case "errors":
+            read_errors(Path(path))
+        case "latency" | "strict latency":
+            return [predict(path, target=target, strict="strict" in what, workspace=root).latency_ms]
+        case "evaluation":
+            comparisons = evaluate(workspace, [], recorded=True, target=target).comparisons
+            return [value for row in comparisons for value in (row.predicted_ms, row.strict_ms, row.measured_ms)]
+        case "training set":  # a number that changes with any time, load or feature that training learns from
+            rows = read_training_set(workspace, target)
+            times_ms = sum(sum(times_ms[times_ms > 0]) for times_ms in rows.times_ms.values())
+            return [float(times_ms + np.nansum(rows.load) + rows.features.sum())]
+        case "journal":
+            return [len(read_journal(workspace.dataset(target)))]
+        case "kernels of a dataset":
+            return [sum(entry.kernel.flops for entry in read_kernels(workspace.dataset(target)))]
+        case _:
+            read_config(Path(path), SCHEMAS[what])
+    return []
 
 
-def kernels(path: str) -> None:
-    kernels_in_file(Path(path))
-
-
-def records(root: str) -> None:
-    read_model_records(Workspace(Path(root)), flavour_of("cpu"))
-
-
-def errors(path: str) -> None:
-    read_errors(Path(path))
-
-
-def latency_ms(model: str, root: str, target: str, strict: bool) -> list[float]:
-    return [predict(model, target=target, strict=strict, workspace=root).latency_ms]
-
-
-def evaluated_ms(root: str, target: str) -> list[float]:
-    comparisons = evaluate(Workspace(Path(root)), [], recorded=True, target=target).comparisons
-    return [value for row in comparisons for value in (row.predicted_ms, row.strict_ms, row.measured_ms)]
-
-
-def learned_ms(root: str, target: str) -> list[float]:
-    """A number that changes with any time, load or feature that training learns from."""
-    rows = read_training_set(Workspace(Path(root)), target)
-    return [float(sum(sum(times_ms[times_ms > 0]) for times_ms in rows.times_ms.values()) + np.nansum(rows.load)
-                  + rows.features.sum())]
-
-
-def held(root: str, target: str) -> list[float]:
-    """The blocks of a dataset."""
-    return [len(read_journal(Workspace(Path(root)).dataset(target)))]
-
-
-def flops(root: str, target: str) -> list[float]:
-    return [sum(entry.kernel.flops for entry in read_kernels(Workspace(Path(root)).dataset(target)))]
-
-
-def readers(path: Path, root: str, target: str) -> list[tuple[Any, ...]]:
+def readers(path: Path, root: str, target: str) -> list[tuple[str, ...]]:
     """The calls that read a file of the workspace at `root`."""
     place, text = path.relative_to(root).as_posix(), str(path)
+    parts: tuple[str, ...] = ("evaluation", "training set", "journal", "kernels of a dataset")
     if path.suffix == ".yaml":
-        return [("config", text, schema) for schema in SCHEMAS]
-    if place.endswith("index.json"):
-        return [("kernels", text)]
-    if place.startswith("ort_analysis"):
-        return [("latency_ms", text, root, target, False), ("kernels", text), ("records", root)]
-    if place.startswith("training/predictors"):
-        return [("latency_ms", "anet_c16.onnx", root, target, strict) for strict in (False, True)]
-    if place.startswith("training/kernel_errors"):
-        return [("errors", text)]
-    return [(name, root, target) for name in ("evaluated_ms", "learned_ms", "held", "flops")]
+        parts = tuple(SCHEMAS)
+    elif place.endswith("index.json"):
+        parts = ("kernels",)
+    elif place.startswith("ort_analysis"):
+        parts = ("latency", "kernels", "records")
+    elif place.startswith("training/predictors"):
+        parts, text = ("latency", "strict latency"), "anet_c16.onnx"
+    elif place.startswith("training/kernel_errors"):
+        parts = ("errors",)
+    return [("read", what, text, root, target) for what in parts]
 
 
 # damages -----------------------------------------------------------------------------------------------------------------
@@ -119,30 +108,26 @@ def damaged_document(document: Any, rng: random.Random) -> tuple[str, Any]:
     """A document of JSON or YAML with a value of another kind, one missing, one too many, or one too deep."""
     document = json.loads(json.dumps(document))
     path = rng.choice([place for place in _places(document) if place] or [()])
-    parent = document
-    for step in path[:-1]:
-        parent = parent[step]
     damage = rng.choice(["odd number", "odd number", "near", "odd value", "missing", "more", "deep", "whole", "renamed"])
     if damage == "whole" or not path:
         return "whole", rng.choice([[], {}, None, 1, "x", [document]])
-    if damage == "missing":
-        del parent[path[-1]]
-    elif damage == "more":
-        if isinstance(parent, dict):
+    *steps, last = path
+    parent = reduce(lambda part, step: part[step], steps, document)
+    match damage, parent[last]:
+        case "missing", _:
+            del parent[last]
+        case "more", _ if isinstance(parent, dict):
             parent["unknown"] = 1
-        else:
+        case "more", _:
             parent.append(parent[-1])
-    elif damage == "renamed" and isinstance(parent, dict):
-        parent[rng.choice(ODD_NAMES)] = parent.pop(path[-1])
-    elif damage == "near" and isinstance(parent[path[-1]], (int, float)) and not isinstance(parent[path[-1]], bool):
-        parent[path[-1]] = parent[path[-1]] * 2 + 1
-    elif damage == "deep":
-        nested: Any = 1
-        for _ in range(rng.choice([10, 400])):
-            nested = [nested]
-        parent[path[-1]] = nested
-    else:
-        parent[path[-1]] = rng.choice(ODD_NUMBERS if "number" in damage or damage == "near" else ODD_VALUES)
+        case "renamed", _ if isinstance(parent, dict):
+            parent[rng.choice(ODD_NAMES)] = parent.pop(last)
+        case "near", int() | float() as value if not isinstance(value, bool):
+            parent[last] = value * 2 + 1
+        case "deep", _:
+            parent[last] = reduce(lambda inner, _: [inner], range(rng.choice([10, 400])), 1)
+        case _:
+            parent[last] = rng.choice(ODD_NUMBERS if damage in ("odd number", "near") else ODD_VALUES)
     return f"{damage} at {'.'.join(map(str, path))[:60]}", document
 
 
@@ -182,11 +167,8 @@ def damaged_file(path: Path, data: bytes, rng: random.Random) -> tuple[str, byte
         return damaged_cell(data, rng)
     if path.suffix == ".jsonl":
         return damaged_line(data, rng)
-    if path.suffix == ".yaml":
-        damage, document = damaged_document(yaml.safe_load(data), rng)
-        return damage, json.dumps(document).encode()  # JSON is YAML too
-    damage, document = damaged_document(json.loads(data), rng)
-    return damage, json.dumps(document).encode()
+    damage, document = damaged_document(yaml.safe_load(data) if path.suffix == ".yaml" else json.loads(data), rng)
+    return damage, json.dumps(document).encode()  # JSON is YAML too
 
 
 def damaged_contents(path: Path, data: bytes, rng: random.Random) -> tuple[str, bytes, dict[Path, bytes]]:
@@ -257,7 +239,7 @@ def damaged(root: Path, target: str, paths: Sequence[Path], count: int, seed: in
                     for place, contents in {**holders, path: changed}.items():
                         place.write_bytes(contents)
                     for call, right in zip(calls, wanted, strict=True):
-                        yield reader.read(call, f"{path.relative_to(root)}: {damage}: {call[0]}", None if no_digest else right)
+                        yield reader.read(call, f"{path.relative_to(root)}: {damage}: {call[1]}", None if no_digest else right)
                 finally:
                     for place, contents in before.items():
                         place.write_bytes(contents)

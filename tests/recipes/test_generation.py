@@ -24,7 +24,6 @@ from hase.learned.kernels.predictors import read_predictors
 from hase.learned.kernels.sidecar import read_sidecar
 from hase.records.generations import Generation, measured_models, step_record_file
 from hase.records.kernel_record_files import read_model_record
-from hase.training.fit_generation import errors
 from hase.training.fits.generation import MeasuredStep, fit_captured, intervals_of, measured_steps, step_time
 from hase.utils import files
 from hase.utils.errors import UserError
@@ -90,18 +89,6 @@ def test_the_loop_is_learned_and_judged(measured: Workspace, tmp_path: Path) -> 
     judged = {row["what"]: row for row in json.loads(done.stdout)["errors"]}
     assert {what: row["count"] for what, row in judged.items()} == {"first token (ms)": 6, "further token (ms)": 6}
     assert all(row["median_%"] < 20 for row in judged.values())
-
-
-def test_errors_with_the_pace_read_meanwhile_stand_apart() -> None:
-    fitted = target_files.GENERATION.read(SHIPPED / TARGET)
-    assert fitted is not None
-    rows = {(row["step"], row["pace"]): row for row in errors(fitted)}
-    assert rows["token", "all"]["count"] == sum(step.phase == "token" for step in fitted.steps)
-    paced = [abs(step.predicted_ms / step.measured_ms - 1) for step in fitted.steps if step.phase == "token" and step.paced]
-    row = rows["token", "read meanwhile"]
-    assert row["count"] == len(paced) == 180
-    assert row["MAPE_%"] == pytest.approx(100 * sum(paced) / len(paced))
-    assert row["held_%"] == pytest.approx(100 * fitted.intervals["token"].coverage)
 
 
 def test_without_records_the_command_to_make_them_is_named(tmp_path: Path) -> None:

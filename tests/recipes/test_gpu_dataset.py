@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from command import run_script
-from conftest import TORCH_MODELS, Once, unpacked
+from conftest import Once, unpacked
 from pydantic_core import from_json
 
 from hase.inference import predict
@@ -216,15 +216,12 @@ def test_the_dataset_holds_what_its_readme_says(part: Workspace) -> None:
     assert models["host_ms"].notna().all()
 
 
-@pytest.mark.parametrize("name", TORCH_MODELS)
-def test_shipped_predictors_answer_without_a_gpu(torch_models: dict[str, Path], name: str) -> None:
+def test_shipped_predictors_answer_without_a_gpu(torch_models: dict[str, Path]) -> None:
     """A model at an image size that is in no dataset: most of it is predicted, and the answer says what it holds for."""
-    prediction = predict(torch_models[name], target="nvidia-h200")
-    assert prediction.target == TARGET
-    assert prediction.composition.kind == "pipeline"
-    assert 0.1 < prediction.latency_ms < 5
+    prediction = predict(torch_models["vit_tiny"], target="nvidia-h200")
+    assert (prediction.target, prediction.composition.kind) == (TARGET, "pipeline")
     assert prediction.interval_ms is not None
-    assert prediction.interval_ms[0] < prediction.latency_ms < prediction.interval_ms[1]
+    assert 0.1 < prediction.interval_ms[0] < prediction.latency_ms < prediction.interval_ms[1] < 10
     if not has_cuda():
         assert any("NVIDIA H200 with ONNX Runtime 1.31" in text for text in prediction.holds_for)
         assert any("derived" in text for text in prediction.holds_for)

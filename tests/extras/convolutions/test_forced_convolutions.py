@@ -147,58 +147,57 @@ class Pretending(TorchEngine):
         return LayerPlan(lambda images: self.factor * type(layer).forward(layer, images), "gemm")
 
 
+def planned(engine: TorchEngine, fallback: TorchEngine | None = None) -> tuple[ForcedModel, torch.Tensor]:
+    """`Twice` with the plans of an engine, and images."""
+    torch.manual_seed(0)
+    forced, images = ForcedModel(Twice().eval(), engine, fallback=fallback), torch.randn(1, 3, 15, 15)
+    forced.plan(images)
+    return forced, images
+
+
 def test_layers_in_the_order_of_a_run() -> None:
-    forced = ForcedModel(Twice().eval(), TorchEngine())
-    forced.plan(torch.randn(1, 3, 15, 15))
+    forced, _ = planned(TorchEngine())
     assert [call.layer for call in forced.calls] == ["first", "shared", "shared.call2"]
     assert [call.shape.height for call in forced.calls if call.shape] == [15, 15, 7]
     assert {call.status for call in forced.calls} == {OK}
 
 
 def test_a_refused_layer_and_its_fallback() -> None:
-    model, images = Twice().eval(), torch.randn(1, 3, 15, 15)
-    with torch.inference_mode():
-        expected = model(images)
-    refused = ForcedModel(model, Pretending(refused=3))
-    refused.plan(images)
+    refused, _ = planned(Pretending(refused=3))
     assert [(call.status, call.algorithm) for call in refused.calls] == [
         ("CUDNN_STATUS_NOT_SUPPORTED", ""), (OK, "gemm"), (OK, "gemm")]
     message = incompatible("gemm", "twice", refused.calls)
     assert message.startswith("Algorithm gemm not compatible with model twice: 1 of 3 layers (first): "
                               "CUDNN_STATUS_NOT_SUPPORTED, too few")
-    helped = ForcedModel(model, Pretending(refused=3), fallback=TorchEngine())
-    helped.plan(images)
+    helped, images = planned(Pretending(refused=3), fallback=TorchEngine())
     assert [call.algorithm for call in helped.calls] == ["default", "gemm", "gemm"]
     assert helped.calls[0].status == "CUDNN_STATUS_NOT_SUPPORTED"
-    with helped.forced():
-        assert torch.equal(model(images), expected)
+    with torch.inference_mode():
+        expected = helped.model(images)
+        with helped.forced():
+            assert torch.equal(helped.model(images), expected)
 
 
 def test_wrong_outputs_do_not_count_as_run() -> None:
-    forced = ForcedModel(Twice().eval(), Pretending(factor=1.01))
-    forced.plan(torch.randn(1, 3, 15, 15))
+    forced, _ = planned(Pretending(factor=1.01))
     assert {call.status for call in forced.calls} == {INACCURATE}
     assert "differs from torch's by 0.01" in forced.calls[0].detail
 
 
 def test_a_library_that_fails_is_a_status_except_without_memory() -> None:
-    images = torch.randn(1, 3, 15, 15)
-    broken = ForcedModel(Twice().eval(), Pretending(error="groups must be 1\nand more"), fallback=TorchEngine())
-    broken.plan(images)
+    broken, _ = planned(Pretending(error="groups must be 1\nand more"), fallback=TorchEngine())
     assert {(call.status, call.detail, call.algorithm) for call in broken.calls} == {("FAILED", "groups must be 1", "default")}
     with pytest.raises(RuntimeError, match="out of memory"):
-        ForcedModel(Twice().eval(), Pretending(error="CUDA out of memory")).plan(images)
+        planned(Pretending(error="CUDA out of memory"))
 
 
 def test_the_forced_function_runs_only_in_the_block() -> None:
-    model, images = Twice().eval(), torch.randn(1, 3, 15, 15)
-    forced = ForcedModel(model, Pretending(factor=1 + 1e-5))
-    forced.plan(images)
+    forced, images = planned(Pretending(factor=1 + 1e-5))
     with torch.inference_mode():
-        by_torch = model(images)
+        by_torch = forced.model(images)
         with forced.forced():
-            assert not torch.equal(model(images), by_torch)
-        assert torch.equal(model(images), by_torch)
+            assert not torch.equal(forced.model(images), by_torch)
+        assert torch.equal(forced.model(images), by_torch)
 
 
 @pytest.mark.skipif(bool(ai3_missing()), reason="aithree is optional")

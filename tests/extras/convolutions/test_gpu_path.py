@@ -142,13 +142,6 @@ def test_what_events_add_to_a_layer(pretended_gpu: list[int], monkeypatch: pytes
 
 
 @needs_cudnn
-def test_cudnns_choice_is_named(pretended_gpu: list[int]) -> None:
-    overall, layers = profile("guess")
-    assert overall.status == "ok"
-    assert {m.facts["ran"] for m in layers} == {"gemm"}
-
-
-@needs_cudnn
 @pytest.mark.parametrize("fallback", [False, True])
 def test_an_algorithm_that_runs_nothing(fallback: bool, pretended_gpu: list[int]) -> None:
     overall, layers = profile("direct", fallback)

@@ -153,8 +153,8 @@ def test_a_slow_model_is_run_less_often(model: torch.nn.Module) -> None:
     instruments = Instruments("cpu", energy_s=0.0, longest_s=1.0)
     assert [affordable(10, run_ms, instruments) for run_ms in (0.5, 100.0, 200.0, 900.0, 5000.0)] == [10, 10, 5, 3, 3]
     assert (affordable(2, 5000.0, instruments), affordable(30, 5000.0, Instruments("cpu"))) == (2, 30)
-    (unit,) = settings(measure=5).units
-    overall, *layers = measure_profile(unit, ForcedModel(model, TorchEngine()), replace(instruments, longest_s=1e-6))
+    overall, *layers = measure_profile(settings(measure=5).units[0], ForcedModel(model, TorchEngine()),
+                                       replace(instruments, longest_s=1e-6))
     assert {len(m.samples_ms) for m in (overall, *layers)} == {3}
 
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,6 @@ from hase.extras.graph_stages.measuring.models import export_stages, model_files
 from hase.extras.graph_stages.measuring.records import RawMeasurements, read_raw
 from hase.extras.graph_stages.measuring.units import OpenedStage, Refused, StageTask, choose_units, find_units, open_stage
 from hase.extras.graph_stages.measuring.worker import RESIDENT, measure_stage
-from hase.records.measurement import Block, read_blocks
 from hase.utils.errors import UserError
 from hase.utils.ort_sessions import open_session
 from hase.utils.paths import ROOT, Workspace
@@ -99,31 +96,6 @@ def test_export_and_measure(runtime: str, cases: Path, tmp_path: Path) -> None:
     assert raw_of(tmp_path) == raw  # nothing was measured again
     assert (json.loads(rerun.stdout), (models / "stage1_gather_cpu_fp32.onnx").stat().st_mtime_ns) == (
         json.loads(done.stdout), before)
-
-
-def test_a_run_that_is_killed_goes_on(cases: Path, tmp_path: Path) -> None:
-    command = [sys.executable, SCRIPT, "--workspace", str(tmp_path), "--cases", str(cases), "--units", "CPU", "--cpu-runtime",
-               "torch", "--export", "--measure", "--warmup", "1", "--runs", "50"]
-    journal = Workspace(tmp_path).stage_results / profiling.JOURNAL
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
-        until = time.monotonic() + 300  # importing torch and exporting take long beside other work
-        while not (journal.exists() and read_blocks(journal)) and process.poll() is None and time.monotonic() < until:
-            time.sleep(0.002)
-        process.send_signal(signal.SIGKILL)
-        _, printed = process.communicate()
-    assert read_blocks(journal), printed.decode()
-    first = read_blocks(journal)[0]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    blocks = read_blocks(journal)
-    attempts: dict[str, list[Block]] = {}
-    for block in blocks:
-        attempts.setdefault(block.key, []).append(block)
-    assert blocks[0] == first
-    assert len({m.id for block in blocks for m in block.measurements}) == 14
-    assert all([block.attempts for block in of_one] in ([1], [1, 2]) for of_one in attempts.values())  # none begins anew
-    steadiest = min(attempts[first.key], key=lambda block: block.drift)
-    assert raw_of(tmp_path).records[0].samples_ms == steadiest.measurements[0].samples_ms
 
 
 def task_of(folder: Path, stage: int = 2, **changes: Any) -> StageTask:
@@ -279,13 +251,10 @@ def test_it_runs_with_what_windows_has(cases: Path, tmp_path: Path) -> None:
 
 
 def test_the_batch_file() -> None:
-    """Checks its form and that its options exist, since there is no Windows here to run it."""
+    """Its form, since there is no Windows here to run it."""
     raw = (ROOT / "extras" / "graph_stages" / "run_profiling.bat").read_bytes()
     text = raw.decode("ascii")
     assert raw.count(b"\n") == raw.count(b"\r\n")
-    assert 'set "ENVIRONMENT=MIX"' in text
-    assert 'call conda activate "%ENVIRONMENT%"' in text
     assert r"python extras\graph_stages\profile_stages.py %OPTIONS%" in text
     assert "%~dp0" not in text[text.index("shift\r\n"):]  # after `shift` that is no longer this file
-    labels = set(re.findall(r"^:(\w+)", text, re.MULTILINE))
-    assert set(re.findall(r"goto (\w+)", text)) == labels == {"next", "ready", "end"}
+    assert set(re.findall(r"goto (\w+)", text)) == set(re.findall(r"^:(\w+)", text, re.MULTILINE))

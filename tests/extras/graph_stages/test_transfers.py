@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from hase.extras.graph_stages.measuring import worker
@@ -13,7 +12,6 @@ from hase.extras.graph_stages.measuring.layer import GraphSize
 from hase.extras.graph_stages.measuring.profiling import Profile, measure_copies
 from hase.extras.graph_stages.measuring.records import TransferTable, read_transfers, write_transfers
 from hase.extras.graph_stages.measuring.units import OpenedStage, StageTask
-from hase.extras.graph_stages.measuring.worker import copies_to_time, time_copy
 from hase.records.measurement import Measurement
 from hase.utils.errors import UserError
 
@@ -69,13 +67,3 @@ def test_copy_times_follow_the_measured_bytes() -> None:
     assert [table.copy_ms("CUDA", "to_host", moved) for moved in (10, 1000, 1500, 4000)] == [1.0, 1.0, 2.0, 6.0]
     with pytest.raises(KeyError):
         table.copy_ms("CUDA", "to_device", 10)
-
-
-def test_a_real_copy() -> None:
-    copies = copies_to_time(100_000)
-    assert [copy.bytes for copy in copies[::2]] == sorted({copy.bytes for copy in copies})
-    assert all(copy.bytes % 4 == 0 for copy in copies)
-    for copy in (copies[0], copies[-1]):
-        samples_ms = time_copy(copy, np.copy, np.copy, 1, 3)
-        assert len(samples_ms) == 3
-        assert 0 < min(samples_ms) < 50
