@@ -67,11 +67,9 @@ def test_the_command_is_stopped_and_goes_on(tmp_path: Path) -> None:
         _, stderr = process.communicate(timeout=20)
     assert process.returncode == 130, stderr
     assert "stopped; what was measured is kept: run again to go on" in stderr
-    before = read_journal(journal.parent)
-    spent_s = json.loads(workspace.this_device.read_text())["seconds"]
+    before, spent_s = read_journal(journal.parent), json.loads(workspace.this_device.read_text())["seconds"]
     assert before
     assert spent_s > 1.0
-
     done = subprocess.run(options, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout)

@@ -57,7 +57,8 @@ def test_plans_and_chains_run_in_turn(profiled: Mapping[str, Path]) -> None:
     """All plans, compared; times in chains replace those alone. A second command runs nothing twice."""
     folders = list(profiled.items())
     alone = read_tables(folders)
-    chains = [*(f"--results={runtime}={folder}" for runtime, folder in folders), "--time-chains", "--runs", "2", "--rounds", "2"]
+    results = [f"--results={runtime}={folder}" for runtime, folder in folders]
+    chains = [*results, "--time-chains", "--runs", "2", "--rounds", "2"]
     options = [*chains, "--home", "CPU-torch", "--run", "--sizes", "40/50", "150/200", "--json"]
     done = run_script(PLAN_STAGES, *options)
     assert done.returncode == 0, done.stderr
