@@ -125,7 +125,9 @@ def damaged_document(document: Any, rng: random.Random) -> tuple[str, Any]:
         case "near", int() | float() as value if not isinstance(value, bool):
             parent[last] = value * 2 + 1
         case "deep", _:
-            parent[last] = reduce(lambda inner, _: [inner], range(rng.choice([10, 400])), 1)
+            parent[last] = [1]
+            for _ in range(rng.choice([9, 399])):
+                parent[last] = [parent[last]]
         case _:
             parent[last] = rng.choice(ODD_NUMBERS if damage in ("odd number", "near") else ODD_VALUES)
     return f"{damage} at {'.'.join(map(str, path))[:60]}", document

@@ -74,6 +74,12 @@ def test_plans_and_chains_run_in_turn(profiled: Mapping[str, Path]) -> None:
     assert max(run.output_error for run in runs) < 1e-4
     assert len(records) == 2 * (2 * 7 + 2 * 6)  # of each size; no stage comes before the first
     assert {len(record.samples_ms) for record in records if record.stage > 1} == {4}
+    again = run_script(PLAN_STAGES, *options)
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout) == report
+    assert len(read_chains(profiled["ort"]).stages) == len(records)
+    rest = run_script(PLAN_STAGES, *chains)
+    assert (rest.returncode, "1 sizes timed in chains, 2 timed before" in rest.stderr) == (0, True), rest.stderr
     tables = read_tables(folders)
     times = tables.times["CPU-ort", 4]
     (after_ort,) = [record for record in records if (record.unit, record.previous) == ("CPU-ort", "CPU-ort")
@@ -83,12 +89,6 @@ def test_plans_and_chains_run_in_turn(profiled: Mapping[str, Path]) -> None:
     assert [run.predicted_ms for run in runs] == pytest.approx([run.predicted_ms for run in predicted_now(tables, runs)])
     assert read_tables(folders, alone=True) == alone
     assert read_tables([folders[1]]).times == read_tables([folders[1]], alone=True).times  # the chains are in the other folder
-    again = run_script(PLAN_STAGES, *options)
-    assert again.returncode == 0, again.stderr
-    assert json.loads(again.stdout) == report
-    assert len(read_chains(profiled["ort"]).stages) == len(records)
-    rest = run_script(PLAN_STAGES, *chains)
-    assert (rest.returncode, "1 sizes timed in chains, 2 timed before" in rest.stderr) == (0, True), rest.stderr
 
 
 class FarStage(OpenedStage):
