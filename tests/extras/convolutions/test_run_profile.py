@@ -216,7 +216,7 @@ def test_energy_of_a_run(model: torch.nn.Module) -> None:
     assert run.quantities["energy_agreement"] == (pytest.approx(1.0),)
     assert run.quantities["idle_power_w"] == (20.0,)
     assert 0 < run.quantities["energy_j"][0] <= 50.0 * run.quantities["energy_window_s"][0] + 1e-6  # of one run or more
-    assert "too short" in str(run.facts["energy_doubts"])
+    assert any(doubt in str(run.facts["energy_doubts"]) for doubt in ("too short", "no sample for"))  # of a busy machine
 
 
 def shell(folder: Path, script: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
