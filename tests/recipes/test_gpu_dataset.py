@@ -18,7 +18,6 @@ from command import run_script
 from conftest import Once, unpacked
 from pydantic_core import from_json
 
-from hase.inference import predict
 from hase.learned import target_files
 from hase.learned.kernels.interface import TrainingConfig, TrainingSet
 from hase.learned.kernels.sidecar import read_sidecar
@@ -36,7 +35,6 @@ from hase.training.composition.formulas import fit_line
 from hase.training.fits.time_slices import alone_ms, measured_under_load, shared_runs, summed_ms
 from hase.utils import files
 from hase.utils.cli import EXIT_SLO_MISSED
-from hase.utils.fingerprint import has_cuda
 from hase.utils.paths import ROOT, SHIPPED, Workspace
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
@@ -214,17 +212,6 @@ def test_the_dataset_holds_what_its_readme_says(part: Workspace) -> None:
     assert "thirty-two H200s" in page
     assert (models["Status"] == "ok").all()
     assert models["host_ms"].notna().all()
-
-
-def test_shipped_predictors_answer_without_a_gpu(torch_models: dict[str, Path]) -> None:
-    """A model at an image size that is in no dataset: most of it is predicted, and the answer says what it holds for."""
-    prediction = predict(torch_models["vit_tiny"], target="nvidia-h200")
-    assert (prediction.target, prediction.composition.kind) == (TARGET, "pipeline")
-    assert prediction.interval_ms is not None
-    assert 0.1 < prediction.interval_ms[0] < prediction.latency_ms < prediction.interval_ms[1] < 10
-    if not has_cuda():
-        assert any("NVIDIA H200 with ONNX Runtime 1.31" in text for text in prediction.holds_for)
-        assert any("derived" in text for text in prediction.holds_for)
 
 
 def test_shipped_predictors_are_of_the_shipped_dataset() -> None:

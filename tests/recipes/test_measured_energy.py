@@ -24,7 +24,6 @@ ARCHIVE = ROOT / "recipes" / "h200" / "energy-nvidia-h200.tar.xz"
 PREDICTED_FIRST = ROOT / "recipes" / "h200" / "energy_predicted_first.csv"  # before any of these models was measured
 FIGURE = re.compile(r"([+-]?\d+\.\d+)%")
 LIMIT_W = 700.0  # the power limit of this card
-NOISE_W = 10.0  # a mean power may be above it by a little
 
 
 @pytest.fixture(scope="module")
@@ -39,17 +38,6 @@ def shipped_energy(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 @pytest.fixture(scope="module")
 def table(shipped_energy: Workspace) -> pd.DataFrame:
     return pd.read_csv(model_table_path(shipped_energy.dataset(TARGET)))
-
-
-def record_of(workspace: Workspace, model: str) -> Path:
-    return workspace.root / "ort_analysis" / "ort_kernel_record" / "cuda-ort1.31-all" / f"{model}.json"
-
-
-def test_the_readings_are_sound(table: pd.DataFrame) -> None:
-    apart = (table["energy_j"] / table["counter_j"] - 1.0).abs()
-    assert (apart.median() < 0.005, apart.max() < 0.02) == (True, True)
-    assert (table["power_w"] > table["idle_w"]).all()
-    assert table["power_w"].max() < LIMIT_W + NOISE_W
 
 
 def test_predictions_from_before_the_measurements(table: pd.DataFrame) -> None:
@@ -101,20 +89,7 @@ def test_the_figures_of_the_pages(shipped_energy: Workspace, table: pd.DataFrame
     measured_j = table.set_index("Model")["energy_j"]
     for batch, predicted, measured in ((1, figures[1], figures[3]), (16, figures[2], figures[4])):
         name = f"mnasnet1_0@batch={batch}"
-        energy = Predictor(Workspace(tmp_path), TARGET).energy(read_model_record(record_of(shipped_energy, name)))
+        record = shipped_energy.root / "ort_analysis" / "ort_kernel_record" / "cuda-ort1.31-all" / f"{name}.json"
+        energy = Predictor(Workspace(tmp_path), TARGET).energy(read_model_record(record))
         assert energy.energy_j == pytest.approx(float(predicted), rel=0.05)
         assert measured_j[name] == pytest.approx(float(measured), rel=0.01)
-
-
-@pytest.mark.slow
-def test_a_prediction_with_the_predictors_that_come_with_hase(shipped_energy: Workspace, tmp_path: Path) -> None:
-    """ResNet-50 at batch 16 takes less than ResNeXt-50, and more than SE-ResNet-50 at batch 1."""
-    done = run_script("inference/predict_model_latency.py", "--workspace", tmp_path, "--target", "nvidia-h200", "--energy",
-                      "--model", record_of(shipped_energy, "resnet50@batch=16"), "--json")
-    assert done.returncode == 0, done.stderr
-    [answer] = json.loads(done.stdout)
-    energy = answer["energy"]
-    assert 0.43 < energy["energy_j"] < 1.9
-    assert energy["energy_per_item_j"] == pytest.approx(energy["energy_j"] / 16)
-    assert 300.0 < energy["mean_power_w"] < LIMIT_W
-    assert not energy["rough_estimate"]
