@@ -38,6 +38,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_models_are_made_listed_and_kept(made: Path) -> None:
     models = {model.name: model for model in read_manifest(made).models}
     assert set(models) == set(TINY)
@@ -92,6 +93,7 @@ def test_mixed_half_precision_computes_the_same(tmp_path: Path) -> None:
         assert np.allclose(session.run(None, {"image": image.numpy()})[0], net(image).numpy(), atol=2e-3)
 
 
+@pytest.mark.slow
 def test_the_host_is_probed_beside_each_model(made: Path) -> None:
     """On the CPU provider, instead of a GPU."""
     (model,) = read_manifest(made).chosen(["tiny_add"])
@@ -130,6 +132,7 @@ def test_graphs_are_compared_node_by_node() -> None:
         ("dynamic", True, ""), ("static", False, "derived: UserError: no")]
 
 
+@pytest.mark.slow
 def test_a_derived_graph_agrees_with_itself_and_bodies_have_names(made: Path) -> None:
     models = {model.name: model for model in read_manifest(made).models}
     derived = derived_nodes(models["tiny_add"], made / "tiny_add.onnx", "static")

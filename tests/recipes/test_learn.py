@@ -50,6 +50,7 @@ def repository(tmp_path: Path) -> Path:
     return made
 
 
+@pytest.mark.slow
 def test_packing_and_unpacking(repository: Path, tmp_path: Path) -> None:
     """The dataset, its records and the host's side; neither predictors nor logs. A second call packs nothing."""
     flavour = Flavour(device="cuda", runtime_version="1.31")
@@ -77,6 +78,7 @@ def test_packing_and_unpacking(repository: Path, tmp_path: Path) -> None:
     assert unpacked == of_dataset | {name: name for name in names}
 
 
+@pytest.mark.slow
 def test_shipping_what_was_learned(repository: Path, tmp_path: Path) -> None:
     """It replaces what was shipped before, with the table of operators if there is one. A part alone is refused."""
     shipped, learned = (repository / "learned" / "shipped" / TARGET, tmp_path / "training" / "predictors" / TARGET)

@@ -159,6 +159,7 @@ def test_another_gpu_is_where_a_gpu_starts_from() -> None:
     assert shipped_for("cpu", TARGET) is None
 
 
+@pytest.mark.slow
 def test_the_kernels_that_tell_most_of_a_gpu_are_built_in_their_order(tmp_path: Path) -> None:
     workspace, target = Workspace(tmp_path), local_target("cpu").model_copy(update={"device_name": "NVIDIA L4"})
     for minutes, count in ((0.02, 6), (0.03, 9)):
@@ -172,6 +173,7 @@ def test_the_kernels_that_tell_most_of_a_gpu_are_built_in_their_order(tmp_path: 
         build_chosen(workspace, target.model_copy(update={"device_name": "Some CPU"}), None, 1)
 
 
+@pytest.mark.slow
 def test_what_goes_wrong_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for options, message in (
             (("--start-from", "data-sheet"), "--start-from data-sheet: is for GPUs; on a CPU, leave it out"),
