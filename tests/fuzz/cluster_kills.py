@@ -123,7 +123,7 @@ def parts(count: int, seed: int, folder: Path) -> Parts:
         work = Work("collector", partial(on_cluster, cluster.address), partial(analysed, models=MODELS), measured)
         wanted, lasts_s = whole_run(work, prepared, temporary)
         for index, what in enumerate(VICTIMS):
-            numbers = range(len(range(index, count, len(VICTIMS))))
-            yield f"{what} killed", kills(what, numbers, work, prepared, wanted, lasts_s, seed, cluster)
+            if numbers := range(len(range(index, count, len(VICTIMS)))):
+                yield f"{what} killed", kills(what, numbers, work, prepared, wanted, lasts_s, seed, cluster)
         if resumed(work.commands(temporary / "whole"), temporary) or (left := left_in(temporary)):
             yield "files left", [Outcome("another answer", "temporary files", f"files are left: {left}")]
