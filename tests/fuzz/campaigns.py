@@ -52,7 +52,7 @@ def main() -> int:
         module, folder = import_module(f"fuzz.{CAMPAIGNS[name]}"), args.out / name
         folder.mkdir(parents=True, exist_ok=True)
         count = max(1, round(args.size * module.CASES))
-        rows += [{"campaign": name} | tally.row() for tally in counted(module.outcomes(count, args.seed, folder.resolve()))]
+        rows += [{"campaign": name} | row for row in counted(module.parts(count, args.seed, folder.resolve()))]
     if args.json:
         cli.print_json(rows)
     else:

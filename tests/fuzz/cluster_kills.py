@@ -3,17 +3,15 @@ node is killed at a random moment. Nothing may be lost, and nothing may stand tw
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +20,21 @@ from ray_nodes import ACTOR, WORKER, NodesHere, nodes_here
 
 from fuzz.kills import (
     Commands,
+    Work,
     analysed,
     collecting,
+    ended,
     hear_interrupts,
     interrupted,
     journal_lines,
+    left_in,
     measured,
+    outcome_of,
     resumed,
     started,
+    whole_run,
 )
-from fuzz.reporting import HANG_S, Outcome, titled
-from hase.utils.files import PREFIX, UNLOCKED_PREFIX
+from fuzz.reporting import HANG_S, Outcome, Parts
 from hase.utils.ray_cluster import check_packages
 
 CASES = 25
@@ -44,7 +46,7 @@ LOOK_EVERY_S = 0.05
 STARTS_WITHIN_S = 60.0  # an actor, and the processes in which it measures
 
 
-def on_cluster(root: Path, address: str) -> Commands:
+def on_cluster(address: str, root: Path) -> Commands:
     """The collector's command, with Ray."""
     return [[*command, "--ray", address, "--set", "each_machine=false"] for command in collecting(root)]
 
@@ -57,11 +59,10 @@ def victim_of(what: str, cluster: NodesHere, rng: random.Random) -> psutil.Proce
     return rng.choice(cluster.nodes) if what == "node" else rng.choice(processes)
 
 
-def killed_beside(what: str, root: Path, after_s: float, cluster: NodesHere, rng: random.Random,
+def killed_beside(what: str, command: list[str | Path], root: Path, after_s: float, cluster: NodesHere, rng: random.Random,
                   temporary: Path) -> tuple[str, bytes]:
     """Starts a collection, kills something of the cluster `after_s` seconds after that is there, and waits until the collection
     ends; returns what is wrong, "" where nothing is, and the journal's lines when it was killed."""
-    command = on_cluster(root, cluster.address)[0]
     process = started(command, temporary)
     until_s = time.monotonic() + STARTS_WITHIN_S
     while process.poll() is None and victim_of(what, cluster, rng) is None and time.monotonic() < until_s:
@@ -70,89 +71,59 @@ def killed_beside(what: str, root: Path, after_s: float, cluster: NodesHere, rng
         process.wait(after_s)
     before = journal_lines(root)
     if (victim := victim_of(what, cluster, rng)) is not None:
-        if what == "node":
-            cluster.kill(victim)
-        else:
-            with suppress(psutil.NoSuchProcess):
-                victim.kill()
-    try:
-        stderr = process.communicate(timeout=HANG_S)[1]
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        return "it did not end", before
+        with suppress(psutil.NoSuchProcess):
+            cluster.kill(victim) if what == "node" else victim.kill()
+    stderr, wrong = ended(process, HANG_S)
     while len(cluster.nodes) < NODES:
         cluster.add()
     fault = "Traceback" in stderr or "terminate called" in stderr or process.returncode not in (0, 1)
-    return stderr if fault else "", before
+    return wrong or (stderr if fault else ""), before
 
 
-@dataclass
-class Counts:
-    """How many kills so far came when a part was measured, and after how many of these the same run measured the rest."""
-
-    in_the_middle: int = 0
-    went_on: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.in_the_middle} came in the middle; after {self.went_on} of them the run measured the rest"
-
-
-def interruption(what: str, prepared: Path, wanted: Counter[tuple[str, ...]], lasts_s: float, rng: random.Random,
-                 cluster: NodesHere, counts: Counts) -> Outcome:
-    """The outcomes of a collection that is disturbed once and then run again."""
-    with tempfile.TemporaryDirectory(dir=prepared.parent) as folder:
-        root, temporary = Path(folder) / prepared.name, Path(folder) / "temporary"
-        temporary.mkdir()
-        shutil.copytree(prepared, root)
-        commands, began_s = on_cluster(root, cluster.address), time.monotonic()
+def kills(what: str, numbers: range, work: Work, prepared: Path, wanted: Counter[tuple[str, ...]], lasts_s: float, seed: int,
+          cluster: NodesHere) -> Iterator[Outcome]:
+    """The outcomes of collections that are disturbed once and then run again."""
+    in_the_middle = went_on = 0  # kills that came when a part was measured; after how many the same run measured the rest
+    for number in numbers:
+        rng, before = random.Random(f"{seed} {what} {number}"), list[bytes]()
         begins_s = lasts_s * (1 - MEASURES) if what.startswith("driver") else 0.0  # what else is killed has to be there first
         after_s = begins_s + rng.uniform(0.0, lasts_s * MEASURES)
-        case = f"{what} killed after {after_s:.2f} s"
-        if what.startswith("driver"):
-            number = signal.SIGINT if "Ctrl-C" in what else signal.SIGKILL
-            wrong = interrupted(commands[0], after_s, number, temporary)
-            before = journal_lines(root)
-        else:
-            wrong, before = killed_beside(what, root, after_s, cluster, rng, temporary)
-        if wrong:
-            fault = "traceback" if "Traceback" in wrong else "hang" if "did not end" in wrong else "crash"
-            return Outcome(fault, case, wrong)
-        kept = journal_lines(root)
-        if wrong := resumed(commands, temporary):
-            return Outcome("traceback" if "Traceback" in wrong else "crash", case, f"run again: {wrong}")
-        seconds, lines = time.monotonic() - began_s, journal_lines(root)
-        if not lines.startswith(kept) or not kept.startswith(before):
-            return Outcome("another answer", case, "lines of the journal are lost")
-        if (state := measured(root)) != wanted:
-            return Outcome("another answer", case, f"{state - wanted} too many, {wanted - state} lost", seconds=seconds)
-        if before and before != lines:
-            counts.in_the_middle += 1
-            counts.went_on += kept == lines
-        return Outcome("answer", case, seconds=seconds, remark=str(counts))
+
+        def disturb(root: Path, temporary: Path, after_s: float = after_s, rng: random.Random = rng,
+                    before: list[bytes] = before) -> Iterator[str]:
+            command = work.commands(root)[0]
+            if what.startswith("driver"):
+                wrong = interrupted(command, after_s, signal.SIGINT if "Ctrl-C" in what else signal.SIGKILL, temporary)
+                before.append(journal_lines(root))
+            else:
+                wrong, lines = killed_beside(what, command, root, after_s, cluster, rng, temporary)
+                before.append(lines)
+            yield wrong
+
+        outcome, journals = outcome_of(work, prepared, wanted, f"{what} killed after {after_s:.2f} s", disturb)
+        if not outcome.fault:
+            kept, lines = journals
+            if not kept.startswith(before[0]):
+                outcome = Outcome("another answer", outcome.case, "lines of the journal are lost")
+            if before[0] and before[0] != lines:
+                in_the_middle, went_on = in_the_middle + 1, went_on + (kept == lines)
+            outcome.remark = f"{in_the_middle} came in the middle; after {went_on} of them the run measured the rest"
+        yield outcome
 
 
-def outcomes(count: int, seed: int, folder: Path) -> Iterator[tuple[str, Outcome]]:
-    """The outcomes of `count` kills, of each victim about as many."""
+def parts(count: int, seed: int, folder: Path) -> Parts:
+    """`count` kills, of each victim about as many."""
     check_packages()
     hear_interrupts()
     shutil.rmtree(folder / "collector", ignore_errors=True)
-    prepared, whole, temporary = (folder / "collector" / name for name in ("workspace", "whole", "temporary"))
+    prepared, temporary = folder / "collector" / "workspace", folder / "collector" / "temporary"
     temporary.mkdir(parents=True)
     analysed(prepared, MODELS)
-    shutil.copytree(prepared, whole)
     with nodes_here(temporary, [()] * NODES) as cluster:
-        began_s = time.monotonic()
-        if wrong := resumed(on_cluster(whole, cluster.address), temporary):
-            raise RuntimeError(wrong)
-        lasts_s, wanted = time.monotonic() - began_s, measured(whole)
+        work = Work("collector", partial(on_cluster, cluster.address), partial(analysed, models=MODELS), measured)
+        wanted, lasts_s = whole_run(work, prepared, temporary)
         for index, what in enumerate(VICTIMS):
-            counts = Counts()
-            yield from titled(f"{what} killed", (
-                interruption(what, prepared, wanted, lasts_s, random.Random(f"{seed} {what} {number}"), cluster, counts)
-                for number in range(len(range(index, count, len(VICTIMS))))))
-        if resumed(on_cluster(whole, cluster.address), temporary) or (left := _left(temporary)):
-            yield "files left", Outcome("another answer", "temporary files", f"files are left: {left}")
-
-
-def _left(folder: Path) -> list[str]:
-    return [path.name for path in folder.iterdir() if path.name.startswith((PREFIX, UNLOCKED_PREFIX))]
+            if numbers := range(len(range(index, count, len(VICTIMS)))):
+                yield f"{what} killed", kills(what, numbers, work, prepared, wanted, lasts_s, seed, cluster)
+        if resumed(work.commands(temporary / "whole"), temporary) or (left := left_in(temporary)):
+            yield "files left", [Outcome("another answer", "temporary files", f"files are left: {left}")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -190,154 +191,109 @@ def torn(data: bytes, rng: random.Random) -> bytes:
                        data[:begin] + bytes(end - begin) + data[end:]])
 
 
-Edit = Callable[["onnx.ModelProto", random.Random], None]
+def edit(what: str, model: onnx.ModelProto, rng: random.Random) -> None:
+    """Damages a model in one way of EDITS, by way of protobuf."""
+    graph, weights, tensor = model.graph, model.graph.initializer, onnx.TensorProto
+    values, node = [*graph.input, *graph.output], rng.choice(graph.node)
+
+    def dims(info: onnx.ValueInfoProto) -> Any:
+        return info.type.tensor_type.shape.dim
+
+    match what:
+        case "odd dimension":
+            rng.choice([dim for info in (*values, *graph.value_info) for dim in dims(info)]).dim_value = rng.choice(
+                [0, -1, 2**31, 2**40, 2**62, 7])
+        case "odd weight shape":
+            shape = rng.choice(weights).dims
+            shape[rng.randrange(len(shape))] = rng.choice([0, -1, 2**31, 2**62, 3])
+        case "type of a weight":
+            rng.choice(weights).data_type = rng.choice([0, 1, 7, 8, 10, 16, 22, 99])
+        case "type of an end":
+            rng.choice(values).type.tensor_type.elem_type = rng.choice([0, 6, 8, 9, 11, 99])
+        case "cycle":
+            first, last = sorted(rng.sample(range(len(graph.node)), 2))
+            graph.node[first].input[0] = graph.node[last].output[0]
+        case "missing input":
+            node.input[rng.randrange(len(node.input))] = rng.choice(["", "nowhere", "../x"])
+        case "missing weight":
+            del weights[rng.randrange(len(weights))]
+        case "odd attribute":
+            name = rng.choice([attribute.name for attribute in node.attribute] + [
+                "pads", "strides", "kernel_shape", "group", "dilations", "axis"])
+            for attribute in [attribute for attribute in node.attribute if attribute.name == name]:
+                node.attribute.remove(attribute)
+            odd = rng.choice([[0, 0], [-1, -1], [2**62] * 2, [2**31 - 1] * 2, 1.5, "x", 2**62, -1])
+            node.attribute.append(onnx.helper.make_attribute(name, odd))
+        case "same names":
+            node, namesake = rng.sample(list(graph.node), 2)
+            node.name = namesake.name
+            if rng.random() < 0.5:
+                node.output[0] = namesake.output[0]
+        case "odd opset":
+            model.opset_import[0].version = rng.choice([0, -1, 1, 5, 99, 2**31, 2**62])
+        case "odd IR version":
+            model.ir_version = rng.choice([0, 1, 3, 99, 2**40])
+        case "odd operator":
+            node.op_type = rng.choice(["", "Nothing", "../x", "If", "Loop", "Sqrt", "MatMul", "Concat", "NonZero", "C" * 2000])
+            node.domain = rng.choice(["", "com.microsoft", "ai.onnx.ml", "mine", "../.."])
+        case "other place":  # of a weight's data
+            weight, sizes = rng.choice(weights), ["0", "4", "-1", "", "x", str(2**62)]
+            places = ["/dev/zero", "../x", "model.bin", "", ".", "*/_ORT_MEM_ADDR_/*", "x" * 5000]
+            weight.data_location = tensor.EXTERNAL
+            for key, texts in (("location", places), ("offset", sizes), ("length", sizes)):
+                weight.external_data.add(key=key, value=rng.choice(texts))
+        case "deep":
+            inner = onnx.helper.make_graph([new_node("Identity", ["x"], ["d"])], "g", [], [])
+            for _ in range(rng.choice([3, 20])):
+                inner = onnx.helper.make_graph([new_node("If", ["c"], ["d"], then_branch=inner)], "g", [], [])
+            graph.node.append(new_node("If", ["c"], ["d"], then_branch=inner))
+        case "less data":
+            weight = rng.choice(weights)
+            weight.raw_data = weight.raw_data[:rng.randrange(len(weight.raw_data))]
+        case "many nodes":
+            name = graph.node[0].output[0]
+            for number in range(rng.choice([200, 1500])):
+                graph.node.append(new_node("Relu", [name], [f"many{number}"]))
+                name = f"many{number}"
+        case "odd metadata":
+            key = rng.choice([DEFAULT_DIMS_KEY, DEFAULT_DIMS_KEY, GROUP_KEY, COLLECTION_KEY])
+            for entry in [entry for entry in model.metadata_props if entry.key == key and rng.random() < 0.8]:
+                model.metadata_props.remove(entry)
+            model.metadata_props.add(key=key, value=rng.choice(DEFAULTS if key == DEFAULT_DIMS_KEY else NAMES))
+        case "no type":
+            rng.choice(values).ClearField("type")
+        case "sequence":
+            rng.choice(values).type.sequence_type.elem_type.tensor_type.elem_type = rng.choice([1, 99])
+        case "map":
+            kind = rng.choice(values).type.map_type
+            kind.key_type, kind.value_type.tensor_type.elem_type = rng.choice([7, 99]), 1
+        case "sparse":
+            rng.choice(values).type.sparse_tensor_type.elem_type = rng.choice([1, 99])
+        case "no rank":
+            rng.choice(values).type.tensor_type.ClearField("shape")
+        case "tensor in an attribute":
+            odd = rng.choice([tensor(data_type=99, dims=[2]), tensor(data_type=1, dims=[2**40]),
+                              tensor(data_type=8, dims=[1], string_data=[b"\xff"])])
+            node.attribute.append(onnx.helper.make_attribute(rng.choice(["value", "axis"]), odd))
+            node.attribute.add(name="bytes", type=onnx.AttributeProto.STRINGS, strings=[b"\xff\xfe"])
+        case "name of a tensor":
+            before, node.output[0] = node.output[0], rng.choice(NAMES)
+            for reader in graph.node:
+                reader.input[:] = [node.output[0] if read == before else read for read in reader.input]
+        case "name of a node":
+            node.name = rng.choice(NAMES)
+        case "name of the graph":
+            graph.name = rng.choice(NAMES)
+        case "name of a dimension":
+            rng.choice(dims(rng.choice(graph.input))).dim_param = rng.choice(NAMES)
+        case _:
+            raise KeyError(what)
 
 
-def _dims(value: onnx.ValueInfoProto) -> Any:
-    return value.type.tensor_type.shape.dim
-
-
-def odd_dimension(model: onnx.ModelProto, rng: random.Random) -> None:
-    dims = [dim for value in (*model.graph.input, *model.graph.output, *model.graph.value_info) for dim in _dims(value)]
-    rng.choice(dims).dim_value = rng.choice([0, -1, 2**31, 2**40, 2**62, 7])
-
-
-def odd_weight_shape(model: onnx.ModelProto, rng: random.Random) -> None:
-    weight = rng.choice(model.graph.initializer)
-    weight.dims[rng.randrange(len(weight.dims))] = rng.choice([0, -1, 2**31, 2**62, 3])
-
-
-def another_type(model: onnx.ModelProto, rng: random.Random) -> None:
-    if rng.random() < 0.5:
-        rng.choice(model.graph.initializer).data_type = rng.choice([0, 1, 7, 8, 10, 16, 22, 99])
-    else:
-        rng.choice([*model.graph.input, *model.graph.output]).type.tensor_type.elem_type = rng.choice([0, 6, 8, 9, 11, 99])
-
-
-def cycle(model: onnx.ModelProto, rng: random.Random) -> None:
-    first, last = sorted(rng.sample(range(len(model.graph.node)), 2))
-    model.graph.node[first].input[0] = model.graph.node[last].output[0]
-
-
-def missing_input(model: onnx.ModelProto, rng: random.Random) -> None:
-    node = rng.choice(model.graph.node)
-    node.input[rng.randrange(len(node.input))] = rng.choice(["", "nowhere", "../x"])
-
-
-def missing_weight(model: onnx.ModelProto, rng: random.Random) -> None:
-    del model.graph.initializer[rng.randrange(len(model.graph.initializer))]
-
-
-def odd_attribute(model: onnx.ModelProto, rng: random.Random) -> None:
-    node = rng.choice(model.graph.node)
-    odd = rng.choice([[0, 0], [-1, -1], [2**62] * 2, [2**31 - 1] * 2, 1.5, "x", 2**62, -1])
-    name = rng.choice([attribute.name for attribute in node.attribute] + [
-        "pads", "strides", "kernel_shape", "group", "dilations", "axis"])
-    for attribute in [attribute for attribute in node.attribute if attribute.name == name]:
-        node.attribute.remove(attribute)
-    node.attribute.append(onnx.helper.make_attribute(name, odd))
-
-
-def same_names(model: onnx.ModelProto, rng: random.Random) -> None:
-    node, namesake = rng.sample(list(model.graph.node), 2)
-    node.name = namesake.name
-    if rng.random() < 0.5:
-        node.output[0] = namesake.output[0]
-
-
-def odd_opset(model: onnx.ModelProto, rng: random.Random) -> None:
-    if rng.random() < 0.5:
-        model.opset_import[0].version = rng.choice([0, -1, 1, 5, 99, 2**31, 2**62])
-    else:
-        model.ir_version = rng.choice([0, 1, 3, 99, 2**40])
-
-
-def odd_operator(model: onnx.ModelProto, rng: random.Random) -> None:
-    node = rng.choice(model.graph.node)
-    node.op_type = rng.choice(["", "Nothing", "../x", "If", "Loop", "Sqrt", "MatMul", "Concat", "NonZero", "Conv" * 500])
-    node.domain = rng.choice(["", "com.microsoft", "ai.onnx.ml", "mine", "../.."])
-
-
-def other_place(model: onnx.ModelProto, rng: random.Random) -> None:
-    weight = rng.choice(model.graph.initializer)
-    weight.data_location = onnx.TensorProto.EXTERNAL
-    places = ["/dev/zero", "../x", "model.bin", "", ".", "*/_ORT_MEM_ADDR_/*", "x" * 5000]
-    sizes = ["0", "4", "-1", "", "x", str(2**62)]
-    for key, values in (("location", places), ("offset", sizes), ("length", sizes)):
-        value = rng.choice(values)
-        weight.external_data.append(onnx.StringStringEntryProto(key=key, value=value))
-
-
-def deep(model: onnx.ModelProto, rng: random.Random) -> None:
-    inner = onnx.helper.make_graph([new_node("Identity", ["x"], ["d"])], "g", [], [])
-    for _ in range(rng.choice([3, 20])):
-        inner = onnx.helper.make_graph([new_node("If", ["c"], ["d"], then_branch=inner)], "g", [], [])
-    model.graph.node.append(new_node("If", ["c"], ["d"], then_branch=inner))
-
-
-def less_data(model: onnx.ModelProto, rng: random.Random) -> None:
-    weight = rng.choice(model.graph.initializer)
-    weight.raw_data = weight.raw_data[:rng.randrange(len(weight.raw_data))]
-
-
-def many_nodes(model: onnx.ModelProto, rng: random.Random) -> None:
-    name = model.graph.node[0].output[0]
-    for number in range(rng.choice([200, 1500])):
-        model.graph.node.append(new_node("Relu", [name], [f"many{number}"]))
-        name = f"many{number}"
-
-
-def odd_metadata(model: onnx.ModelProto, rng: random.Random) -> None:
-    key = rng.choice([DEFAULT_DIMS_KEY, DEFAULT_DIMS_KEY, GROUP_KEY, COLLECTION_KEY])
-    for entry in [entry for entry in model.metadata_props if entry.key == key and rng.random() < 0.8]:
-        model.metadata_props.remove(entry)
-    model.metadata_props.add(key=key, value=rng.choice(DEFAULTS if key == DEFAULT_DIMS_KEY else NAMES))
-
-
-def odd_kind(model: onnx.ModelProto, rng: random.Random) -> None:
-    """An input, an output or an attribute that is no tensor, or of a type that nobody knows."""
-    value_info = rng.choice([*model.graph.input, *model.graph.output])
-    odd = rng.choice(["none", "sequence", "map", "sparse", "rank", "attribute"])
-    if odd == "none":
-        value_info.ClearField("type")
-    elif odd == "sequence":
-        value_info.type.sequence_type.elem_type.tensor_type.elem_type = rng.choice([1, 99])
-    elif odd == "map":
-        value_info.type.map_type.key_type = rng.choice([7, 99])
-        value_info.type.map_type.value_type.tensor_type.elem_type = 1
-    elif odd == "sparse":
-        value_info.type.sparse_tensor_type.elem_type = rng.choice([1, 99])
-    elif odd == "rank":
-        value_info.type.tensor_type.ClearField("shape")
-    else:
-        node = rng.choice(model.graph.node)
-        tensor = rng.choice([onnx.TensorProto(data_type=99, dims=[2]), onnx.TensorProto(data_type=1, dims=[2**40]),
-                             onnx.TensorProto(data_type=8, dims=[1], string_data=[b"\xff"])])
-        node.attribute.append(onnx.helper.make_attribute(rng.choice(["value", "axis"]), tensor))
-        node.attribute.append(onnx.AttributeProto(name="bytes", type=onnx.AttributeProto.STRINGS, strings=[b"\xff\xfe"]))
-
-
-def odd_name(model: onnx.ModelProto, rng: random.Random) -> None:
-    """A name that ends lines or paths, is empty, or very long: of a tensor, a node, the graph or a dimension."""
-    name, node = rng.choice(NAMES), rng.choice(model.graph.node)
-    what = rng.choice(["tensor", "node", "graph", "dimension"])
-    if what == "tensor":
-        before, node.output[0] = node.output[0], name
-        for reader in model.graph.node:
-            for index, read in enumerate(reader.input):
-                if read == before:
-                    reader.input[index] = name
-    elif what == "node":
-        node.name = name
-    elif what == "graph":
-        model.graph.name = name
-    else:
-        rng.choice(_dims(rng.choice(model.graph.input))).dim_param = name
-
-
-EDITS: tuple[Edit, ...] = (
-    odd_metadata, odd_kind, odd_name, odd_dimension, odd_weight_shape, another_type, cycle, missing_input, missing_weight,
-    odd_attribute, same_names, odd_opset, odd_operator, other_place, deep, less_data, many_nodes)
+EDITS = ("odd metadata", "odd dimension", "odd weight shape", "type of a weight", "type of an end", "cycle", "missing input",
+         "missing weight", "odd attribute", "same names", "odd opset", "odd IR version", "odd operator", "other place", "deep",
+         "less data", "many nodes", "no type", "sequence", "map", "sparse", "no rank", "tensor in an attribute",
+         "name of a tensor", "name of a node", "name of the graph", "name of a dimension")
 
 
 def not_utf8(data: bytes, rng: random.Random) -> bytes:
@@ -369,12 +325,9 @@ def damaged_model(data: bytes, rng: random.Random) -> tuple[str, bytes]:
         return "not UTF-8", not_utf8(data, rng)
     if kind < 0.45:
         return "beyond 64 bits", beyond_64_bits(data, rng)
-    model = onnx.load_from_string(data)
-    done = []
-    for edit in rng.sample(EDITS, rng.choice([1, 1, 2, 3])):
-        try:
-            edit(model, rng)
-        except (ValueError, IndexError, TypeError):  # nothing left to damage in this way, or no such value in protobuf
-            continue
-        done.append(edit.__name__)
-    return "+".join(done), model.SerializeToString()
+    model, done = onnx.load_from_string(data), []
+    for what in rng.sample(EDITS, rng.choice([1, 1, 2, 3])):
+        with suppress(ValueError, IndexError, TypeError):  # nothing left to damage in this way, or no such value in protobuf
+            edit(what, model, rng)
+            done.append(what)
+    return ", ".join(done), model.SerializeToString()

@@ -51,16 +51,14 @@ def sending(data: bytes, times: int = 1, crowd: int = 1) -> Client:
     return client
 
 
-def dripping(data: bytes, seconds: float = 1.0) -> Client:
+def dripping(data: bytes) -> Client:
+    """A connection that sends byte by byte, for a second."""
     def client(address: Address) -> list[socket.socket]:
         connection = socket.create_connection(address, timeout=CONNECT_S)
-        until_s = time.monotonic() + seconds
         with suppress(OSError):
-            for byte in data * 100:
+            for byte in (data * 50)[:50]:
                 connection.sendall(bytes([byte]))
                 time.sleep(0.02)
-                if time.monotonic() > until_s:
-                    break
         return [connection]
     return client
 

@@ -22,12 +22,11 @@ from urllib.parse import parse_qs, urlsplit
 from fuzz.damaged_workspace import damaged_document
 from fuzz.hostile_clients import clients
 from fuzz.reading import Reader
-from fuzz.reporting import Outcome, titled
+from fuzz.reporting import Outcome, Parts
 from hase.inference.live.load import InferenceConfig, current_load
 from hase.inference.live.prometheus import MAX_ANSWER_MIB, PrometheusConfig
 
 CASES = 200  # damaged answers; each of the others comes once
-MODULE = "fuzz.hostile_servers"
 UTIL = "DCGM_FI_DEV_GPU_UTIL"
 MOST_UTIL = 100.0  # per cent
 TIMEOUT_S = 0.2
@@ -225,7 +224,7 @@ def loads(url: str) -> list[float]:
 def asked(reader: Reader, case: str, pieces: Pieces, scheme: str = "http") -> Outcome:
     """The outcomes of asking such a server for the load."""
     with serving(pieces) as url:
-        outcome = reader.read(f"answers.extend(loads({url.replace('http', scheme, 1)!r}))", case)
+        outcome = reader.read(("loads", url.replace("http", scheme, 1)), case)
     if any(value > MOST_UTIL for value in outcome.answers):
         outcome.what = "another answer"
     return outcome
@@ -241,11 +240,11 @@ def servers(reader: Reader) -> Iterator[Outcome]:
             yield outcome
 
 
-def outcomes(count: int, seed: int, folder: Path) -> Iterator[tuple[str, Outcome]]:
-    """The outcomes of hostile servers, of `count` damaged answers, and of hostile clients."""
+def parts(count: int, seed: int, folder: Path) -> Parts:
+    """Hostile servers, `count` damaged answers, and hostile clients."""
     os.environ["NO_PROXY"] = "127.0.0.1"
-    with Reader(MODULE) as reader:
-        yield from titled("hostile servers", servers(reader))
-        yield from titled("damaged answers of a server", (
-            asked(reader, f"answer {number}", damaged_answers(seed, number)) for number in range(count)))
-    yield from titled("hostile clients of the exporter", clients(folder))
+    with Reader("fuzz.hostile_servers") as reader:
+        yield "hostile servers", servers(reader)
+        yield "damaged answers of a server", (
+            asked(reader, f"answer {number}", damaged_answers(seed, number)) for number in range(count))
+    yield "hostile clients of the exporter", clients(folder)

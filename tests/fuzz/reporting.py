@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 HANG_S = 60.0
@@ -20,10 +19,8 @@ class Outcome:
 
     Attributes:
         what: `answer`, `error` (one for the user), or one of FAULTS.
-        case: what was tried.
-        message: of an error or a fault.
         answers: numbers, where the case asks for some.
-        remark: for the last case of a campaign, what else the campaign found.
+        remark: for the last case of a part, what else the campaign found.
     """
 
     what: str
@@ -42,38 +39,22 @@ class Outcome:
         return f"{self.what}: {self.case}: {self.message.strip()[-SHOWN_CHARACTERS:]}"
 
 
-@dataclass
-class Tally:
-    """The counts of some cases, by what came of them."""
-
-    tried: str
-    counts: Counter[str] = field(default_factory=Counter)
-    slowest_s: float = 0.0
-    largest_mib: float = 0.0
-    remark: str = ""
-
-    def add(self, outcome: Outcome) -> None:
-        self.counts[outcome.what] += 1
-        self.slowest_s, self.largest_mib = max(self.slowest_s, outcome.seconds), max(self.largest_mib, outcome.peak_mib)
-        self.remark = outcome.remark or self.remark
-
-    def row(self) -> dict[str, Any]:
-        """A line of the report."""
-        return {"tried": self.tried, "cases": self.counts.total(), **{what: self.counts[what] for what in (
-            "answer", "error", *FAULTS)}, "slowest (s)": self.slowest_s, "most memory (MiB)": self.largest_mib,
-            "remark": self.remark}
+Parts = Iterator[tuple[str, Iterable[Outcome]]]  # of a campaign: what each tries, and its outcomes as they come
 
 
-def counted(outcomes: Iterable[tuple[str, Outcome]]) -> list[Tally]:
-    """The counts of a campaign by what is tried; faults are printed on stderr as they come."""
-    tallies: dict[str, Tally] = {}
-    for tried, outcome in outcomes:
-        tallies.setdefault(tried, Tally(tried)).add(outcome)
-        if outcome.fault:
-            print(outcome, file=sys.stderr, flush=True)
-    return list(tallies.values())
-
-
-def titled(tried: str, outcomes: Iterable[Outcome]) -> Iterator[tuple[str, Outcome]]:
-    """The outcomes of a part of a campaign, each with what the part tries."""
-    return ((tried, outcome) for outcome in outcomes)
+def counted(parts: Parts) -> list[dict[str, Any]]:
+    """A line of the report for each part of a campaign; faults are printed on stderr as they come."""
+    rows = []
+    for tried, outcomes in parts:
+        row: dict[str, Any] = {"tried": tried, "cases": 0, **dict.fromkeys(("answer", "error", *FAULTS), 0),
+                               "slowest (s)": 0.0, "most memory (MiB)": 0.0, "remark": ""}
+        for outcome in outcomes:
+            row["cases"] += 1
+            row[outcome.what] += 1
+            row["slowest (s)"] = max(row["slowest (s)"], outcome.seconds)
+            row["most memory (MiB)"] = max(row["most memory (MiB)"], outcome.peak_mib)
+            row["remark"] = outcome.remark or row["remark"]
+            if outcome.fault:
+                print(outcome, file=sys.stderr, flush=True)
+        rows.append(row)
+    return rows

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from fuzz.reporting import HANG_S, Outcome, titled
+from fuzz.reporting import HANG_S, Outcome, Parts
 from fuzz.small_workspace import TRAINING, learning, trained_workspace
 from hase.inference import predict
 from hase.records.kernel_record_files import record_path
@@ -29,7 +29,6 @@ TREES = (60, 20)  # of the two trainings
 ANSWERS = 30  # of a process
 MOST_S = 1200.0  # of all processes together
 PAUSE_S = 0.1  # between two answers of a process
-MODULE = "fuzz.rewriting"
 
 
 def latencies_ms(root: Path) -> list[float]:
@@ -39,9 +38,9 @@ def latencies_ms(root: Path) -> list[float]:
             for record in records for strict in (False, True)]
 
 
-def predict_often(root: Path) -> None:
-    """Predicts ANSWERS times, and prints each answer as a line of JSON; an error for the user as text."""
-    for _ in range(ANSWERS):
+def predict_often(root: Path, answers: int) -> None:
+    """Predicts, and prints each answer as a line of JSON; an error for the user as text."""
+    for _ in range(answers):
         try:
             print(json.dumps(latencies_ms(root)), flush=True)
         except UserError as error:
@@ -57,9 +56,8 @@ def train(root: Path, trees: int) -> Iterator[list[float]]:
         yield latencies_ms(root)
 
 
-def outcome_of(process: subprocess.Popen[str], number: int, right: list[list[float]]) -> Outcome:
+def outcome_of(process: subprocess.Popen[str], case: str, right: list[list[float]]) -> Outcome:
     """The outcome of a process; `right` are all answers that a training gave."""
-    case = f"process {number}"
     try:
         stdout, stderr = process.communicate(timeout=HANG_S)
     except subprocess.TimeoutExpired:
@@ -77,10 +75,10 @@ def outcome_of(process: subprocess.Popen[str], number: int, right: list[list[flo
     return Outcome("error" if errors else "answer", case, "; ".join(sorted(set(errors))))
 
 
-def cases(count: int, root: Path) -> Iterator[Outcome]:
+def cases(count: int, root: Path, answers: int = ANSWERS) -> Iterator[Outcome]:
     """The outcomes of `count` processes that predict in the small workspace at `root`."""
     right = [latencies_ms(root), *(answer for trees in reversed(TREES) for answer in train(root, trees))]
-    processes = [subprocess.Popen([sys.executable, "-m", MODULE, str(root)], cwd=ROOT / "tests",
+    processes = [subprocess.Popen([sys.executable, "-m", "fuzz.rewriting", str(root), str(answers)], cwd=ROOT / "tests",
                                   env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
                                   stderr=subprocess.PIPE, text=True) for _ in range(count)]
     trainings, began_s = 0, time.monotonic()
@@ -88,16 +86,15 @@ def cases(count: int, root: Path) -> Iterator[Outcome]:
         trainings += 1
         right += train(root, TREES[trainings % 2])
     for number, process in enumerate(processes):
-        outcome = outcome_of(process, number, right)
-        outcome.remark = f"{trainings} trainings, {ANSWERS} answers of each process"
+        outcome = outcome_of(process, f"process {number}", right)
+        outcome.remark = f"{trainings} trainings, {answers} answers of each process"
         yield outcome
 
 
-def outcomes(count: int, seed: int, folder: Path) -> Iterator[tuple[str, Outcome]]:
-    """The outcomes of `count` processes."""
-    root = trained_workspace(folder / "workspace").root
-    yield from titled("processes that predict while predictors are trained", cases(count, root))
+def parts(count: int, seed: int, folder: Path) -> Parts:
+    yield "processes that predict while predictors are trained", cases(
+        count, trained_workspace(folder / "workspace").root)
 
 
 if __name__ == "__main__":
-    predict_often(Path(sys.argv[1]))
+    predict_often(Path(sys.argv[1]), int(sys.argv[2]))

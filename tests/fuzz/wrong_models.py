@@ -8,18 +8,19 @@ from pathlib import Path
 
 from fuzz.damaged_models import HARMFUL, SOUND, damaged_model
 from fuzz.reading import Reader
-from fuzz.reporting import Outcome, titled
+from fuzz.reporting import Outcome, Parts
 from hase.inference import predict
 from hase.ort_analysis.isolated.analysis import check_opens, graph_of, own_sizes
 
 CASES = 500
-TARGET = "nvidia-h200"  # predictors for it come with Hase, so nothing has to be trained
 MODULE = "fuzz.wrong_models"
+QUESTIONS = ("predicted_ms", "predicted_ms", "predicted_ms", "looked_at", "opened")  # by the number of a model
 PATIENT = ("constants folded for hours", "20,000 nodes", "constants of 7 GiB in parts", "2^16 calls")  # many seconds each
 
 
-def predicted_ms(path: str) -> float:
-    return predict(path, target=TARGET, force=True).latency_ms
+def predicted_ms(path: str) -> list[float]:
+    """Predictors for an H200 come with Hase, so nothing has to be trained."""
+    return [predict(path, target="nvidia-h200", force=True).latency_ms]
 
 
 def looked_at(path: str) -> None:
@@ -33,32 +34,16 @@ def opened(path: str) -> None:
     check_opens(Path(path), "cpu", {"batch": 2}, False)
 
 
-def questions(path: Path, number: int) -> str:
-    """What is asked of the file with this number, as a line of Python."""
-    if number % 5 == 3:
-        return f"looked_at({str(path)!r})"
-    if number % 5 == 4:
-        return f"opened({str(path)!r})"
-    return f"answers.append(predicted_ms({str(path)!r}))"
-
-
-def damaged_files(folder: Path, count: int, seed: int) -> Iterator[tuple[str, Path]]:
-    """Damaged models, each by its damage and its file in `folder`."""
-    sound = [(make.__name__, make().SerializeToString()) for make in SOUND]
-    for number in range(count):
-        rng = random.Random(f"{seed} {number}")
-        name, data = rng.choice(sound)
-        damage, changed = damaged_model(data, rng)
-        path = folder / f"damaged_{number}.onnx"
-        path.write_bytes(changed)
-        yield f"{number}: {name}: {damage}", path
-
-
 def damaged(count: int, seed: int, folder: Path) -> Iterator[Outcome]:
     """The outcomes of damaged models. The files that give faults are left in `folder`."""
+    sound = [(make.__name__, make().SerializeToString()) for make in SOUND]
     with Reader(MODULE) as reader:
-        for number, (case, path) in enumerate(damaged_files(folder, count, seed)):
-            outcome = reader.read(questions(path, number), case)
+        for number in range(count):
+            rng, path = random.Random(f"{seed} {number}"), folder / f"damaged_{number}.onnx"
+            name, data = rng.choice(sound)
+            damage, changed = damaged_model(data, rng)
+            path.write_bytes(changed)
+            outcome = reader.read((QUESTIONS[number % len(QUESTIONS)], str(path)), f"{number}: {name}: {damage}")
             if not outcome.fault:
                 path.unlink()
             yield outcome
@@ -71,11 +56,11 @@ def harmful(patient: bool, folder: Path) -> Iterator[Outcome]:
             if patient or name not in PATIENT:
                 path = folder / "harmful.onnx"
                 path.write_bytes(make().SerializeToString())
-                yield reader.read(questions(path, 0), name)
+                yield reader.read(("predicted_ms", str(path)), name)
                 path.unlink()
 
 
-def outcomes(count: int, seed: int, folder: Path) -> Iterator[tuple[str, Outcome]]:
-    """The outcomes of `count` damaged models and of the harmful ones, whose slowest run only where all CASES are asked for."""
-    yield from titled("damaged models", damaged(count, seed, folder))
-    yield from titled("models made to do harm", harmful(count >= CASES, folder))
+def parts(count: int, seed: int, folder: Path) -> Parts:
+    """`count` damaged models and the harmful ones, whose slowest run only where all CASES are asked for."""
+    yield "damaged models", damaged(count, seed, folder)
+    yield "models made to do harm", harmful(count >= CASES, folder)

@@ -29,85 +29,77 @@ SHARED = conv()
 
 
 @pytest.fixture
-def workspace(tmp_path: Path) -> Workspace:
-    """A dataset of one machine, packed as the first archive in `archives`; then another machine's is added."""
+def archives(tmp_path: Path) -> Path:
+    """The folder of archives: one holds the dataset of one machine."""
     (tmp_path / "archives").mkdir()
+    return tmp_path / "archives"
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, archives: Path) -> Workspace:
+    """A dataset of one machine, packed as the first of the archives; then another machine's is added."""
     first = collect(tmp_path / "first", chain("resnet_a", [SHARED, relu()]))
-    assert pack_more(first, tmp_path / "archives", NAME) == tmp_path / "archives" / f"{NAME}.tar.xz"
+    assert pack_more(first, archives, NAME) == archives / f"{NAME}.tar.xz"
     merge_dataset(collect(tmp_path / "second", chain("vit_b", [SHARED, gemm()]), uuid="1"), first, NAME, {}, "")
     return first
 
 
-def members(archive: Path) -> dict[str, list[str]]:
-    """The lines of each file of an archive, by its name without folders."""
-    with tarfile.open(archive) as packed:
-        return {Path(member.name).name: file.read().decode().splitlines() for member in packed
-                if (file := packed.extractfile(member))}
-
-
-def test_a_further_collection_adds_only_itself(workspace: Workspace, tmp_path: Path) -> None:
+def test_a_further_collection_adds_only_itself(workspace: Workspace, archives: Path) -> None:
     """Its blocks, the kernels that are new or have new owners, and its records. The first archive does not change."""
-    first = tmp_path / "archives" / f"{NAME}.tar.xz"
+    first = archives / f"{NAME}.tar.xz"
     before = first.read_bytes()
-    further = pack_more(workspace, tmp_path / "archives", NAME)
+    further = pack_more(workspace, archives, NAME)
     assert further is not None
     assert further.name.startswith(f"{NAME}-002-20")
-    assert archives_in(tmp_path / "archives", NAME) == [first, further]
+    assert archives_in(archives, NAME) == [first, further]
     assert first.read_bytes() == before
-    held = members(further)
+    with tarfile.open(further) as packed:
+        held = {Path(member.name).name: file.read().decode().splitlines() for member in packed
+                if (file := packed.extractfile(member))}
     assert held.keys() == {"dataset.json", "kernels.jsonl", "measurements.jsonl", "vit_b.json"}
     assert [json.loads(line)["machine"] for line in held["measurements.jsonl"]] == ["1"]
     assert {json.loads(line)["kernel"]["id"] for line in held["kernels.jsonl"]} == {SHARED.id, gemm().id}
 
 
-def test_archives_together_are_the_workspace(workspace: Workspace, tmp_path: Path) -> None:
-    """To the last row of its tables. Packing again adds nothing; a third archive follows the second."""
-    pack_more(workspace, tmp_path / "archives", NAME)
-    assert pack_more(workspace, tmp_path / "archives", NAME) is None
+def test_archives_together_are_the_workspace(workspace: Workspace, archives: Path, tmp_path: Path) -> None:
+    """To the last row of its tables. Packing again adds nothing; a third archive follows the second. Unpacking into a dataset
+    keeps the blocks that no archive holds."""
+    pack_more(workspace, archives, NAME)
+    assert pack_more(workspace, archives, NAME) is None
     merge_dataset(collect(tmp_path / "third", chain("vgg_c", [relu(8), gemm()]), uuid="2"), workspace, NAME, {}, "")
-    third = pack_more(workspace, tmp_path / "archives", NAME)
+    packed = workspace.dataset(NAME)
+    before = read_journal(packed), read_kernels(packed)
+    unpack_all(archives_in(archives, NAME), workspace, NAME)
+    assert (read_journal(packed), read_kernels(packed)) == before
+    third = pack_more(workspace, archives, NAME)
     assert third is not None
     assert third.name.startswith(f"{NAME}-003-")
     copy = Workspace(tmp_path / "again")
-    unpack_all(archives_in(tmp_path / "archives", NAME), copy, NAME)
-    packed, unpacked = workspace.dataset(NAME), copy.dataset(NAME)
+    unpack_all(archives_in(archives, NAME), copy, NAME)
+    unpacked = copy.dataset(NAME)
     assert read_header(unpacked) == read_header(packed)
-    assert read_journal(unpacked) == read_journal(packed)
-    assert read_kernels(unpacked) == read_kernels(packed)
     for path in (journal_path, kernels_path, kernel_table_path):
         assert path(unpacked).read_bytes() == path(packed).read_bytes()
     assert records_in(copy, FLAVOUR) == records_in(workspace, FLAVOUR)
     assert read_index(index_path(copy, FLAVOUR)).groups == {"resnet_a": "resnet", "vgg_c": "vgg", "vit_b": "vit"}
 
 
-def test_unpacking_into_a_dataset_keeps_what_it_holds(workspace: Workspace, tmp_path: Path) -> None:
-    """Unpacking again changes nothing, and a block that no archive holds stays."""
-    pack_more(workspace, tmp_path / "archives", NAME)
-    merge_dataset(collect(tmp_path / "third", chain("vgg_c", [relu(8)]), uuid="2"), workspace, NAME, {}, "")
-    folder = workspace.dataset(NAME)
-    before = read_journal(folder), read_kernels(folder)
-    unpack_all(archives_in(tmp_path / "archives", NAME), workspace, NAME)
-    assert (read_journal(folder), read_kernels(folder)) == before
-
-
 def test_the_same_files_give_the_same_archive(tmp_path: Path) -> None:
     workspace = collect(tmp_path / "first", chain("resnet_a", [SHARED]))
-    packed = []
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        archive = pack_more(workspace, tmp_path / name, NAME)
-        assert archive is not None
-        packed.append(archive.read_bytes())
-    assert packed[0] == packed[1]
+        pack_more(workspace, tmp_path / name, NAME)
+    first, again = ((tmp_path / name / f"{NAME}.tar.xz").read_bytes() for name in ("a", "b"))
+    assert first == again
 
 
-def test_packing_never_removes_from_the_archives(workspace: Workspace, tmp_path: Path) -> None:
+def test_packing_never_removes_from_the_archives(workspace: Workspace, archives: Path) -> None:
     """A workspace without a block of the archives is refused: archives are never written again."""
     folder = workspace.dataset(NAME)
     write_journal(folder, read_journal(folder)[1:])
     with pytest.raises(UserError, match=r"measurements\.jsonl: 1 blocks of the archives are not in it"):
-        pack_more(workspace, tmp_path / "archives", NAME)
-    assert len(archives_in(tmp_path / "archives", NAME)) == 1
+        pack_more(workspace, archives, NAME)
+    assert len(archives_in(archives, NAME)) == 1
 
 
 def test_no_archives_and_a_damaged_one(tmp_path: Path) -> None:

@@ -47,30 +47,31 @@ def test_networks_for_judging_are_not_learned_from() -> None:
 @pytest.mark.nightly
 def test_a_model_is_built_and_its_requests_are_measured(tmp_path: Path) -> None:
     needs("onnxruntime_genai", "requirements-llm.txt")
-    networks = tmp_path / "networks.yaml"
+    networks, workspace = tmp_path / "networks.yaml", Workspace(tmp_path / "out")
     networks.write_text(NETWORKS)
-    workspace = Workspace(tmp_path / "out")
-    run_script("recipes/llm/make_models.py", "--workspace", workspace.root, "--networks", networks, "--precision", "int4",
-               "--device", "cpu")
+
+    def run(script: str, *options: str) -> None:
+        run_script(f"recipes/llm/{script}", "--workspace", workspace.root, "--networks", networks, *options)
+
+    run("make_models.py", "--precision", "int4", "--device", "cpu")
     graph = onnx.load(model_folder(workspace, "llama", "int4") / "model.onnx", load_external_data=False).graph
     operators = [node.op_type for node in graph.node]
     assert operators.count("GroupQueryAttention") == 2
     assert operators.count("MatMulNBits") == 2 * 5 + 1  # of a layer: queries with keys and values, out, gate, up and down
-    run_script("recipes/llm/measure_genai.py", "--workspace", workspace.root, "--networks", networks, "--point", "1x8")
+    run("measure_genai.py", "--point", "1x8")
     chosen, = files.read_records(measured_file(workspace, "llama-int4"), Generation, REMEDY)
     assert (chosen.batch, chosen.prompt) == (1, 8)
     for _ in range(2):  # the second time nothing is left to do
-        run_script("recipes/llm/measure_genai.py", "--workspace", workspace.root, "--networks", networks)
-    run_script("recipes/llm/measure_genai.py", "--workspace", workspace.root, "--networks", networks, "--memory")
+        run("measure_genai.py")
+    run("measure_genai.py", "--memory")
     memory, = files.read_records(measured_file(workspace, "llama-int4", memory=True), GenerationMemory, REMEDY)
     assert (memory.cache, memory.failed) == (12, "")
     points = files.read_records(measured_file(workspace, "llama-int4"), Generation, REMEDY)
     assert [(point.batch, point.prompt, point.cache) for point in points] == [(1, 8, 12), (2, 4, 8)]
     for point in points:
-        assert not point.failed
-        assert len(point.first_ms) == len(point.create_ms) == 3
         tokens, = point.token_ms  # of the last request
-        assert len(tokens) == 3
+        assert not point.failed
+        assert len(point.first_ms) == len(point.create_ms) == len(tokens) == 3
         assert min(*tokens, *point.first_ms) > 0
 
 
@@ -78,13 +79,12 @@ def test_a_model_is_built_and_its_requests_are_measured(tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_models_on_a_cpu_are_judged_by_their_measured_kernels(tmp_path: Path) -> None:
     needs("onnxruntime_genai", "requirements-llm.txt")
-    networks, out = tmp_path / "networks.yaml", tmp_path / "out"
+    networks, small, out = (tmp_path / name for name in ("networks.yaml", "small.yaml", "out"))
     networks.write_text(NETWORKS.replace(", [2, 4]", ""))
+    llama = (document := yaml.safe_load(NETWORKS))["networks"]["llama"]
+    small.write_text(yaml.safe_dump({**document, "networks": {  # two networks, each of which the other one judges
+        name: {**llama, "sizes": {**llama["sizes"], "vocab_size": words}} for name, words in (("few", 512), ("many", 2048))}}))
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    small = tmp_path / "small.yaml"  # two networks, each of which the other one judges
-    small.write_text(yaml.safe_dump({**(of := yaml.safe_load(NETWORKS)), "networks": {
-        name: {**of["networks"]["llama"], "sizes": {**of["networks"]["llama"]["sizes"], "vocab_size": words}}
-        for name, words in (("few", 512), ("many", 2048))}}))
     done = subprocess.run([ROOT / "recipes" / "llm" / "on_cpu.sh", out, networks, small, "--json"], env=environment,
                           capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

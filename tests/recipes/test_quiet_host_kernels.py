@@ -9,28 +9,12 @@ import pytest
 from command import run_script
 from made_up_dataset import TARGET, chain, collect, conv, gemm, relu
 
-from hase.recipes.h200.quiet_host_kernels import LABEL, fastest
+from hase.recipes.h200.quiet_host_kernels import LABEL
 from hase.records.dataset_files import read_journal, write_journal
 from hase.records.dataset_tables import read_kernel_table
-from hase.records.measurement import Block, Measurement
 from hase.utils.paths import Workspace
 
 SCRIPT = "recipes/h200/quiet_host_kernels.py"
-
-
-def block(**times_ms: float) -> Block:
-    """A block that measured these kernels twice, once 0.2 ms slower; it has another label of each, too."""
-    measured = [Measurement(subject="kernel", id=name, label=label, context="carrier", place="carrier",
-                            samples_ms=(time_ms, time_ms + 0.2)) for name, time_ms in times_ms.items()
-                for label in ("unprofiled", LABEL)]
-    return Block(level=0.0, key="k", background={}, during={}, canary_before_ms=1.0, canary_after_ms=1.0, attempts=1,
-                 machine="vm", measurements=tuple(measured))
-
-
-def test_the_fastest_block_counts_for_each_kernel() -> None:
-    kept = fastest([block(a=1.0, b=3.0, c=1.0), block(a=1.7, b=2.0), block(c=1.5)], {"a", "b"})
-    assert [[(m.id, m.label, m.samples_ms[0]) for m in of_block.measurements] for of_block in kept] == [
-        [("a", "unprofiled", 1.0), ("a", LABEL, 1.0)], [("b", "unprofiled", 2.0), ("b", LABEL, 2.0)]]
 
 
 def in_host_s_labels(workspace: Workspace) -> Workspace:

@@ -22,10 +22,10 @@ def test_a_front_holds_what_nothing_beats() -> None:
 @pytest.mark.slow
 def test_searches_side_by_side(tmp_path: Path) -> None:
     needs("optuna", "requirements-search.txt")
-    options = ("--count", "250", "--random-count", "150", "--out", tmp_path / "fronts.csv", "--json")
+    options = ("--count", "60", "--random-count", "40", "--out", tmp_path / "fronts.csv", "--json")
     done = run_script("recipes/search/evolve.py", *options)
     random, evolutionary = json.loads(done.stdout)
-    assert (random["networks"], evolutionary["networks"]) == (150, 250)
+    assert (random["networks"], evolutionary["networks"]) == (40, 60)
     with (tmp_path / "fronts.csv").open(newline="") as table:
         rows = list(csv.DictReader(table))
     assert len(rows) == random["on the front"] + evolutionary["on the front"]

@@ -93,10 +93,15 @@ def test_cudnns_descriptors_are_those_of_the_layer(name: str, pretended: None) -
         assert CudnnEngine(ON_GPU["guess"], True).plan(layer, images).algorithm == "gemm"
 
 
-def test_operations_and_bytes_of_a_layer() -> None:
+def test_what_a_layer_takes() -> None:
     shape = shape_of(torch.nn.Conv2d(4, 8, 3, padding=1, groups=2), torch.ones(2, 4, 10, 12))
     assert shape.flops == 2 * (2 * 10 * 12) * 8 * 9 * 2
     assert shape.bytes_moved == 4 * (2 * 4 * 120 + 2 * 8 * 120 + 8 * 2 * 9)
+    images = torch.ones(1, 3, 8, 8)
+    with pytest.raises(NotSupported, match="padding mode reflect"):
+        shape_of(torch.nn.Conv2d(3, 3, 3, padding=1, padding_mode="reflect"), images)
+    with pytest.raises(NotSupported, match="its sides differ"):
+        shape_of(torch.nn.Conv2d(3, 3, 2, padding="same"), images)
 
 
 @needs_cudnn
@@ -107,14 +112,6 @@ def test_cudnns_status_and_reason() -> None:
     layer = torch.nn.Conv2d(3, 8, 9)
     with pytest.raises(NotSupported, match="CUDNN_STATUS"):
         Descriptors(shape_of(layer, torch.ones(1, 3, 4, 4)), True)  # smaller than the filter
-
-
-def test_padding_that_has_no_shape() -> None:
-    images = torch.ones(1, 3, 8, 8)
-    with pytest.raises(NotSupported, match="padding mode reflect"):
-        shape_of(torch.nn.Conv2d(3, 3, 3, padding=1, padding_mode="reflect"), images)
-    with pytest.raises(NotSupported, match="its sides differ"):
-        shape_of(torch.nn.Conv2d(3, 3, 2, padding="same"), images)
 
 
 @needs_cudnn
@@ -135,80 +132,72 @@ class Twice(torch.nn.Module):
         return self.shared(self.shared(self.first(images)))
 
 
-class Refusing(TorchEngine):
-    """torch's convolution, which pretends not to support some channels: there is no GPU that would refuse them."""
+class Pretending(TorchEngine):
+    """torch's convolution, which pretends not to support some channels, to fail with torch's kind of error, or to compute
+    something else: there is no library here that would."""
 
-    def __init__(self, channels: int, factor: float = 1.0) -> None:
-        self.channels, self.factor = channels, factor
+    def __init__(self, refused: int = 0, error: str = "", factor: float = 1.0) -> None:
+        self.refused, self.error, self.factor = refused, error, factor
 
     def plan(self, layer: torch.nn.Conv2d, images: torch.Tensor) -> LayerPlan:
-        if layer.in_channels == self.channels:
+        if self.error:
+            raise RuntimeError(self.error)
+        if layer.in_channels == self.refused:
             raise NotSupported("CUDNN_STATUS_NOT_SUPPORTED", "too few")
         return LayerPlan(lambda images: self.factor * type(layer).forward(layer, images), "gemm")
 
 
+def planned(engine: TorchEngine, fallback: TorchEngine | None = None) -> tuple[ForcedModel, torch.Tensor]:
+    """`Twice` with the plans of an engine, and images."""
+    torch.manual_seed(0)
+    forced, images = ForcedModel(Twice().eval(), engine, fallback=fallback), torch.randn(1, 3, 15, 15)
+    forced.plan(images)
+    return forced, images
+
+
 def test_layers_in_the_order_of_a_run() -> None:
-    forced = ForcedModel(Twice().eval(), TorchEngine())
-    forced.plan(torch.randn(1, 3, 15, 15))
+    forced, _ = planned(TorchEngine())
     assert [call.layer for call in forced.calls] == ["first", "shared", "shared.call2"]
     assert [call.shape.height for call in forced.calls if call.shape] == [15, 15, 7]
     assert {call.status for call in forced.calls} == {OK}
 
 
 def test_a_refused_layer_and_its_fallback() -> None:
-    model, images = Twice().eval(), torch.randn(1, 3, 15, 15)
-    with torch.inference_mode():
-        expected = model(images)
-    refused = ForcedModel(model, Refusing(3))
-    refused.plan(images)
+    refused, _ = planned(Pretending(refused=3))
     assert [(call.status, call.algorithm) for call in refused.calls] == [
         ("CUDNN_STATUS_NOT_SUPPORTED", ""), (OK, "gemm"), (OK, "gemm")]
     message = incompatible("gemm", "twice", refused.calls)
     assert message.startswith("Algorithm gemm not compatible with model twice: 1 of 3 layers (first): "
                               "CUDNN_STATUS_NOT_SUPPORTED, too few")
-    helped = ForcedModel(model, Refusing(3), fallback=TorchEngine())
-    helped.plan(images)
+    helped, images = planned(Pretending(refused=3), fallback=TorchEngine())
     assert [call.algorithm for call in helped.calls] == ["default", "gemm", "gemm"]
     assert helped.calls[0].status == "CUDNN_STATUS_NOT_SUPPORTED"
-    with helped.forced():
-        assert torch.equal(model(images), expected)
+    with torch.inference_mode():
+        expected = helped.model(images)
+        with helped.forced():
+            assert torch.equal(helped.model(images), expected)
 
 
 def test_wrong_outputs_do_not_count_as_run() -> None:
-    forced = ForcedModel(Twice().eval(), Refusing(0, factor=1.01))
-    forced.plan(torch.randn(1, 3, 15, 15))
+    forced, _ = planned(Pretending(factor=1.01))
     assert {call.status for call in forced.calls} == {INACCURATE}
     assert "differs from torch's by 0.01" in forced.calls[0].detail
 
 
-class Breaking(TorchEngine):
-    """Pretends to be a library that fails with torch's kind of error."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def plan(self, layer: torch.nn.Conv2d, images: torch.Tensor) -> LayerPlan:
-        raise RuntimeError(self.text)
-
-
 def test_a_library_that_fails_is_a_status_except_without_memory() -> None:
-    images = torch.randn(1, 3, 15, 15)
-    broken = ForcedModel(Twice().eval(), Breaking("groups must be 1\nand more"), fallback=TorchEngine())
-    broken.plan(images)
+    broken, _ = planned(Pretending(error="groups must be 1\nand more"), fallback=TorchEngine())
     assert {(call.status, call.detail, call.algorithm) for call in broken.calls} == {("FAILED", "groups must be 1", "default")}
     with pytest.raises(RuntimeError, match="out of memory"):
-        ForcedModel(Twice().eval(), Breaking("CUDA out of memory")).plan(images)
+        planned(Pretending(error="CUDA out of memory"))
 
 
 def test_the_forced_function_runs_only_in_the_block() -> None:
-    model, images = Twice().eval(), torch.randn(1, 3, 15, 15)
-    forced = ForcedModel(model, Refusing(0, factor=1 + 1e-5))
-    forced.plan(images)
+    forced, images = planned(Pretending(factor=1 + 1e-5))
     with torch.inference_mode():
-        by_torch = model(images)
+        by_torch = forced.model(images)
         with forced.forced():
-            assert not torch.equal(model(images), by_torch)
-        assert torch.equal(model(images), by_torch)
+            assert not torch.equal(forced.model(images), by_torch)
+        assert torch.equal(forced.model(images), by_torch)
 
 
 @pytest.mark.skipif(bool(ai3_missing()), reason="aithree is optional")

@@ -21,22 +21,18 @@ from hase.benchmark.measuring.blocks import Steadiness
 from hase.benchmark.metrics.power import PowerSample, PowerSensor
 from hase.extras.convolutions.profiler import UnifiedProfiler, described
 from hase.extras.convolutions.profiling.algorithms import ON_CPU, ON_GPU, NotSupported
-from hase.extras.convolutions.profiling.engines import ForcedModel, LayerPlan, TorchEngine, instead
+from hase.extras.convolutions.profiling.engines import ForcedModel, LayerPlan, TorchEngine
 from hase.extras.convolutions.profiling.listing import state_of_all, status_rows
 from hase.extras.convolutions.profiling.measure import (
-    CallTimes,
     Instruments,
     LayerTimer,
     ProfileSettings,
-    _layer,
-    _layer_facts,
     affordable,
     measure_profile,
     time_layers,
 )
-from hase.extras.convolutions.profiling.results import LAYERS, OVERALL, ResultsJournal, write_settings
+from hase.extras.convolutions.profiling.results import LAYERS, OVERALL, write_settings
 from hase.records.measurement import Measurement, read_blocks
-from hase.records.traces import GpuRun, GpuWork
 from hase.utils.locks import sole_writer
 from hase.utils.paths import ROOT
 from hase.utils.timing import time_runs_ms
@@ -71,9 +67,9 @@ def test_the_tables_and_how_a_run_resumes(tmp_path: Path) -> None:
     printed(SCRIPT, *QUICKLY, "--workspace", tmp_path)
     folder = tmp_path / "extras" / "convolutions" / "results" / "1_sanity" / f"{MODEL}_default_cpu"
     (first,) = rows(folder / f"{MODEL}_default_overall.csv")
-    (row_again,) = json.loads(printed(SCRIPT, *QUICKLY, "--workspace", tmp_path, "--json"))  # again: nothing is measured
+    (again,) = json.loads(printed(SCRIPT, *QUICKLY, "--workspace", tmp_path, "--json"))  # nothing is measured
     assert len(read_blocks(folder / "measurements.jsonl")) == 1
-    assert row_again["mean"] == float(first["mean"])
+    assert again["mean"] == float(first["mean"])
     printed(SCRIPT, *QUICKLY, "--num-sizes", "3", "--workspace", tmp_path)
     overall, layers = rows(folder / f"{MODEL}_default_overall.csv"), rows(folder / f"{MODEL}_default_layers.csv")
     assert tuple(overall[0])[:len(OVERALL)] == OVERALL
@@ -84,40 +80,28 @@ def test_the_tables_and_how_a_run_resumes(tmp_path: Path) -> None:
         assert (row["status"], row["runs"], row["layers"], row["layers_not_supported"]) == ("ok", "5", "26", "0")
         assert float(row["min"]) <= float(row["mean"]) <= float(row["max"])
         assert bool(row["energy_per_inference_j"]) != ("power:" in row["energy_doubts"])  # a sensor, or why there is none
-    assert len(layers) == 3 * 26
-    for size in ("64", "68", "72"):
-        assert sum(float(row["percentage"]) for row in layers if row["input_size"] == size) == pytest.approx(100, abs=0.01)
+        shares = [float(layer["percentage"]) for layer in layers if layer["input_size"] == row["input_size"]]
+        assert (len(shares), sum(shares)) == (26, pytest.approx(100, abs=0.01))
     shown = [layers[0][name] for name in (*LAYERS[:4], "stride", "height", "ran")]
     assert shown == ["features.0", "3", "64", "3x3", "2x2", "64", "default"]
     (state,) = json.loads(printed(SCRIPT, "--status", "--json", "--workspace", tmp_path))
     assert (state["state"], state["measured"], state["failed"], state["left"]) == ("done", 3, 0, 0)
     refused = run_script(SCRIPT, *QUICKLY, "--batch", "2", "--workspace", tmp_path)
-    assert refused.returncode == 1
-    assert "holds a profile with another batch" in refused.stderr
+    assert (refused.returncode, "holds a profile with another batch" in refused.stderr) == (1, True)
 
 
 def test_the_lists(tmp_path: Path) -> None:
-    names = [row["model"] for row in json.loads(printed(SCRIPT, "--list-models", "--json", "--workspace", tmp_path))]
+    def listed(*options: str) -> list[dict[str, str]]:
+        rows: list[dict[str, str]] = json.loads(printed(SCRIPT, *options, "--json", "--workspace", tmp_path))
+        return rows
+
+    names = [row["model"] for row in listed("--list-models")]
     assert names[:6] == ["vgg16", "densenet121", "resnet152", "googlenet", "alexnet", "resnet50"]
     assert "mobilenet_v2" in names
-    listed = json.loads(printed(SCRIPT, "--list-algorithms", "--device", "cpu", "--json", "--workspace", tmp_path))
-    assert [row["algorithm"] for row in listed] == list(ON_CPU)
+    assert [row["algorithm"] for row in listed("--list-algorithms", "--device", "cpu")] == list(ON_CPU)
+    of_gpu = {row["algorithm"]: row["runs"] for row in listed("--list-algorithms", "--device", "cuda")}  # there is none here
+    assert (list(of_gpu), of_gpu["direct"]) == (list(ON_GPU), "never: cuDNN never implemented it")
     assert run_script(SCRIPT, "--workspace", tmp_path).returncode == 2
-
-
-def test_the_algorithms_of_a_gpu_are_listed_without_one(tmp_path: Path) -> None:
-    listed = json.loads(printed(SCRIPT, "--list-algorithms", "--device", "cuda", "--json", "--workspace", tmp_path))
-    assert [row["algorithm"] for row in listed] == list(ON_GPU)
-    assert {row["algorithm"]: row["runs"] for row in listed}["direct"] == "never: cuDNN never implemented it"
-
-
-def test_one_line_says_what_runs_instead() -> None:
-    assert instead(ON_GPU["direct"], "cuda", None, fallback=True) == (
-        "direct: cuDNN never implemented it; all layers run by guess (cuDNN's own choice for each layer, by its heuristic) "
-        "instead")
-    assert "the model is refused; with --fallback all run by guess" in instead(ON_GPU["direct"], "cuda", None, fallback=False)
-    assert "since Hopper" in instead(ON_GPU["winograd"], "cuda", (9, 0), fallback=True)
-    assert instead(ON_GPU["winograd"], "cuda", (8, 9), fallback=True) == instead(ON_CPU["default"], "cpu", None, False) == ""
 
 
 def test_errors_are_one_line(tmp_path: Path) -> None:
@@ -142,14 +126,17 @@ class OutOfMemory(TorchEngine):
 
 
 def test_out_of_memory_costs_one_size(tmp_path: Path, model: torch.nn.Module) -> None:
-    both_sizes = settings(input_sizes=(64, 80), batch=2)
-    UnifiedProfiler(both_sizes, 0, AT_ONCE, engine=OutOfMemory()).profile(tmp_path, model)
+    def profiled(engine: TorchEngine, retry: bool = False) -> list[int]:
+        """The sizes that were measured."""
+        profiler = UnifiedProfiler(settings(input_sizes=(64, 80), batch=2), 0, AT_ONCE, retry=retry, engine=engine)
+        return [unit.input_size for unit in profiler.profile(tmp_path, model).units]
+
+    profiled(OutOfMemory())
     small, large = rows(tmp_path / f"{MODEL}_default_overall.csv")
     assert (small["status"], large["status"], large["mean"]) == ("ok", "failed", "")
     assert large["error"] == f"{MODEL} at 80x80, batch 2: out of memory; try --batch 1"
-    assert not UnifiedProfiler(both_sizes, 0, AT_ONCE, engine=TorchEngine()).profile(tmp_path, model).units
-    retried = UnifiedProfiler(both_sizes, 0, AT_ONCE, retry=True, engine=TorchEngine()).profile(tmp_path, model)
-    assert [unit.input_size for unit in retried.units] == [80]
+    assert profiled(TorchEngine()) == []
+    assert profiled(TorchEngine(), retry=True) == [80]
     assert [row["status"] for row in rows(tmp_path / f"{MODEL}_default_overall.csv")] == ["ok", "ok"]
 
 
@@ -160,15 +147,14 @@ def test_measurements_of_an_equal_machine_count(tmp_path: Path, model: torch.nn.
     journal.write_text(block.model_copy(update={"machine": "another"}).model_dump_json() + "\n")
     done = UnifiedProfiler(settings(input_sizes=(64, 80)), 0, AT_ONCE, engine=TorchEngine()).profile(tmp_path, model)
     assert [unit.input_size for unit in done.units] == [80]
-    assert [row["input_size"] for row in rows(tmp_path / f"{MODEL}_default_overall.csv")] == ["64", "80"]
 
 
 def test_a_slow_model_is_run_less_often(model: torch.nn.Module) -> None:
     instruments = Instruments("cpu", energy_s=0.0, longest_s=1.0)
     assert [affordable(10, run_ms, instruments) for run_ms in (0.5, 100.0, 200.0, 900.0, 5000.0)] == [10, 10, 5, 3, 3]
     assert (affordable(2, 5000.0, instruments), affordable(30, 5000.0, Instruments("cpu"))) == (2, 30)
-    (unit,) = settings(measure=5).units
-    overall, *layers = measure_profile(unit, ForcedModel(model, TorchEngine()), replace(instruments, longest_s=1e-6))
+    overall, *layers = measure_profile(settings(measure=5).units[0], ForcedModel(model, TorchEngine()),
+                                       replace(instruments, longest_s=1e-6))
     assert {len(m.samples_ms) for m in (overall, *layers)} == {3}
 
 
@@ -199,23 +185,6 @@ def test_the_error_names_the_refused_layers_and_a_fallback_runs_them(tmp_path: P
     assert all(float(row["mean_ms"]) > 0 for row in table)
 
 
-def test_a_fallback_for_every_layer_is_refused(model: torch.nn.Module) -> None:
-    """The tables would show the times of another algorithm."""
-    (unit,) = settings(fallback=True).units
-    run, *layers = measure_profile(unit, ForcedModel(model, RunsNothing(), TorchEngine()), Instruments("cpu", energy_s=0.0))
-    assert run.error == (f"Algorithm default not compatible with model {MODEL}: 26 of 26 layers (features.0 and 25 more): "
-                         "CUDNN_STATUS_NOT_SUPPORTED")
-    assert len(layers) == 26
-    assert not any(m.samples_ms for m in layers)
-
-
-class RunsNothing(TorchEngine):
-    """Pretends to be cuDNN's `direct`, which runs nothing."""
-
-    def plan(self, layer: torch.nn.Conv2d, images: torch.Tensor) -> LayerPlan:
-        raise NotSupported("CUDNN_STATUS_NOT_SUPPORTED")
-
-
 def test_layers_are_timed_within_the_run(model: torch.nn.Module) -> None:
     images = torch.randn(1, 3, 64, 64)
     convolutions = [layer for layer in model.modules() if isinstance(layer, torch.nn.Conv2d)]
@@ -230,20 +199,6 @@ def test_layers_are_timed_within_the_run(model: torch.nn.Module) -> None:
         assert not timer.take()  # no hook is left
 
 
-def test_cuda_kernels_of_a_layer(model: torch.nn.Module) -> None:
-    """The trace is written by hand: there is no GPU here."""
-    unit = settings(device="cuda", gpu="h200", algorithm="fft").units[0]
-    forced = ForcedModel(model, TorchEngine())
-    forced.plan(torch.randn(1, 3, 64, 64))
-    call = forced.calls[0]
-    traced = GpuRun(9.0, (GpuWork("fft2d_r2c_32x32", 0, 30.0), GpuWork("", 31, 2.0, "gpu_memset"), GpuWork("cgemm", 33, 18.0)))
-    measured = _layer(unit, call, _layer_facts(call) | {"ran": "fft"}, "now", CallTimes((0.06,), 1, 0.02), traced)
-    assert measured.cuda_kernels == ("fft2d_r2c_32x32", "cgemm")
-    assert measured.launches == 3
-    assert measured.quantities["cupti_ms"] == (pytest.approx(0.050),)
-    assert measured.quantities["cupti_span_ms"] == (pytest.approx(0.051),)
-
-
 class PretendedSensor(PowerSensor):
     """Pretends to be a power sensor of 50 W: this machine need not have one."""
 
@@ -254,15 +209,14 @@ class PretendedSensor(PowerSensor):
         return PowerSample(now_s, 50.0, 50.0 * now_s)
 
 
-def test_energy_of_a_run(tmp_path: Path, model: torch.nn.Module) -> None:
+def test_energy_of_a_run(model: torch.nn.Module) -> None:
     forced, (unit,) = ForcedModel(model, TorchEngine()), settings().units
     run, *_ = measure_profile(unit, forced, Instruments("cpu", PretendedSensor(), 0.2, idle_w=20.0))
     assert run.quantities["power_w"] == (pytest.approx(50.0),)
     assert run.quantities["energy_agreement"] == (pytest.approx(1.0),)
     assert run.quantities["idle_power_w"] == (20.0,)
     assert 0 < run.quantities["energy_j"][0] <= 50.0 * run.quantities["energy_window_s"][0] + 1e-6  # of one run or more
-    assert "too short" in str(run.facts["energy_doubts"])
-    assert isinstance(ResultsJournal(tmp_path, "x").tables[0], Path)
+    assert any(doubt in str(run.facts["energy_doubts"]) for doubt in ("too short", "no sample for"))  # of a busy machine
 
 
 def shell(folder: Path, script: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
@@ -270,6 +224,12 @@ def shell(folder: Path, script: str, *words: str | Path) -> subprocess.Completed
     environment = os.environ | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "HASE_PYTHON": sys.executable}
     return subprocess.run([f"extras/convolutions/{script}", *words, "--workspace", folder], cwd=ROOT, env=environment,
                           capture_output=True, text=True, check=False)
+
+
+def stand_in(path: Path, script: str) -> None:
+    """A command that is not here."""
+    path.write_text(f"#!/bin/sh\n{script}")
+    path.chmod(0o755)
 
 
 def test_a_stage_runs_in_place_without_slurm(tmp_path: Path) -> None:
@@ -286,9 +246,7 @@ def test_a_stage_runs_in_place_without_slurm(tmp_path: Path) -> None:
 
 def test_a_stage_becomes_a_job_with_slurm(tmp_path: Path) -> None:
     """`sbatch` is a stand-in that prints so and notes its arguments."""
-    stand_in = tmp_path / "sbatch"
-    stand_in.write_text(f'#!/bin/sh\necho "a stand-in for sbatch"\nprintf "%s\\n" "$@" > {tmp_path}/given\n')
-    stand_in.chmod(0o755)
+    stand_in(tmp_path / "sbatch", f'echo "a stand-in for sbatch"\nprintf "%s\\n" "$@" > {tmp_path}/given\n')
     done = shell(tmp_path, "2_quick_sweep.sh", "vgg16", "implicit", "gemm", "l40s", "--batch", "4")
     assert done.returncode == 0, done.stderr
     assert "a stand-in for sbatch" in done.stdout
@@ -303,33 +261,26 @@ def test_a_stage_becomes_a_job_with_slurm(tmp_path: Path) -> None:
 
 def test_the_status_of_runs_without_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`squeue` is a stand-in with one job that waits and one that runs."""
-    def folder(name: str, log: str = "", job: str = "") -> Path:
-        made = tmp_path / "2_quick" / name
-        made.mkdir(parents=True)
+    for name, log, job in (
+            ("refused", "starting\nerror: --gpu h100: the device of this machine is a CPU\n", ""),
+            ("waits", "", "41"), ("runs", "", "42"), ("cancelled", "", "43"), ("works", "", ""),
+            ("killed", "measuring\nslurmstepd: error: *** JOB 44 CANCELLED DUE TO TIME LIMIT ***\n", "44")):
+        folder = tmp_path / "2_quick" / name
+        folder.mkdir(parents=True)
         if log:
-            (made / f"{name}_7.out").write_text(log)
+            (folder / f"{name}_7.out").write_text(log)
         if job:
-            (made / "submitted.txt").write_text(f"Submitted batch job {job}\n")
-        return made
-
-    folder("refused", log="starting\nerror: --gpu h100: the device of this machine is a CPU\n")
-    folder("waits", job="41")
-    folder("runs", job="42")
-    folder("cancelled", job="43")
-    write_settings(folder("killed", log="measuring\nslurmstepd: error: *** JOB 44 CANCELLED DUE TO TIME LIMIT ***\n", job="44"),
-                   settings())
-    at_work = folder("works")
-    write_settings(at_work, settings())
+            (folder / "submitted.txt").write_text(f"Submitted batch job {job}\n")
+        if name in ("works", "killed"):
+            write_settings(folder, settings())
 
     def states() -> dict[str, str]:
-        with sole_writer(at_work):
+        with sole_writer(tmp_path / "2_quick" / "works"):
             return {Path(row["results"]).name: row["state"] for row in status_rows(tmp_path)}
 
-    assert states() == {"refused": "refused", "waits": "not known", "runs": "not known", "cancelled": "not known",
-                        "killed": "not known", "works": "running"}
-    stand_in = tmp_path / "squeue"
-    stand_in.write_text('#!/bin/sh\necho "41 PENDING"\necho "42 RUNNING"\n')
-    stand_in.chmod(0o755)
+    unknown = dict.fromkeys(("waits", "runs", "cancelled", "killed"), "not known")
+    assert states() == {"refused": "refused", "works": "running", **unknown}
+    stand_in(tmp_path / "squeue", 'echo "41 PENDING"\necho "42 RUNNING"\n')
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     assert states() == {"refused": "refused", "waits": "submitted", "runs": "running", "cancelled": "stopped",
                         "killed": "stopped", "works": "running"}

@@ -117,7 +117,7 @@ def test_each_stage_has_a_bandwidth_or_a_reason(results: Path) -> None:
     assert fits["CPU_stage5"]["r2"] > 0.99  # a perfect line is not enough
 
 
-def test_computing_is_the_total_less_the_transfer(results: Path) -> None:
+def test_computing_is_the_total_less_the_transfer_in_the_table_and_the_report(results: Path) -> None:
     table = read_lookup(results)
     assert len(table) == 15 * 7
     entry = files.read_json(results / LOOKUP)["1000,2000,CPU,4"]
@@ -128,9 +128,6 @@ def test_computing_is_the_total_less_the_transfer(results: Path) -> None:
         has_bandwidth = key.stage not in (3, 5, 6)
         assert (record.transfer_by == "regression") is has_bandwidth
         assert has_bandwidth is (record.transfer_time is not None) is (record.compute_time is not None) is (not record.reason)
-
-
-def test_the_report_and_the_plot(results: Path) -> None:
     text = (results / REPORT).read_text(encoding="utf-8")
     for part in ("NPU: not measured: OpenVINO lists no NPU", "105 by openvino on CPU, FP32 weights, computing in f32",
                  "bound by arithmetic", "1000/1000, 1000/2000", "not known"):
@@ -157,33 +154,32 @@ def test_runs_with_the_data_on_the_unit_give_the_transfer(tmp_path: Path) -> Non
     assert "its sizes ran differently: openvino on CUDA, torch on CUDA" in table[LookupKey(1000, 2000, "CUDA", 7)].reason
 
 
-def test_without_scikit_learn_the_regression_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn", None)
+@pytest.mark.parametrize("broken", [False, True])
+def test_without_scikit_learn_the_regression_is_skipped(broken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                        caplog: pytest.LogCaptureFixture) -> None:
+    """It is not there; or it is found, but can't be imported: built for another numpy, or with a library that is missing."""
+    if broken:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "sklearn"]:
+            monkeypatch.delitem(sys.modules, name)
+        (tmp_path / "sklearn").mkdir()
+        (tmp_path / "sklearn" / "__init__.py").write_text(
+            "raise ImportError('libgomp.so.1: cannot open\\nshared object file')\n")
+        monkeypatch.syspath_prepend(tmp_path)
+    else:
+        monkeypatch.setitem(sys.modules, "sklearn", None)
     workspace = written(tmp_path, [timed(stage, size) for size in SIZES[:4] for stage in STAGES])
     analyze(workspace)
     folder = workspace.stage_results
+    expected = "scikit-learn can't be loaded (libgomp.so.1: cannot open shared object file)" if broken else (
+        "scikit-learn is not installed")
+    assert f"{expected}: the regression was skipped" in (folder / REPORT).read_text(encoding="utf-8")
+    warnings = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [message.startswith(expected) for message in warnings] == [True]
     assert set(files.read_json(folder / BANDWIDTH).values()) == {None}
     record = read_lookup(folder)[LookupKey(1000, 1000, "CPU", 1)]
     assert record.total_time is not None
-    assert (record.transfer_time, "scikit-learn is not installed" in record.reason) == (None, True)
-    assert "scikit-learn is not installed: the regression was skipped" in (folder / REPORT).read_text(encoding="utf-8")
+    assert (record.transfer_time, expected in record.reason) == (None, True)
     assert not (folder / PLOT).exists()
-
-
-def test_with_a_broken_scikit_learn_the_regression_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                              caplog: pytest.LogCaptureFixture) -> None:
-    """It is found, but can't be imported: built for another numpy, or with a library that is missing."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "sklearn"]:
-        monkeypatch.delitem(sys.modules, name)
-    (tmp_path / "sklearn").mkdir()
-    (tmp_path / "sklearn" / "__init__.py").write_text("raise ImportError('libgomp.so.1: cannot open\\nshared object file')\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    workspace = written(tmp_path, [timed(stage, size) for size in SIZES[:4] for stage in STAGES])
-    analyze(workspace)
-    expected = "scikit-learn can't be loaded (libgomp.so.1: cannot open shared object file): the regression was skipped"
-    assert expected in (workspace.stage_results / REPORT).read_text(encoding="utf-8")
-    warnings = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
-    assert [message.startswith(expected) for message in warnings] == [True]
 
 
 def test_too_few_sizes_and_falling_times() -> None:
@@ -196,12 +192,11 @@ def test_too_few_sizes_and_falling_times() -> None:
 def test_missing_and_damaged_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"profile_stages\.py --analyze"):
         read_lookup(tmp_path)
-    files.write_json(tmp_path / LOOKUP, {"1,2,CPU": {}})
-    with pytest.raises(UserError, match=r"damaged at 1,2,CPU\.compute_time"):
-        read_lookup(tmp_path)
-    files.write_json(tmp_path / LOOKUP, {"1,2,CPU": {"compute_time": 1, "transfer_time": 2, "total_time": 3, "std": 0}})
-    with pytest.raises(UserError, match="'1,2,CPU' is not nodes,edges,unit,stage"):
-        read_lookup(tmp_path)
+    for value, message in (({}, r"damaged at 1,2,CPU\.compute_time"), (
+            {"compute_time": 1, "transfer_time": 2, "total_time": 3, "std": 0}, "'1,2,CPU' is not nodes,edges,unit,stage")):
+        files.write_json(tmp_path / LOOKUP, {"1,2,CPU": value})
+        with pytest.raises(UserError, match=message):
+            read_lookup(tmp_path)
     records = [timed(STAGES[0], SIZES[0]), timed(STAGES[0], SIZES[0], graph="power_law")]
     with pytest.raises(UserError, match="measured twice, on the graphs uniform and power_law"):
         analyze(written(tmp_path, records))

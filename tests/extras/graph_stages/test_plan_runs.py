@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -54,10 +53,14 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.slow
-def test_the_command_runs_all_plans_and_compares(profiled: Mapping[str, Path]) -> None:
-    options = [f"--results={runtime}={folder}" for runtime, folder in profiled.items()]
-    done = run_script(PLAN_STAGES, *options, "--home", "CPU-torch", "--run", "--runs", "2", "--rounds", "2",
-                      "--sizes", "40/50", "150/200", "--json")
+def test_plans_and_chains_run_in_turn(profiled: Mapping[str, Path]) -> None:
+    """All plans, compared; times in chains replace those alone. A second command runs nothing twice."""
+    folders = list(profiled.items())
+    alone = read_tables(folders)
+    results = [f"--results={runtime}={folder}" for runtime, folder in folders]
+    chains = [*results, "--time-chains", "--runs", "2", "--rounds", "2"]
+    options = [*chains, "--home", "CPU-torch", "--run", "--sizes", "40/50", "150/200", "--json"]
+    done = run_script(PLAN_STAGES, *options)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert [(row["nodes"], row["edges"]) for row in report["sizes"]] == [(40, 50), (150, 200)]
@@ -66,55 +69,26 @@ def test_the_command_runs_all_plans_and_compares(profiled: Mapping[str, Path]) -
         assert row["regret"] >= 0
         assert row["best_ms"] <= row["chosen_ms"]
     assert report["summary"]["plans"] == sum(row["plans"] for row in report["sizes"])
-    runs = read_runs(profiled["ort"] / "plan_runs.jsonl")
+    runs, records = read_runs(profiled["ort"] / "plan_runs.jsonl"), read_chains(profiled["ort"]).stages
     assert {(len(run.rounds_ms), len(run.rounds_ms[0])) for run in runs} == {(2, 2)}
     assert max(run.output_error for run in runs) < 1e-4
-    rerun = run_script(PLAN_STAGES, *options, "--home", "CPU-torch", "--run", "--sizes", "40/50", "150/200",
-                       "--json")
-    assert json.loads(rerun.stdout) == report  # nothing is run twice
-
-
-@pytest.mark.slow
-def test_times_in_chains_replace_those_alone(profiled: Mapping[str, Path]) -> None:
-    options = [f"--results={runtime}={folder}" for runtime, folder in profiled.items()]
-    folders = list(profiled.items())
-    alone = read_tables(folders)
-    done = run_script(PLAN_STAGES, *options, "--time-chains", "--runs", "2", "--rounds", "2")
-    assert done.returncode == 0, done.stderr
-    assert "3 sizes timed in chains, 0 timed before" in done.stderr
-    records = read_chains(profiled["ort"]).stages
-    assert len(records) == 3 * (2 * 7 + 2 * 6)  # no stage comes before the first
+    assert len(records) == 2 * (2 * 7 + 2 * 6)  # of each size; no stage comes before the first
+    assert {len(record.samples_ms) for record in records if record.stage > 1} == {4}
+    again = run_script(PLAN_STAGES, *options)
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout) == report
+    assert len(read_chains(profiled["ort"]).stages) == len(records)
+    rest = run_script(PLAN_STAGES, *chains)
+    assert (rest.returncode, "1 sizes timed in chains, 2 timed before" in rest.stderr) == (0, True), rest.stderr
     tables = read_tables(folders)
     times = tables.times["CPU-ort", 4]
     (after_ort,) = [record for record in records if (record.unit, record.previous) == ("CPU-ort", "CPU-ort")
                     and (record.stage, record.nodes) == (5, 150)]
     assert times.ms[150, 200] == np.median(after_ort.samples_ms)
-    assert len(after_ort.samples_ms) == 4
     assert list(times.after_ms) == ["CPU-torch"]
-    assert tables.setting((100, 200), extrapolate=True).problem.costs["CPU-ort", 4].after_ms["CPU-torch"] > 0
+    assert [run.predicted_ms for run in runs] == pytest.approx([run.predicted_ms for run in predicted_now(tables, runs)])
     assert read_tables(folders, alone=True) == alone
     assert read_tables([folders[1]]).times == read_tables([folders[1]], alone=True).times  # the chains are in the other folder
-
-
-@pytest.mark.slow
-def test_plans_and_chains_run_in_turn(profiled: Mapping[str, Path], tmp_path: Path) -> None:
-    for name, folder in profiled.items():
-        shutil.copytree(folder.parent, tmp_path / name, ignore=shutil.ignore_patterns("*.jsonl"))
-    folders = [(name, tmp_path / name / folder.name) for name, folder in profiled.items()]
-    options = [f"--results={name}={folder}" for name, folder in folders]
-    done = run_script(PLAN_STAGES, *options, "--home", "CPU-torch", "--time-chains", "--run", "--runs", "2",
-                      "--rounds", "3", "--json")
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert report["summary"]["sizes"] == 3
-    runs, records = read_runs(folders[0][1] / "plan_runs.jsonl"), read_chains(folders[0][1]).stages
-    assert {len(run.rounds_ms) for run in runs} == {3}
-    assert {len(record.samples_ms) for record in records if record.stage > 1} == {6}
-    anew = predicted_now(read_tables(folders), runs)
-    assert [run.predicted_ms for run in runs] == pytest.approx([run.predicted_ms for run in anew])
-    rerun = run_script(PLAN_STAGES, *options, "--home", "CPU-torch", "--time-chains", "--run", "--json")
-    assert rerun.returncode == 0, rerun.stderr
-    assert len(read_chains(folders[0][1]).stages) == len(records)  # chains are not timed twice
 
 
 class FarStage(OpenedStage):
@@ -135,15 +109,22 @@ class FarStage(OpenedStage):
         return value[0].copy()
 
 
+def opened_stages(folder: Path) -> tuple[dict[tuple[str, int], OpenedStage], dict[str, Any]]:
+    """Each stage near (in the host's memory) and far, and the tensors of the graph."""
+    opened: dict[tuple[str, int], OpenedStage] = {}
+    for number, stage in enumerate(STAGES):
+        task = task_of(folder, SIZES[2], stage.id, "torch")
+        near = opened["near", number] = open_stage(task)[0]
+        opened["far", number] = FarStage(task, "CUDA", "ort", "f32", near.run)
+    return opened, task.tensors
+
+
 def test_a_tensor_is_copied_once(tmp_path: Path) -> None:
-    tasks = [task_of(tmp_path, SIZES[2], stage.id, "torch") for stage in STAGES]
-    near = [open_stage(task)[0] for task in tasks]
-    far = [FarStage(task, "CUDA", "ort", "f32", opened.run) for task, opened in zip(tasks, near, strict=True)]
-    tensors = tasks[0].tensors
+    opened, tensors = opened_stages(tmp_path)
 
     def copied(plan: str) -> list[tuple[str, str]]:
         FarStage.copies.clear()
-        chosen = [far[stage] if place == "f" else near[stage] for stage, place in enumerate(plan)]
+        chosen = [opened["far" if place == "f" else "near", stage] for stage, place in enumerate(plan)]
         assert difference(run_chain(chosen, tensors), tensors[OUTPUT]) < 1e-4
         return [copy for copy in FarStage.copies if copy[0] != "node_count"]
 
@@ -152,23 +133,16 @@ def test_a_tensor_is_copied_once(tmp_path: Path) -> None:
     assert copied("fnnnnfn") == [("x", "to unit"), ("source", "to unit"), ("messages", "to host"), ("neighbours", "to unit"),
                                  ("combined", "to host")]  # x is on the unit already
     assert len(copied("fffffff")) == 4
-    opened = ({("far", stage): opened for stage, opened in enumerate(far)}
-              | {("near", stage): opened for stage, opened in enumerate(near)})
     plans = [("near",) * 7, ("far",) * 7]
     times_ms = time_chains(opened, plans, tensors, 1, 3, 2)
     assert [[len(samples) for samples in times_ms[plan]] for plan in plans] == [[3, 3], [3, 3]]
 
 
 def test_copies_are_timed_in_chains(tmp_path: Path) -> None:
-    tasks = [task_of(tmp_path, SIZES[2], stage.id, "torch") for stage in STAGES]
-    near = [open_stage(task)[0] for task in tasks]
-    far = [FarStage(task, "CUDA", "ort", "f32", opened.run) for task, opened in zip(tasks, near, strict=True)]
-    opened = ({("far", stage): opened for stage, opened in enumerate(far)}
-              | {("near", stage): opened for stage, opened in enumerate(near)})
-    times = time_in_chains((150, 200), ("far", "near"), opened, tasks[0].tensors, 1, 2, 2)
+    opened, tensors = opened_stages(tmp_path)
+    times = time_in_chains((150, 200), ("far", "near"), opened, tensors, 1, 2, 2)
     append_chains(tmp_path, times)
     assert read_chains(tmp_path) == times
-
     copied = {(copy.direction, copy.tensor): copy.samples_ms for copy in times.copies}
     passed = {"messages", "sums", "degrees", "means", "neighbours", "combined"}  # from one stage to a later one
     inputs = {"x", "source", "target", "node_count"}
@@ -176,7 +150,6 @@ def test_copies_are_timed_in_chains(tmp_path: Path) -> None:
     assert {tensor for direction, tensor in copied if direction == "to_host"} == passed | {"output"}
     assert len(copied["to_device", "sums"]) == 4  # only one chain copies it
     assert {copy.memory for copy in times.copies} == {"CUDA"}
-
     alone = {(150, 200): 1.0}
     stages = {(unit, stage): StageTimes(alone, alone, memory, memory)
               for unit, memory in (("far", "CUDA"), ("near", HOST)) for stage in range(7)}

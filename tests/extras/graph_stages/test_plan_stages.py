@@ -11,14 +11,14 @@ from command import run_script
 from hase.extras.graph_stages.measuring.analysis import LookupKey, LookupRecord, write_lookup
 from hase.extras.graph_stages.measuring.layer import STAGES
 from hase.extras.graph_stages.measuring.records import RAW, RawMeasurements, StageRecord, TransferRecord, write_transfers
-from hase.extras.graph_stages.planning.plans import HOST
 from hase.extras.graph_stages.planning.ranked_plans import described, left_out_rows, plan_table, ranked
-from hase.extras.graph_stages.planning.tables import read_tables
+from hase.extras.graph_stages.planning.tables import estimated, read_tables, surrounding
 from hase.utils import files
 from hase.utils.errors import UserError
 
 STEPS = (1000, 2000, 3000, 5000, 10000)
 SIZES = [(nodes, edges) for nodes in STEPS for edges in STEPS if edges >= nodes]
+LINEAR = {(nodes, edges): 0.05 + 2e-4 * nodes + 7e-5 * edges for nodes, edges in SIZES}
 WIDTHS = {"features": 20, "hidden": 8}
 MS_PER_BYTE = 1e-6  # of a copy to the GPU; a copy back takes half as long
 
@@ -69,6 +69,7 @@ def test_a_plan_between_sizes_by_hand(results: Path) -> None:
     """Stage 5 alone on the GPU: means go there, neighbours come back; both are 4 bytes a value."""
     setting = read_tables([("", results)]).setting((4000, 6000))
     assert (setting.basis, setting.left_out) == ("interpolated", ())
+    assert all("node_count" not in data.reads for data in setting.problem.stages)  # it is never copied
     plans = ranked(setting, "CPU")
     assert len(plans) == 1 + 1 + 28
     moving = next(plan.cost for plan in plans if described(plan.cost.assignment) == "CPU 1-4, CUDA 5, CPU 6-7")
@@ -82,12 +83,6 @@ def test_a_plan_between_sizes_by_hand(results: Path) -> None:
     assert "CUDA 5" in described(plans[0].cost.assignment).replace("CUDA 5-6", "CUDA 5")
 
 
-def test_node_count_is_never_copied(results: Path) -> None:
-    problem = read_tables([("", results)]).setting((1000, 1000)).problem
-    assert all("node_count" not in data.reads for data in problem.stages)
-    assert {cost.memory for (unit, _), cost in problem.costs.items() if unit == "CPU"} == {HOST}
-
-
 def test_plans_over_sizes(results: Path) -> None:
     rows = plan_table(read_tables([("", results)]), [(1000, 1000), (10000, 10000)], "CPU")
     assert [row["nodes"] for row in rows] == [1000, 10000]
@@ -96,12 +91,9 @@ def test_plans_over_sizes(results: Path) -> None:
         assert row["latency_ms"] <= row["home_ms"]
         assert row["loss_of_one_plan"] >= 0
     assert 0 in [row["loss_of_one_plan"] for row in rows]
-
-
-def test_left_out_sizes_of_linear_times_are_predicted_exactly(results: Path) -> None:
-    rows = left_out_rows(read_tables([("", results)]))
-    assert len({(row["nodes"], row["edges"]) for row in rows}) == 12  # all but the three corners
-    assert max(abs(row["error"]) for row in rows) < 1e-6
+    left_out = left_out_rows(read_tables([("", results)]))
+    assert len({(row["nodes"], row["edges"]) for row in left_out}) == 12  # all but the three corners
+    assert max(abs(row["error"]) for row in left_out) < 1e-6  # linear times are predicted exactly
 
 
 def test_two_folders_are_two_units_on_one_processor(tmp_path: Path) -> None:
@@ -143,12 +135,57 @@ def test_the_command(results: Path, tmp_path: Path) -> None:
     for options, code, part in (
             (("--nodes", "4"), 2, "--nodes and --edges go together"), (("--sizes", "4/4/4"), 2, "'4/4/4' is not NODES/EDGES"),
             (("--home", "TPU"), 1, "--home TPU: not among the units that were measured: CPU, CUDA"),
+            (("--nodes", "20000", "--edges", "20000"), 1, "lie outside the sizes that were measured"),
             (("--run", "--left-out"), 2, "exclude one another"), (("--out", "plans.txt"), 2, "a .json or .csv")):
         done = run_script(*script, *options)
         assert (done.returncode, part in done.stderr) == (code, True), done.stderr
-    done = run_script(*script, "--nodes", "20000", "--edges", "20000")
-    assert done.returncode == 1
-    assert "lie outside the sizes that were measured" in done.stderr
     done = run_script(*script, "--nodes", "20000", "--edges", "20000", "--extrapolate", "--json")
     assert (json.loads(done.stdout)["basis"], "guesses" in done.stderr) == ("extrapolated", True)
     assert len(STAGES) == len(json.loads(done.stdout)["plans"][0]["units"])
+
+
+@pytest.mark.parametrize("size", [(4000, 6000), (1500, 1500), (1000, 7000), (2500, 9999), (9000, 9500)])
+def test_linear_times_are_interpolated_exactly(size: tuple[int, int]) -> None:
+    estimate = estimated(LINEAR, size)
+    assert estimate.basis == "interpolated"
+    assert estimate.ms == pytest.approx(0.05 + 2e-4 * size[0] + 7e-5 * size[1])
+
+
+def test_only_sizes_near_it_count() -> None:
+    weights = surrounding(tuple(SIZES), (2500, 4000))
+    assert weights is not None
+    assert set(weights) <= {(2000, 3000), (2000, 5000), (3000, 3000), (3000, 5000)}
+    assert sum(weights.values()) == pytest.approx(1)
+
+
+def test_a_measured_size_gives_the_measurement() -> None:
+    odd = LINEAR | {(2000, 3000): 7.0}
+    estimate = estimated(odd, (2000, 3000))
+    assert (estimate.ms, estimate.basis) == (7.0, "measured")
+    assert estimated({(1000, 1000): 2.0}, (1000, 1000)).ms == 2.0
+
+
+def test_sizes_on_a_line_are_enough_along_it() -> None:
+    line = {(1000, 2000): 1.0, (2000, 4000): 2.0, (4000, 8000): 4.0}
+    assert estimated(line, (3000, 6000)).ms == pytest.approx(3.0)
+    with pytest.raises(UserError, match=r"3000 nodes with 5000 edges lie outside .* in these pairs: 1000/2000, "):
+        estimated(line, (3000, 5000))
+
+
+def test_outside_is_an_error_or_marked() -> None:
+    with pytest.raises(UserError, match=r"20000 nodes with 20000 edges lie outside .*1000 to 10000 nodes.*--extrapolate"):
+        estimated(LINEAR, (20000, 20000))
+    with pytest.raises(UserError, match="lie outside"):
+        estimated(LINEAR, (5000, 1000))  # within both ranges, but not between measured sizes
+    estimate = estimated(LINEAR, (20000, 30000), extrapolate=True)
+    assert estimate.basis == "extrapolated"
+    assert estimate.ms == pytest.approx(0.05 + 2e-4 * 20000 + 7e-5 * 30000)
+    assert estimated({size: 1e-6 * size[1] for size in SIZES}, (500, 500), extrapolate=True).ms == pytest.approx(5e-4)
+
+
+def test_the_sizes_around_a_size_are_searched_once() -> None:
+    """However many stages and units ask: the search takes most of the time, and a runtime waits for it."""
+    surrounding.cache_clear()
+    for factor in (1.0, 2.0, 3.0):
+        estimated({size: factor * time_ms for size, time_ms in LINEAR.items()}, (4000, 6000))
+    assert surrounding.cache_info().misses == 1

@@ -1,25 +1,33 @@
-"""Copies between the host's memory and a unit's own; a list around an array stands in for a GPU's memory."""
+"""The files of raw measurements and of copies between the host's memory and a unit's own, for which a list around an array
+stands in."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from hase.extras.graph_stages.measuring import worker
-from hase.extras.graph_stages.measuring.layer import GraphSize
+from hase.extras.graph_stages.measuring.layer import STAGES, GraphSize
 from hase.extras.graph_stages.measuring.profiling import Profile, measure_copies
-from hase.extras.graph_stages.measuring.records import TransferTable, read_transfers, write_transfers
+from hase.extras.graph_stages.measuring.records import (
+    RAW,
+    RawMeasurements,
+    StageRecord,
+    TransferTable,
+    UnitReport,
+    read_raw,
+    read_transfers,
+    write_transfers,
+)
 from hase.extras.graph_stages.measuring.units import OpenedStage, StageTask
-from hase.extras.graph_stages.measuring.worker import copies_to_time, time_copy
 from hase.records.measurement import Measurement
+from hase.utils import files
 from hase.utils.errors import UserError
 
-pytestmark = pytest.mark.slow
-
 SIZE = GraphSize(nodes=30, edges=4000, features=8, hidden=4)  # the largest tensor: messages, 128,000 bytes
+SMALL = GraphSize(nodes=10, edges=30, features=5, hidden=4)
 
 
 class FarStage(OpenedStage):
@@ -43,6 +51,7 @@ def task_of(folder: Path) -> StageTask:
     return StageTask(size=SIZE, graph="uniform", unit="CUDA", stage=5, runtime="ort", warmup=1, runs=3, models=str(folder))
 
 
+@pytest.mark.slow
 def test_the_worker_times_copies_of_up_to_the_largest_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = task_of(tmp_path)
     monkeypatch.setattr(worker, "open_stage", lambda _: (FarStage(task, "CUDA", "ort", "f32", lambda feed: feed["means"]), ""))
@@ -71,11 +80,23 @@ def test_copy_times_follow_the_measured_bytes() -> None:
         table.copy_ms("CUDA", "to_device", 10)
 
 
-def test_a_real_copy() -> None:
-    copies = copies_to_time(100_000)
-    assert [copy.bytes for copy in copies[::2]] == sorted({copy.bytes for copy in copies})
-    assert all(copy.bytes % 4 == 0 for copy in copies)
-    for copy in (copies[0], copies[-1]):
-        samples_ms = time_copy(copy, np.copy, np.copy, 1, 3)
-        assert len(samples_ms) == 3
-        assert 0 < min(samples_ms) < 50
+def test_bytes() -> None:
+    bytes_in = [stage.bytes_in(SMALL) for stage in STAGES]
+    bytes_out = [stage.bytes_out(SMALL) for stage in STAGES]
+    assert bytes_in == [200 + 240, 600 + 240 + 8, 240 + 8, 200 + 40, 200, 200 + 160, 160]
+    assert bytes_out == [600, 200, 40, 200, 160, 160, 160]
+
+
+def test_the_file_holds_samples_and_statistics(tmp_path: Path) -> None:
+    record = StageRecord(nodes=10, edges=30, features=5, hidden=4, graph="uniform", unit="CPU", stage=2, stage_name="sum",
+                         runtime="torch", ran_on="CPU", precision="FP32", inference_precision="f32", bytes_in=848,
+                         bytes_out=200, samples_ms=(1.0, 2.0, 6.0))
+    assert record.statistics == pytest.approx({"mean": 3.0, "std": 7**0.5, "min": 1.0, "max": 6.0, "median": 2.0})
+    assert (record.resident_statistics, record.size, record.definition.name) == ({}, SMALL, "sum")
+    raw = RawMeasurements(machine={}, versions={}, warmup=1, runs=3, seed=0, records=(record,),
+                          units=(UnitReport(name="NPU", present=False, why="no driver"),))
+    files.write_json(tmp_path / RAW, raw)
+    assert files.read_json(tmp_path / RAW)["records"][0]["statistics"]["median"] == 2.0
+    assert read_raw(tmp_path / RAW) == raw
+    with pytest.raises(UserError, match=r"profile_stages\.py --measure"):
+        read_raw(tmp_path / "none.json")
