@@ -8,9 +8,9 @@ there is one, and counts as alive until then. So a network of equal layers alway
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import math
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -65,10 +65,10 @@ class Arena:
         """Takes a chunk of at least `size` bytes; returns the handle for `free`."""
         size = aligned(size)
         free = self._free
-        index = bisect.bisect_left(free, (size,))
+        index = bisect_left(free, (size,))
         if index == len(free):
             self._extend(size)
-            index = bisect.bisect_left(free, (size,))
+            index = bisect_left(free, (size,))
         whole, at = free.pop(index)
         end = at + whole
         del self._free_from[at], self._free_up_to[end]
@@ -81,10 +81,10 @@ class Arena:
     def lend(self, size: int) -> None:
         """Takes a chunk of at least `size` bytes and frees it at once, as scratch."""
         size = aligned(size)
-        index = bisect.bisect_left(self._free, (size,))
+        index = bisect_left(self._free, (size,))
         if index == len(self._free):
             self._extend(size)
-            index = bisect.bisect_left(self._free, (size,))
+            index = bisect_left(self._free, (size,))
         _, at = self._free[index]
         self._use(at, at + size)
 
@@ -92,14 +92,14 @@ class Arena:
         """Takes chunks of at least these sizes, multiples of ALIGNED, that are never freed, such as weights."""
         free, ends = self._free, self._ends
         for size in sizes:
-            index = bisect.bisect_left(free, (size,))
+            index = bisect_left(free, (size,))
             if index == len(free):
                 self._extend(size)
-                index = bisect.bisect_left(free, (size,))
+                index = bisect_left(free, (size,))
             whole, at = free.pop(index)
             end = at + size
             if whole >= 2 * size or whole - size >= DEAD_BYTES:
-                bisect.insort(free, (whole - size, end))
+                insort(free, (whole - size, end))
             region = at // REGION
             if end > ends[region]:
                 self.used += end - ends[region]
@@ -112,10 +112,10 @@ class Arena:
         start, size = taken
         end = start + size
         if behind := self._free_from.pop(end, 0):
-            del self._free[bisect.bisect_left(self._free, (behind, end))]
+            del self._free[bisect_left(self._free, (behind, end))]
             end += behind
         if (before := self._free_up_to.pop(start, -1)) >= 0:
-            del self._free[bisect.bisect_left(self._free, (self._free_from[before], before))]
+            del self._free[bisect_left(self._free, (self._free_from[before], before))]
             start = before
         self._add(start, end)
 
@@ -140,7 +140,7 @@ class Arena:
 
     def _add(self, start: int, end: int) -> None:
         """Adds a free chunk."""
-        bisect.insort(self._free, (end - start, start))
+        insort(self._free, (end - start, start))
         self._free_from[start], self._free_up_to[end] = end - start, start
 
 
@@ -163,7 +163,7 @@ class Block:
                 at, smallest = end, start - end
             end = max(end, behind)
         placed = at, at + size
-        bisect.insort(self._alive, placed)
+        insort(self._alive, placed)
         self.size = max(self.size, at + size)
         return placed
 
