@@ -28,7 +28,7 @@ from hase.training.composition.calibration import error_range_of
 from hase.training.composition.fitting import Tried, choose, exceeds_noise, fit_target, kept_composition, try_few_models
 from hase.training.composition.formulas import fit_line, latencies_ms
 from hase.training.composition.held_out import predict_out_of_fold
-from hase.training.composition.measured_models import MeasuredModel, kernels_overlap, left_out_groups, measured_models, tracks
+from hase.training.composition.measured_models import MeasuredModel, left_out_groups, measured_models, tracks
 from hase.training.kernels import fitting
 from hase.training.kernels.training_set import read_training_set
 from hase.utils import files
@@ -109,16 +109,6 @@ def test_a_family_counts_once_in_the_noise() -> None:
     """Eight models of one family for which a candidate is better are one observation, like one model for which it is worse."""
     for other, exceeds in ((-0.1, False), (0.08, True)):
         assert exceeds_noise(np.array([*[0.1] * 8, other]), [*["a"] * 8, "b"]) is exceeds
-
-
-def test_a_profile_shows_whether_kernels_overlap() -> None:
-    kernels = draw_kernels(4)
-    model = MeasuredModel(chain("anet_x", kernels), "anet", 1.0)
-    serial = {kernel.id: {"kernel_time": 0.1, "node_span": 0.104} for kernel in kernels}
-    assert not kernels_overlap([model], serial)
-    parallel = {**serial, **{kernel.id: {"kernel_time": 0.1, "node_span": 0.01} for kernel in kernels[:2]}}
-    assert kernels_overlap([MeasuredModel(chain("bnet_x", kernels[2:]), "bnet", 1.0), model], parallel)
-    assert not kernels_overlap([model], {kernel.id: {"run": 0.1} for kernel in kernels})  # nothing shows it
 
 
 @pytest.mark.slow

@@ -24,15 +24,7 @@ from hase.records.kernel_record import Kernel
 from hase.records.kernel_types import kernel_form, operator_in_type
 from hase.records.measurement import GPU_LABEL
 from hase.training.kernels.fitting import fit_kernel_model
-from hase.training.kernels.left_out import (
-    LAUNCH_MS,
-    LeftOutForm,
-    LeftOutOperator,
-    learn_doubt,
-    leave_forms_out,
-    ranges_of,
-    steady_classes,
-)
+from hase.training.kernels.left_out import LAUNCH_MS, LeftOutForm, learn_doubt, leave_forms_out, ranges_of
 from hase.training.kernels.left_out_tables import form_report, operator_report
 from hase.training.kernels.training_set import read_training_set
 from hase.utils.errors import UserError
@@ -106,17 +98,6 @@ def test_each_operator_is_left_out_once(made: tuple[Workspace, dict[str, Kernel]
         ("elementwise", 4, 100.0), ("reduction", 3, 100.0), ("all", 7, 100.0)]
     assert len(titles) == 2  # no launches were measured
     assert "| elementwise | Exp | float16, float32 | 25, 25 | –, 25.0 |" in path.read_text()
-
-
-def test_a_class_whose_sizes_mislead_takes_its_median() -> None:
-    def of(operator: str, by_sizes: float, steady: float) -> LeftOutOperator:
-        ratios = np.ones(9)
-        return LeftOutOperator(operator, "elementwise", np.array(["id"] * 9), by_sizes * ratios, steady * ratios, ratios)
-
-    assert steady_classes([of("Relu", 2.0, 1.0), of("Exp", 1.5, 1.1)]) == {"class elementwise"}
-    assert steady_classes([of("Relu", 1.2, 1.0), of("Exp", 1.1, 1.3)]) == frozenset()
-    (learned,) = ranges_of([of("Relu", 0.8, 1.0), of("Exp", 1.1, 1.0)], {}, 1).values()
-    assert (learned.operators, 0.7 < learned.low <= 1.0 <= learned.high < 1.2) == (2, True)
 
 
 FORMS_CONFIG = TrainingConfig(folds=2, threads=1, own_min_kernels=60, forest=ForestSettings(trees=5),
