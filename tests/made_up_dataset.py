@@ -115,19 +115,8 @@ def write_dataset(workspace: Workspace, kernels: Mapping[str, Kernel], owners: M
                   models: Mapping[str, float], levels: Mapping[float, float], held_out: tuple[str, ...] = (),
                   failed: Sequence[str] = (), noise: float = NOISE,
                   time_ms_of: Callable[[Kernel, float], float] | None = None) -> None:
-    """The tables that the collector would write.
-
-    Args:
-        workspace: where.
-        kernels: by id.
-        owners: the models of each kernel id, or `sampled:` and a group.
-        models: measured idle latency (ms) by record name.
-        levels: the metric's value at each level.
-        held_out: model families.
-        failed: ids of kernels that crashed.
-        noise: relative standard deviation of the times.
-        time_ms_of: the time of a kernel beside a metric, in place of `true_ms`.
-    """
+    """The tables that the collector would write: of kernels by id, their owners (models, or `sampled:` and a group), models'
+    idle latency (ms), the metric at each level, ids of kernels that crashed, and the times' relative standard deviation."""
     folder, draw = workspace.dataset(TARGET.name), np.random.default_rng(1)
     stamps = {"Started": "2026-01-01T00:00:00+00:00", "Ended": "2026-01-01T00:00:01+00:00", "Machine": "0"}
     described = {name: _described(kernel, owners.get(name, ())) for name, kernel in kernels.items()}
@@ -151,8 +140,7 @@ def write_dataset(workspace: Workspace, kernels: Mapping[str, Kernel], owners: M
     files.write_csv(kernel_table_path(folder), kernel_columns([METRIC]), rows)
     files.write_csv(model_table_path(folder), model_columns([METRIC]), (
         {"Model": name, "Level": 0.0, METRIC: 0.0, "Latency_ms": 1.1 * time_ms, "median_ms": time_ms, "Status": "ok",
-         "Groups": group_of(name), **stamps}
-        for name, time_ms in models.items()))
+         "Groups": group_of(name), **stamps} for name, time_ms in models.items()))
     note_tables(folder)
 
 

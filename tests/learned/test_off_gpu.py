@@ -15,31 +15,24 @@ from onnx import TensorProto, helper
 from hase.benchmark.ort.profile import CONDITION_MS
 from hase.graph_model.simulation.pipeline import NodeKind, OffGpu, PipelineCosts, Tracks, dispatched_ms, pipeline_ms, timeline
 from hase.inference import Predictor, predict
-from hase.inference.prediction.answers import Prediction
 from hase.inference.prediction.run import trace_of
 from hase.learned import target_files
 from hase.learned.composition.cuda_nodes import (
-    EIGHT_BIT_FLOPS_PER_MS,
-    HOST_KERNEL_MS,
     HOST_RANGE,
     guessed_ms,
     host_range,
     reading_loops,
     row_selection_ms,
     selection_ms,
-    selects_boxes,
-    selects_in_rows,
 )
 from hase.learned.composition.fitted import read_composition
-from hase.learned.composition.host_side import CopyCurve, read_host_side
-from hase.learned.kernels.measured import measured_times
+from hase.learned.composition.host_side import read_host_side
 from hase.learned.kernels.sidecar import copy_predictors
 from hase.ort_analysis.graph.analysis import analyze
 from hase.records.dataset_files import CopyTimes, MeasuredCopies, WaitTimes, copies_path
 from hase.records.kernel_record import Kernel, KernelInput, ModelRecord, Tensor
 from hase.records.kernel_record_files import record_path
 from hase.records.kernel_types import describe_kernel
-from hase.runtimes import local_target
 from hase.training.composition.formulas import latencies_ms
 from hase.training.composition.host_fit import GPU_NODE_MS, HOST_NODE_MS, Step, fit_copies, simulated_ms
 from hase.training.composition.measured_models import MeasuredModel, tracks
@@ -68,15 +61,9 @@ def chain(*operators: str, size: int = 1 << 20) -> ModelRecord:
     return analyze(model(nodes, [value("x", size)], [value("y", size)]), "cuda")
 
 
-def predicted(record: ModelRecord) -> Prediction:
-    return predict(record, target=TARGET)
-
-
 def test_the_host_waits_for_the_gpu_at_a_copy_to_it() -> None:
     """Three nodes of 1 ms each; at the second the host waits and then computes for 5 ms."""
     tracks = Tracks(np.array([1.0, 0.0, 1.0]), np.array([1.0, 0.0, 1.0]), np.full(3, NodeKind.OWN))
-    free = OffGpu(np.zeros(3), np.zeros(3, dtype=bool))
-    assert pipeline_ms(tracks, COSTS, free) == pytest.approx(pipeline_ms(tracks, COSTS))
     waiting = OffGpu(np.array([0.0, 5.0, 0.0]), np.array([True, False, False]))
     first_done = COSTS.start_ms + COSTS.node_ms + COSTS.launch_ms + COSTS.lead_ms + 1.0 + COSTS.gap_ms
     third_dispatched = first_done + (COSTS.node_ms + 5.0) + COSTS.node_ms + COSTS.launch_ms
@@ -91,7 +78,7 @@ def test_the_host_waits_for_the_gpu_at_a_copy_to_it() -> None:
 def test_a_node_of_the_cpu_adds_its_copies_and_its_own_guessed_time() -> None:
     """The answer is a rough estimate with a reason, and the trace ends with the latency."""
     size = 1 << 24
-    gpu = predicted(chain("Relu", "Sigmoid", size=size))
+    gpu = predict(chain("Relu", "Sigmoid", size=size), target=TARGET)
     run = Predictor(target=TARGET).run(chain("Relu", "MeanVarianceNormalization", "Sigmoid", size=size))
     mixed = run.prediction
     [folder] = SHIPPED.glob(f"*{TARGET}*")
@@ -100,10 +87,8 @@ def test_a_node_of_the_cpu_adds_its_copies_and_its_own_guessed_time() -> None:
     (normalised,) = (kernel for kernel in mixed.kernels if kernel.type == "MeanVarianceNormalization")
     assert (normalised.provider, normalised.provenance) == ("cpu", "estimated")
     assert mixed.latency_ms == pytest.approx(gpu.latency_ms + copies_ms + normalised.latency_ms, rel=0.01)
-    assert (gpu.estimated_operators, mixed.estimated_operators) == ((), ("MeanVarianceNormalization",))
-    assert mixed.rough_estimate
+    assert (mixed.estimated_operators, mixed.rough_estimate) == (("MeanVarianceNormalization",), True)
     assert any("MeanVarianceNormalization: run on the CPU in a CUDA session" in text for text in mixed.warnings)
-    assert mixed.interval_ms[1] / mixed.latency_ms > 0.4 * HOST_RANGE[1]
     spans = [event for event in trace_of(run)["traceEvents"] if event["ph"] == "X"]
     last = max(event["ts"] + event["dur"] for event in spans) / 1000 - min(event["ts"] for event in spans) / 1000
     assert last == pytest.approx(mixed.latency_ms, rel=0.05)
@@ -130,8 +115,6 @@ def test_costs_of_copies_follow_from_graphs_with_and_without_them() -> None:
     assert costs.to_gpu.ms == pytest.approx(tuple(to_gpu.values()), abs=1e-4)
     assert costs.wait_ms == pytest.approx(0.007, abs=1e-6)
     assert costs.to_gpu.at(1 << 23) == pytest.approx(2 * costs.to_gpu.ms[-1])
-    with pytest.raises(ValueError, match="ascend"):
-        CopyCurve(bytes=(4, 2), ms=(0.1, 0.2))
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +128,14 @@ def with_host(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
         record = chain("Relu", "Sinh" if size % 2 else "Unique", "Sigmoid", size=4096 * size)
         files.write_json(record_path(workspace, record.flavour, f"{record.model}{size}"),
                          record.model_copy(update={"model": f"{record.model}{size}"}))
-    write_copies(workspace, target)
+    costs, gpu, cpu = read_composition(SHIPPED / target).costs, Step(GPU_NODE_MS, 1.0), Step(host_ms=HOST_NODE_MS)
+    assert costs is not None
+    graphs = {"one": [gpu], "gpu": [gpu, gpu], "to_host": [gpu, Step(0.02, 1.0, waits=True), cpu],
+              "to_gpu": [cpu, Step(0.0, 1.0, 0.005), gpu]}  # a copy takes 20 µs to the host and 5 µs to the GPU, at any size
+    samples = {"cpu": (0.003,), **{name: (simulated_ms(steps, costs),) for name, steps in graphs.items()}}
+    copies = tuple(CopyTimes(bytes=size, samples_ms=samples) for size in (4, 1 << 20))
+    files.write_json(copies_path(workspace.dataset(target)),
+                     MeasuredCopies(target=target, machine=machine("cpu"), copies=copies, waits=()))
     (workspace.root / "training.yaml").write_text(
         "folds: 2\nthreads: 1\nxgboost: {trees: 20, depth: 3}\nxgboost_class: {trees: 20}\nforest: {trees: 2}\n")
     commands = (
@@ -162,19 +152,6 @@ def with_host(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     return workspace
 
 
-def write_copies(workspace: Workspace, target: str) -> None:
-    """Copies to the host that take 20 µs, and to the GPU that take 5 µs, at any size up to 1 MiB."""
-    gpu, cpu = Step(GPU_NODE_MS, 1.0), Step(host_ms=HOST_NODE_MS)
-    graphs = {"one": [gpu], "gpu": [gpu, gpu], "to_host": [gpu, Step(0.02, 1.0, waits=True), cpu],
-              "to_gpu": [cpu, Step(0.0, 1.0, 0.005), gpu]}
-    costs = read_composition(SHIPPED / target).costs
-    assert costs is not None
-    samples = {"cpu": (0.003,), **{name: (simulated_ms(steps, costs),) for name, steps in graphs.items()}}
-    copies = tuple(CopyTimes(bytes=size, samples_ms=samples) for size in (4, 1 << 20))
-    files.write_json(copies_path(workspace.dataset(target)),
-                     MeasuredCopies(target=target, machine=machine("cpu"), copies=copies, waits=()))
-
-
 @pytest.mark.slow
 def test_kernels_of_the_host_are_measured_and_learned(with_host: Workspace) -> None:
     measured, relative, unknown = (chain("Relu", op, "Sigmoid", size=size) for op, size in (
@@ -186,10 +163,6 @@ def test_kernels_of_the_host_are_measured_and_learned(with_host: Workspace) -> N
     assert [prediction.rough_estimate for prediction in predictions] == [False, True, True]
     width = [prediction.interval_ms[1] / prediction.latency_ms for prediction in predictions]
     assert width[0] < 2 < width[1] < width[2]  # known, predicted and guessed: the host takes most of the time
-    [row] = [entry for entry in measured_times(Workspace(with_host.root / "host"), local_target("cpu").name).items()
-             if entry[0] in measured.kernels]
-    sinh = next(kernel for kernel in predictions[0].kernels if kernel.type == "Sinh")
-    assert sinh.latency_ms == row[1]["unprofiled"]
 
 
 @pytest.mark.slow
@@ -223,15 +196,12 @@ def test_boxes_and_long_rows_are_selected_one_after_another() -> None:
     boxes = [described("NonMaxSuppression", [of(1, 20000, 4), of(1, 1, 20000)], kept, 3, dtype="int64")
              for kept in (5295, 10610)]
     assert [selection_ms(selection) for selection in boxes] == pytest.approx([4.7, 7.39], rel=0.06)
-    assert [selects_boxes(kernel) for kernel in (boxes[0], described("Relu", [of(4)], 4))] == [True, False]
-
-    def topk(numbers: int, chosen: int = 1000) -> Kernel:
-        return described("TopK", [of(numbers), of(1, dtype="int64", values=(chosen,))], chosen, outputs=2)
-
-    assert [row_selection_ms(topk(numbers)) for numbers in (33_600, 1_209_600)] == pytest.approx([0.1225, 6.37], rel=0.1)
-    assert [selects_in_rows(topk(33_600, chosen)) for chosen in (1000, 5)] == [True, False]
+    rows = [described("TopK", [of(numbers), of(1, dtype="int64", values=(1000,))], 1000, outputs=2)
+            for numbers in (33_600, 1_209_600)]
+    assert [row_selection_ms(selection) for selection in rows] == pytest.approx([0.1225, 6.37], rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_loop_waits_only_where_its_body_makes_the_condition_on_the_gpu() -> None:
     def looping(condition: bool) -> ModelRecord:
         node = helper.make_node
@@ -246,18 +216,13 @@ def test_a_loop_waits_only_where_its_body_makes_the_condition_on_the_gpu() -> No
 
     free, reading = looping(False), looping(True)
     assert [len(reading_loops(record)) for record in (free, reading)] == [0, 1]
-    assert predicted(reading).latency_ms - predicted(free).latency_ms > 12 * CONDITION_MS
+    longer_ms, free_ms = (predict(record, target=TARGET).latency_ms for record in (reading, free))
+    assert longer_ms - free_ms > 12 * CONDITION_MS
 
 
 def test_times_of_the_host_s_kernels_are_guessed() -> None:
-    """On the host of an H200, a Multinomial of 32,000 numbers took 0.3 ms, although it moves only 0.1 MB. A product of 8-bit
-    numbers is guessed by its operations: with 64 rows these and not its bytes take the time."""
+    """On the host of an H200, a Multinomial of 32,000 numbers took 0.3 ms, although it moves only 0.1 MB."""
     drawn = described("Multinomial", [of(1, 32000)], 1, 1, dtype="int64")
     assert guessed_ms(drawn) == pytest.approx(0.3, rel=0.3)
     assert host_range(drawn)[1] > HOST_RANGE[1]
     assert guessed_ms(described("Gather", [of(1, 32000), of(1, dtype="int64")], 1, 1)) < 0.02
-    eight_bits, floating = (
-        described(op_type, [of(64, 1024, dtype=dtype), of(1024, 1024, dtype=dtype, constant=True)], 64, 1024, dtype=out)
-        for op_type, dtype, out in (("MatMulInteger", "uint8", "int32"), ("MatMul", "float32", "float32")))
-    assert guessed_ms(eight_bits) == pytest.approx(HOST_KERNEL_MS + 2 * 64 * 1024 * 1024 / EIGHT_BIT_FLOPS_PER_MS)
-    assert guessed_ms(floating) > 2 * guessed_ms(eight_bits)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import tarfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,20 +28,10 @@ from hase.learned.sharing import (
 )
 from hase.records.dataset_files import DatasetHeader, header_path
 from hase.records.measurement import Background, Block
-from hase.records.probe_reading import ProbedRuns, ProbeReading, summarise_probe
+from hase.records.probe_reading import summarise_probe
 from hase.runtimes import local_target
 from hase.training.fit_sharing import SLICES_MS, SharingEvaluation, backgrounds_of
-from hase.training.fits.time_slices import (
-    Pairs,
-    SharedRuns,
-    Simulated,
-    SimulatedModels,
-    alone_ms,
-    errors_of,
-    looped_models,
-    measured_elsewhere,
-    typical,
-)
+from hase.training.fits.time_slices import Pairs, SharedRuns, Simulated, SimulatedModels, alone_ms, typical
 from hase.utils import files
 from hase.utils.errors import UserError
 from hase.utils.paths import ROOT, Workspace
@@ -73,7 +62,7 @@ def always(wait_ms: float) -> CoRunner:
 NOTHING = CoRunner(0.0, 1.0, np.zeros(0))
 
 
-@pytest.mark.parametrize(("gpu_ms", "nodes"), [(0.1, 60), (0.7, 5), (3.0, 400), (9.0, 60)])
+@pytest.mark.parametrize(("gpu_ms", "nodes"), [(0.1, 60), (3.0, 400)])
 @pytest.mark.parametrize("lead_ms", [-0.5, -0.01, 0.05])  # with a lead of −0.5 ms the GPU's track begins before the run does
 def test_without_other_work_a_run_is_as_long_as_on_an_idle_gpu(gpu_ms: float, nodes: int, lead_ms: float) -> None:
     costs, tracks = COSTS.model_copy(update={"lead_ms": lead_ms}), alike(gpu_ms, nodes, 2.0)
@@ -88,9 +77,7 @@ def test_waits_of_a_run() -> None:
         runs_ms = runs(gpu_ms, always(2.4))
         assert runs_ms.std() == pytest.approx(0, abs=1e-9)
         assert runs_ms.mean() == pytest.approx(idle(gpu_ms) + waits * 2.4, rel=0.05)
-    alone = idle(0.1)  # the host is the slower track: it continues to dispatch, and the GPU then works without pauses
-    assert alone > 5 * 0.1
-    assert runs(0.1, always(0.3)).mean() < alone + 0.2
+    assert runs(0.1, always(0.3)).mean() < idle(0.1) + 0.2  # the host, the slower track, continues to dispatch
     assert runs(0.1, always(2.4)).mean() > 2.4
     runs_ms = runs(1.0, CoRunner(10.0, 10.0, np.array([0.7])))  # beside pauses a mixture
     assert np.percentile(runs_ms, 5) == pytest.approx(idle(1.0), rel=0.01)
@@ -116,14 +103,6 @@ def test_a_probe_separates_phases() -> None:
     assert phases.waits_ms == pytest.approx(np.full(len(phases.waits_ms), 0.724))
 
 
-def long_runs(latencies_ms: list[float], sharing: Any = "time_slices") -> ProbeReading:
-    """A reading of the long piece with these latencies."""
-    starts = np.cumsum([0.0, *latencies_ms[:-1]]).tolist()
-    long = ProbedRuns(starts_ms=tuple(starts), latencies_ms=tuple(latencies_ms))
-    return ProbeReading(machine_uuid="GPU-0", device="cuda", sharing=sharing, started="2026-01-01T00:00:00+00:00",
-                        seconds=0.2, tiny=ProbedRuns(starts_ms=(0.0,), latencies_ms=(0.016,)), long=long)
-
-
 def test_a_summary_gives_the_same_as_its_reading() -> None:
     """Readings of H200s, idle and next to all measured loads. In one of them a run takes 0.490 ms, exactly the border of
     waiting: only the summary has its quiet phase in two parts."""
@@ -140,26 +119,10 @@ def test_a_summary_gives_the_same_as_its_reading() -> None:
         assert from_summary.busy_ms == pytest.approx(probed.busy_ms, rel=0.05)
         at_the_border += from_summary.quiet_ms != pytest.approx(probed.quiet_ms, rel=0.05)
         assert from_summary.quiet_ms == pytest.approx(probed.quiet_ms, rel=0.2)
-        assert bool(len(from_summary.waits_ms)) == bool(len(probed.waits_ms))
         if len(probed.waits_ms):
             assert from_summary.waits_ms.mean() == pytest.approx(probed.waits_ms.mean(), rel=0.05)
     assert {block.level for block in blocks} >= {0.0, 0.25, 0.5, 1.0}
     assert at_the_border == 1
-
-
-def test_summaries_without_waiting_and_with_little_else() -> None:
-    nothing = summarise_probe(long_runs([0.5] * 30 + [0.6]))
-    assert (nothing.waited_ms, nothing.busy_ms, nothing.quiet_ms) == ((), 0.0, pytest.approx(15.6))
-    assert (nothing.latencies_ms[0], nothing.latencies_ms[-1], len(nothing.latencies_ms)) == (0.5, 0.6, 21)
-    assert co_runner_summarised(nothing, SHARING.alone_ms)[:2] == (0.0, 1.0)
-    always = summarise_probe(long_runs([2.9] * 30 + [0.5] + [2.9] * 30))
-    assert (always.busy_ms, always.quiet_ms) == (pytest.approx(60 * 2.9 + 0.5), 0.0)
-    from_summary = co_runner_summarised(always, SHARING.alone_ms)
-    assert from_summary[:2] == (1.0, 0.0)
-    assert from_summary.waits_ms == pytest.approx(np.full(21, 2.4))
-    for mode in ("mps", "mig"):
-        with pytest.raises(UserError, match=f"sharing mode {mode}: .* measured in time slices only"):
-            co_runner_summarised(summarise_probe(long_runs([0.5], mode)), SHARING.alone_ms)
 
 
 def test_metrics_show_how_busy_the_gpu_is() -> None:
@@ -172,16 +135,6 @@ def test_metrics_show_how_busy_the_gpu_is() -> None:
     assert co_runner_guessed(0.0, SHARING).busy_ms == 0
 
 
-@pytest.mark.parametrize(("like", "expected"), [
-    (CoRunner(5.0, 3.0, np.array([0.7, 0.8])), (2.0, 6.0, [0.7, 0.8])),
-    (CoRunner(1.0, 0.0, np.array([0.7])), (5.0, 15.0, [0.7])),  # no phases
-    (NOTHING, (5.0, 15.0, [0.3, 0.7, 2.4]))])
-def test_a_guessed_load_like_a_probed_one_has_its_waits_and_phases(
-        like: CoRunner, expected: tuple[float, float, list[float]]) -> None:
-    guessed = co_runner_guessed(0.25, SHARING, like)
-    assert (guessed.busy_ms, guessed.quiet_ms, guessed.waits_ms.tolist()) == expected
-
-
 def shared(model: str, machine: str, latencies_ms: list[float], wait_ms: float = 0.7) -> SharedRuns:
     return SharedRuns(model, "compute", 0.5, np.array(latencies_ms), 1.0, CoRunner(10.0, 10.0, np.array([wait_ms])), 0.5, {},
                       machine)
@@ -190,19 +143,6 @@ def shared(model: str, machine: str, latencies_ms: list[float], wait_ms: float =
 def track(gpu_ms: float) -> Tracks:
     """Ten nodes that are dispatched together."""
     return alike(gpu_ms, 10, 1e-6)
-
-
-def test_errors_and_looped_models() -> None:
-    elsewhere = measured_elsewhere([shared("a", "one", [1.0]), shared("a", "two", [2.0]), shared("a", "three", [4.0]),
-                                    shared("b", "one", [9.0])])
-    assert elsewhere[:, 0].tolist()[:3] == [3.0, 2.5, 1.5]
-    assert np.isnan(elsewhere[3]).all()
-    errors = errors_of(np.array([[1.1, 1.0, 0.9], [np.nan] * 3]), np.ones((2, 3)))  # no prediction, no error
-    assert (errors.cases, errors.mean, errors.p50, errors.p95) == (1, pytest.approx(0.1), 0.0, pytest.approx(0.1))
-    backgrounds = {background.name: background for background in (
-        Background(name="compute"), Background(name="r50", kind="model", model=Path("zoo/resnet50.onnx"), dims={"batch": 16}),
-        Background(name="other", kind="model", model=Path("other.onnx")))}
-    assert looped_models(backgrounds, {"resnet50@batch=16", "resnet50"}) == {"r50": "resnet50@batch=16"}
 
 
 def test_one_name_for_two_backgrounds_is_refused(tmp_path: Path) -> None:
@@ -218,8 +158,6 @@ def test_one_name_for_two_backgrounds_is_refused(tmp_path: Path) -> None:
     assert list(backgrounds_of([short, equal], target.name)) == ["bursts"]
     with pytest.raises(UserError, match=r"other.*background bursts differs"):
         backgrounds_of([short, long], target.name)
-    with pytest.raises(UserError, match="no dataset of target"):
-        backgrounds_of([short, Workspace(tmp_path / "none")], target.name)
 
 
 def test_waits_are_those_beside_average_work() -> None:
@@ -233,7 +171,7 @@ def test_waits_are_those_beside_average_work() -> None:
         typical([], 2.0, SHARING.alone_ms)
 
 
-@pytest.mark.parametrize(("slice_ms", "warns"), [(SLICES_MS[0], True), (2.0, False), (SLICES_MS[-1], True)])
+@pytest.mark.parametrize(("slice_ms", "warns"), [(SLICES_MS[0], True), (2.0, False)])
 def test_a_slice_at_the_edge_of_the_tried_ones_gives_a_warning(slice_ms: float, warns: bool,
                                                                caplog: pytest.LogCaptureFixture) -> None:
     """The fit to a run simulated with a slice finds this slice."""
@@ -243,13 +181,12 @@ def test_a_slice_at_the_edge_of_the_tried_ones_gives_a_warning(slice_ms: float, 
     evaluation = SharingEvaluation([run], SimulatedModels({"a": model}, {"a": model}, {"a": "a"}, {}), SHARING.alone_ms)
     with caplog.at_level("WARNING"):
         assert evaluation.learned().slice_ms == slice_ms
-    assert [record.levelname for record in caplog.records] == (["WARNING"] if warns else [])
     assert (f"a slice of {slice_ms:g} ms gives the smallest error" in caplog.text) is warns
 
 
 def test_a_switch_is_fitted_without_the_looped_model_and_without_the_family() -> None:
     """Runs next to one looped model have a switch of 0.1 ms, next to the other model of 0.3 ms. Each is predicted with the
-    other one's switch, and with its own if nothing else is left."""
+    other one's switch."""
     models = {name: Simulated(track(gpu_ms), COSTS) for name, gpu_ms in (
         ("a", 1.0), ("b", 1.5), ("short", 0.5), ("long", 3.0))}
     runs = [replace(shared(model, "one", [1.0]), background=background, level=1.0)
@@ -263,18 +200,14 @@ def test_a_switch_is_fitted_without_the_looped_model_and_without_the_family() ->
 
     measured = np.array([next_to(0, 0.1), next_to(1, 0.1), next_to(2, 0.3), next_to(3, 0.3)])
     pairs = Pairs(runs, measured, models, {"a": "a", "b": "b"}, names, [SHARING] * 4)
-    assert pairs.cases == [0, 1, 2, 3]
-    expected = [next_to(0, 0.3), next_to(1, 0.3), next_to(2, 0.1), next_to(3, 0.1)]
-    assert pairs.left_out() == pytest.approx(np.array(expected))
-    alone = Pairs(runs[:1], measured[:1], models, {"a": "a"}, names, [SHARING])
-    assert (alone.switch_ms(), alone.left_out()[0]) == (0.1, pytest.approx(next_to(0, 0.1)))
+    assert pairs.left_out() == pytest.approx(np.array([next_to(0, 0.3), next_to(1, 0.3), next_to(2, 0.1), next_to(3, 0.1)]))
 
 
 def looped(gpu_ms: float) -> TracksAndCosts:
     return track(gpu_ms), COSTS.model_copy(update={"gap_ms": 0.0})
 
 
-def test_turns_of_a_model_in_a_loop() -> None:
+def test_turns_of_models_in_loops() -> None:
     """A short model has one turn per run. A run longer than the longest turn is cut, and its rest has a turn too."""
     sharing = SHARING.model_copy(update={"switch_ms": 0.2})
     short, long = (in_a_loop([looped(gpu_ms)], looped(1.0), sharing) for gpu_ms in (0.5, 3.0))
@@ -282,17 +215,6 @@ def test_turns_of_a_model_in_a_loop() -> None:
     assert short.waits_ms.max() == pytest.approx(0.5 + 0.2, rel=0.05)
     assert (long.waits_ms.min(), long.waits_ms.max()) == pytest.approx((0.8 + 0.2, 2.4), rel=0.05)
     assert gpu_work_ms(*looped(3.0)) == pytest.approx(3.0)
-    brief = sharing.model_copy(update={"longest_wait_ms": 0.15})  # all measured waits were shorter than a switch
-    assert in_a_loop([looped(3.0)], looped(1.0), brief).waits_ms.max() == pytest.approx(0.4)
-
-
-def test_several_models_in_loops() -> None:
-    """A run waits for a turn of each; so do they, whose turns are as long where the GPU is their slower track."""
-    sharing = SHARING.model_copy(update={"switch_ms": 0.2})
-    short, long, idle = looped(0.5), looped(3.0), looped(0.0)
-    one, other = (in_a_loop([of], looped(1.0), sharing).waits_ms for of in (short, long))
-    both = in_a_loop([short, long], looped(1.0), sharing)
-    assert both.waits_ms.mean() == pytest.approx(one.mean() + other.mean(), rel=0.02)
-    assert both.waits_ms.max() == pytest.approx(one.max() + other.max(), rel=0.02)
-    assert len(set(both.waits_ms.round(3).tolist())) == 2  # 0.7 ms and one of the longer model's turns
-    assert in_a_loop([long, idle], looped(1.0), sharing) == (1.0, 0.0, pytest.approx(other))
+    both = in_a_loop([looped(0.5), looped(3.0)], looped(1.0), sharing).waits_ms  # a run waits for a turn of each
+    for of in (np.mean, np.max):
+        assert of(both) == pytest.approx(of(short.waits_ms) + of(long.waits_ms), rel=0.02)

@@ -14,14 +14,13 @@ import numpy as np
 import pytest
 from command import printed, run_script
 from conftest import Once
-from trained_workspace import METRIC, TRAINING, conv_net, made_up_ms, make_dataset
+from trained_workspace import TRAINING, conv_net, made_up_ms, make_dataset
 
 import hase.training.estimators
 from hase.inference.library.predictor import Predictor
-from hase.learned import target_files
 from hase.learned.kernels import admitted
 from hase.learned.kernels.admitted import VARIABLE, find_estimator, find_estimators
-from hase.learned.kernels.interface import EnvironmentPattern, TrainingConfig
+from hase.learned.kernels.interface import TrainingConfig
 from hase.learned.kernels.saved_form import CLASS, Saved, open_estimator, save_estimator
 from hase.ort_analysis.graph.analysis import analyze
 from hase.records.kernel_record import Kernel
@@ -93,7 +92,6 @@ def softmax_of(workspace: Workspace) -> Kernel:
 
 @pytest.mark.slow
 def test_the_example_of_the_page(mine: Workspace) -> None:
-    """The example and the commands of the page."""
     outputs: list[tuple[Any, str]] = []
     for line in COMMANDS:
         done = run_script(*line.replace("out/mine", str(mine.root)).split()[1:], "--json")
@@ -101,18 +99,15 @@ def test_the_example_of_the_page(mine: Workspace) -> None:
         outputs.append((json.loads(done.stdout) if done.stdout else None, done.stderr))
     (table, check_log), (answers, predict_log), (listed, _), _ = outputs
     errors = {row["estimator"]: row["MAPE_%"] for row in table}
-    assert errors[NAME] < 0.01  # the made-up times are exactly of this form
-    assert errors[NAME] < errors["what is in use"]
+    assert errors[NAME] < min(0.01, errors["what is in use"])  # the made-up times are exactly of this form
     assert f"{NAME}: admitted for Softmax" in check_log
     (answer,) = answers
-    (used,) = answer["estimators"]
-    assert (used["name"], used["types"], used["forced"]) == (NAME, ["Softmax"], False)
+    assert [(used["name"], used["types"], used["forced"]) for used in answer["estimators"]] == [(NAME, ["Softmax"], False)]
     assert f"Softmax: predicted by the estimator {NAME}" in predict_log
-    (softmax,) = [kernel for kernel in answer["kernels"] if kernel["type"] == "Softmax"]
-    assert softmax["latency_ms"] == pytest.approx(made_up_ms(softmax_of(mine)), rel=1e-3)
-    assert softmax["provenance"] == "predicted"
-    (row,) = [row for row in listed if row["estimator"] == NAME]
-    assert (row["from"], row["admitted for"]) == (f"file {NAME}.py", "Softmax")
+    assert [(kernel["latency_ms"], kernel["provenance"]) for kernel in answer["kernels"] if kernel["type"] == "Softmax"] == [
+        (pytest.approx(made_up_ms(softmax_of(mine)), rel=1e-3), "predicted")]
+    assert [(row["from"], row["admitted for"]) for row in listed if row["estimator"] == NAME] == [
+        (f"file {NAME}.py", "Softmax")]
     assert not admitted.read_entries(folder_of(mine))  # the last command removed it
     assert not list(folder_of(mine).glob("estimator_*"))
 
@@ -153,19 +148,16 @@ def test_estimators_are_found_in_the_repository_and_by_the_environment(tmp_path:
 def test_an_estimator_that_is_not_better_is_admitted_only_if_forced(mine: Workspace) -> None:
     """Its times are eight times too long."""
     worse = EXAMPLE.replace("return self.floor_ms +", "return 8 * self.floor_ms + 8 *")
-    before = Predictor(mine, strict=True).predict("mine.onnx")
     done = check(mine, "worse", text=worse)
     assert done.returncode == 1
     assert "not admitted for Softmax: its error on held-out kernels is 700.0%" in done.stderr
-    assert not target_files.ESTIMATORS.path(folder_of(mine)).exists()
     assert check(mine, "worse", "--force").returncode == 0
     forced = predictor(mine, strict=True).predict("mine.onnx")
     assert [used.forced for used in forced.estimators] == [True]
     assert any("forced: it is not better" in warning for warning in forced.warnings)
     (softmax,) = [kernel for kernel in forced.kernels if kernel.type == "Softmax"]
     assert softmax.latency_ms == pytest.approx(8 * made_up_ms(softmax_of(mine)), rel=1e-3)
-    assert forced.interval_ms[0] / forced.latency_ms < 0.9 * before.interval_ms[0] / before.latency_ms  # the true time is lower
-    assert (before.rough_estimate, forced.rough_estimate) == (False, True)
+    assert forced.rough_estimate
 
 
 @pytest.mark.slow
@@ -176,16 +168,12 @@ def test_estimators_replace_each_other_where_they_are_better(mine: Workspace) ->
     assert (done.returncode, "not admitted for Gemm: its error" in done.stderr) == (0, True)
     (entry,) = admitted.read_entries(folder_of(mine))
     assert (entry.types, entry.forced, entry.errors.count) == (("Softmax",), False, 24)
-    assert entry.errors.mape < 0.97 * entry.errors_before.mape
-    answer = predictor(mine, strict=True).predict("mine.onnx")
-    assert [used.types for used in answer.estimators] == [("Softmax",)]
     assert check(mine, "both").returncode == 0  # it is not compared with itself
     done = check(mine, "second", text=WITH_ARRAY)
     assert (done.returncode, "not admitted" in done.stderr) == (1, True)  # just as good as the first is not better
     assert check(mine, "second", "--force").returncode == 0
     (entry,) = admitted.read_entries(folder_of(mine))
     assert (entry.name, entry.types, entry.forced) == ("second", ("Softmax",), True)
-    assert len(list(folder_of(mine).glob("estimator_*"))) == 1
 
 
 @pytest.mark.slow
@@ -215,19 +203,6 @@ def test_code_that_differs_from_the_checked_one_is_refused(mine: Workspace) -> N
     path.write_bytes(path.read_bytes() + b" ")
     with pytest.raises(UserError, match="damaged or changed"):
         Predictor(mine, estimators=[code]).predict("mine.onnx")
-
-
-@pytest.mark.slow
-def test_under_a_load_estimators_use_the_predictors_slowdown(mine: Workspace) -> None:
-    kernel, load = softmax_of(mine), {METRIC: 0.5}
-    plain = Predictor(mine).fitted.predictors
-    slowdown = plain.predict([kernel], load).latency_ms[0] / plain.predict([kernel], {}, strict=True).latency_ms[0]
-    assert slowdown > 1.2
-    assert check(mine, NAME, "--label", plain.labels[0]).returncode == 0
-    with_estimator = predictor(mine).fitted.predictors
-    idle, loaded = (with_estimator.predict([kernel], metrics, strict=True).latency_ms[0] for metrics in ({}, load))
-    assert idle == pytest.approx(made_up_ms(kernel), rel=1e-3)
-    assert loaded / idle == pytest.approx(slowdown)
 
 
 @pytest.fixture(scope="module")
@@ -260,37 +235,16 @@ def test_hases_estimators_predict_the_same_after_saving(name: str, task: Task, t
 
 
 @pytest.mark.slow
-def test_all_estimators_in_one_table(mine: Workspace) -> None:
-    table = json.loads(printed(*command(mine), "--types", "Softmax,Gemm", "--estimators", mine.root / "estimators", "--json"))
-    by_type = {part: sorted(row["estimator"] for row in table if row["type"] == part) for part in ("all", "Gemm", "Softmax")}
-    for_all = ["neural_network", "random_forest", "roofline", "what is in use", "xgboost"]
-    assert by_type == {"all": for_all, "Gemm": for_all, "Softmax": sorted([*for_all, NAME])}
-    assert not target_files.ESTIMATORS.path(folder_of(mine)).exists()
-
-
-@pytest.fixture(scope="module")
-def fitted_roofline(task: Task) -> Any:
-    return task.fitted_to_all(find_estimator("roofline").estimator)
-
-
-@pytest.mark.slow
-def test_a_class_that_is_not_listed_is_refused(fitted_roofline: Any, tmp_path: Path) -> None:
-    saved = save_estimator(tmp_path, "roofline", fitted_roofline)
-    assert (saved.file, saved.learned["roofline"][CLASS]) == (None, "Roofline")  # it has no arrays
-    saved.learned["roofline"][CLASS] = "Popen"
-    with pytest.raises(UserError, match="refused: it holds a Popen"):
-        open_estimator(saved, type(fitted_roofline), tmp_path, "")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("damage", "message"), [
-    ({"version": 7}, "saved with version 7"), ({"name": "another"}, "saved with name another"),
+    ({"version": 7}, "saved with version 7.*make it anew"), ({"name": "another"}, "saved with name another"),
     ({"features": ("work 9",)}, "saved with features work 9"), ({"learned": {}}, "can't read what it saved"),
+    ({"learned": {"roofline": {CLASS: "Popen", "fields": {}}}}, "refused: it holds a Popen"),
     ({"learned": {"roofline": {CLASS: "Roofline", "fields": {"floor_ms": "x"}}}}, "damaged: Roofline")])
-def test_damaged_forms_are_refused(damage: dict[str, Any], message: str, fitted_roofline: Any, tmp_path: Path) -> None:
-    saved = save_estimator(tmp_path, "roofline", fitted_roofline)
-    with pytest.raises(UserError, match=f"{message}.*make it anew"):
-        open_estimator(Saved.model_validate(saved.model_dump() | damage), type(fitted_roofline), tmp_path, "make it anew")
+def test_damaged_forms_are_refused(damage: dict[str, Any], message: str, task: Task, tmp_path: Path) -> None:
+    fitted = task.fitted_to_all(find_estimator("roofline").estimator)
+    saved = save_estimator(tmp_path, "roofline", fitted)
+    with pytest.raises(UserError, match=message):
+        open_estimator(Saved.model_validate(saved.model_dump() | damage), type(fitted), tmp_path, "make it anew")
 
 
 @pytest.mark.parametrize(("text", "message"), [
@@ -313,10 +267,3 @@ def test_files_that_are_no_estimators(text: str, message: str, tmp_path: Path) -
 def test_what_can_not_be_checked(old: str, new: str, options: list[str], message: str, mine: Workspace) -> None:
     done = check(mine, "odd", *options, text=EXAMPLE.replace(old, new) if old else EXAMPLE)
     assert (done.returncode, message in done.stderr) == (1, True)
-
-
-def test_an_estimator_holds_for_its_environments() -> None:
-    target = local_target("cpu")
-    assert EnvironmentPattern().holds_for(target)
-    assert EnvironmentPattern(device="cpu", runtime="ort", target=f"{target.name[:5]}*").holds_for(target)
-    assert not EnvironmentPattern(runtime="tvm").holds_for(target)

@@ -11,14 +11,14 @@ import onnx.parser
 import pytest
 from conftest import small_model
 from forgotten_types import forget
-from made_up_dataset import TARGET, conv, gemm, relu, write_workspace
+from made_up_dataset import TARGET, conv, gemm, write_workspace
 
 from hase.graph_model.simulation.pipeline import OffGpu
 from hase.inference import predict
 from hase.inference.prediction.targets import fitted_for
 from hase.learned.composition.host_side import NodesOffGpu
 from hase.learned.composition.intervals import ALWAYS, KNOWN, CalibratedInterval, Novelty, Sources, for_any_host, sources
-from hase.records.dataset_files import DatasetHeader, DatasetKernel, header_path, read_header
+from hase.records.dataset_files import header_path, read_header
 from hase.records.measurement import GPU_LABEL, LAUNCHES
 from hase.training.composition.calibration import (
     LEAST_FAMILIES,
@@ -58,6 +58,7 @@ def calibrated(cases: list[HeldOutCase]) -> CalibratedInterval:
     return interval
 
 
+@pytest.mark.slow
 def test_intervals_of_a_new_collection_cover_nine_of_ten() -> None:
     """For all sources alike, since intervals with unmeasured operators are wider."""
     cases = made_up_cases(4, 15, 12)
@@ -72,20 +73,8 @@ def test_intervals_of_a_new_collection_cover_nine_of_ten() -> None:
     assert interval.coverage == pytest.approx(inside.mean())  # all families have equally many models
     assert (interval.left_out, interval.families) == ("collection", 60)
     assert interval.reach["unmeasured"] == pytest.approx(0.4, rel=0.25)
-    assert interval.low < 0 < interval.high
-
-
-def test_one_collection_leaves_families_out_and_few_families_give_none() -> None:
-    interval = calibrated(made_up_cases(1, 30, 10))
-    assert (interval.left_out, interval.families, interval.coverage > 0.8) == ("family", 30, True)
+    assert calibrated(made_up_cases(1, 30, 10)).left_out == "family"  # there is one collection
     assert calibrate(made_up_cases(1, LEAST_FAMILIES - 1, 10)) is None
-
-
-def test_a_large_family_counts_as_much_as_a_small_one() -> None:
-    """A hundred models of one family, each with an error of a half, widen the interval no more than one such model."""
-    usual, odd = made_up_cases(1, 40, 3), HeldOutCase("0", "odd", Sources(predicted=1.0), math.log(1.5))
-    single, hundred = (math.log(calibrated([*usual, *[odd] * count]).ends(Sources(predicted=1.0))[1]) for count in (1, 100))
-    assert hundred == pytest.approx(single, rel=0.1)
 
 
 def laplace_cases(families: int, models: int, spread: float) -> list[HeldOutCase]:
@@ -95,37 +84,17 @@ def laplace_cases(families: int, models: int, spread: float) -> list[HeldOutCase
             for family in range(families) for _ in range(models)]
 
 
-def fitted(interval: CalibratedInterval, cases: list[HeldOutCase]) -> CalibratedInterval:
-    found = fitted_to(interval, cases)
-    assert found is not None
-    assert 0.86 < found.coverage < 0.94
-    return found
-
-
+@pytest.mark.slow
 def test_an_interval_is_fitted_to_models_of_another_sort() -> None:
     """It holds nine of ten of their errors, however large these are, and reaches as far to both sides."""
     interval, ends = calibrated(laplace_cases(40, 25, 0.1)), []
-    assert not interval.holds_paces
     for spread in (0.05, 0.2):
-        of_others = fitted(interval, laplace_cases(200, 10, spread))
-        assert (of_others.families, of_others.left_out, of_others.low, of_others.holds_paces) == (
-            200, "family", -of_others.high, True)
+        of_others = fitted_to(interval, laplace_cases(200, 10, spread))
+        assert of_others is not None
+        assert (0.86 < of_others.coverage < 0.94, of_others.low, of_others.holds_paces) == (True, -of_others.high, True)
         ends.append(math.log(of_others.ends(Sources(predicted=1.0))[1]))
     assert ends == pytest.approx([0.05 * math.log(10), 0.2 * math.log(10)], rel=0.08)  # of a Laplace distribution
     assert fitted_to(interval, laplace_cases(1, 50, 0.1)) is None
-
-
-def test_the_doubt_about_a_known_pace_is_learned_from_runs_at_many() -> None:
-    """Made-up runs whose host works for most of the time: those at twice its usual pace err three times as much."""
-    def of_run(gpu_ms: float, host_ms: float, pace: float) -> Sources:
-        return sources([("a", gpu_ms, KNOWN)], 2.0, host_ms, pace)
-
-    generator = np.random.default_rng(1)
-    cases = [HeldOutCase("", f"f{number % 51}", of_run(1.0, 1.4, pace), float(generator.laplace(0.0, spread)))
-             for number in range(2000) for pace, spread in [((1.0, 0.05), (0.5, 0.15))[number % 2]]]
-    of_paces = fitted(calibrated(laplace_cases(40, 25, 0.1)), cases)
-    assert of_paces.scale(of_run(1.0, 1.4, 0.5)) / of_paces.scale(of_run(1.0, 1.4, 1.0)) == pytest.approx(3.0, rel=0.15)
-    assert of_paces.scale(of_run(2.0, 0.0, 0.5)) == of_paces.scale(of_run(2.0, 0.0, 1.0))  # no work of the host
 
 
 def test_scores_paces_and_sources_by_hand() -> None:
@@ -140,23 +109,6 @@ def test_scores_paces_and_sources_by_hand() -> None:
         predicted=0.4, unmeasured=0.2, other_form=0.0, beyond=0.3 * math.log(4), host=0.36, pace=0.36 * math.log(2)))
     assert sources([("a", 1.0, KNOWN)], 0.5, 0.0) == pytest.approx(Sources(predicted=1.0))  # never more than the whole latency
     assert sources([], 1.0, 1.0) == Sources(host=1.0)
-
-
-def test_a_kernel_belongs_to_every_collection_that_has_it_or_a_family_near_it() -> None:
-    """If two collections have a family of the same name, a kernel sampled near it belongs to both, a model's kernel to one."""
-    header = DatasetHeader(
-        target=TARGET, metrics=(), machines={}, groups={"vit_a": "vit", "vit_b": "vit", "bert": "bert", "mine": "mine"},
-        collections={"vit_a": "timm", "vit_b": "transformers", "bert": "transformers"})
-    assert header.families == {"timm": {"vit"}, "transformers": {"vit", "bert"}}
-
-    def collections(models: tuple[str, ...], groups: tuple[str, ...], sampled: bool) -> set[str]:
-        return set(header.collections_of(DatasetKernel(kernel=relu(), models=models, groups=groups, sampled=sampled)))
-
-    assert collections(("vit_a",), ("vit",), False) == {"timm"}
-    assert collections((), ("vit",), True) == {"timm", "transformers"}
-    assert collections(("vit_a",), ("bert", "vit"), True) == {"timm", "transformers"}
-    assert collections(("mine",), ("mine",), False) == set()
-    assert collections((), (), True) == set()  # drawn freely
 
 
 def test_a_fold_leaves_out_all_kernels_of_its_collection(workspace: Workspace) -> None:
@@ -175,27 +127,23 @@ def test_a_fold_leaves_out_all_kernels_of_its_collection(workspace: Workspace) -
         theirs = {kernel for model, record in records.items() if collections[model] == name for kernel in record.kernels}
         assert set(rows.ids[~fold.seen].tolist()) == theirs
         assert fold.seen.any()
-    assert {conv().op_type, gemm().op_type} <= set(rows.types[folds["timm"].seen].tolist())
 
 
 def test_novelties_of_a_fold(workspace: Workspace) -> None:
     """An operator and a form that only the held-out models have, a size beyond the data, and a kernel like the others."""
     write_workspace(workspace, sampled=60)
     rows = read_training_set(workspace, TARGET.name)
-    far, usual, relu_kernel = conv(side=32 * 64), conv(), relu(channels=16)
-    float16 = relu_kernel.model_copy(update={"inputs": tuple(
-        tensor.model_copy(update={"dtype": "float16"}) for tensor in relu_kernel.inputs)})
+    far, usual = conv(side=32 * 64), conv()
     fold = Fold(frozenset({"x"}), (), {kernel.id: kernel for kernel in (far, usual, gemm())}, rows.types != "Gemm")
     novelties = novelties_of(fold, rows, "run")
-    assert novelties.keys() == {far.id, gemm().id}
-    assert novelties[gemm().id].kind == "unmeasured"
-    assert novelties[far.id].kind == "beyond"
+    assert {name: novelty.kind for name, novelty in novelties.items()} == {far.id: "beyond", gemm().id: "unmeasured"}
     assert novelties[far.id].times > 4
-    batched = conv().model_copy(update={"inputs": (float16.inputs[0], *conv().inputs[1:])})
+    batched = usual.model_copy(update={"inputs": (usual.inputs[0].model_copy(update={"dtype": "float16"}), *usual.inputs[1:])})
     novelties = novelties_of(Fold(frozenset({"x"}), (), {batched.id: batched}, rows.idle), rows, "run")
     assert novelties[batched.id].kind == "other form"
 
 
+@pytest.mark.slow
 def test_cases_of_held_out_models(workspace: Workspace) -> None:
     """A measured kernel is no source of error, a predicted one is. A model with work on the CPU is no case."""
     records = list(write_workspace(workspace, families=("anet", "bnet", "cnet"), sampled=40).values())
@@ -217,7 +165,6 @@ def test_cases_of_held_out_models(workspace: Workspace) -> None:
         assert all((case.sources.predicted > 0.2) == shown for case in of)
         host_shares = np.minimum(1.0, latencies.host_work_ms / latencies.paced_ms)[:-1]
         assert [case.sources.host for case in of] == pytest.approx((host_shares ** 2).tolist())
-        assert 0.0 < host_shares.min() < 0.1 < 0.5 < host_shares.max()
 
 
 @pytest.mark.slow
@@ -240,6 +187,5 @@ def test_a_prediction_takes_its_calibrated_interval(tmp_path: Path) -> None:
     doubtful = predict(unmeasured, workspace=tmp_path, target=H200, composition=narrow, host_pace=1.0)
     assert doubtful.estimated_operators == ("LRN",)
     assert doubtful.interval_ms[1] > 1.2 * doubtful.latency_ms
-    short = small_model()
-    at_usual_pace, at_unknown_pace = (predict(short, target=H200, composition=narrow, host_pace=pace) for pace in (1.0, None))
-    assert at_unknown_pace.interval_ms[1] > 1.2 * at_usual_pace.interval_ms[1]
+    usual, unknown = (predict(small_model(), target=H200, composition=narrow, host_pace=pace) for pace in (1.0, None))
+    assert unknown.interval_ms[1] > 1.2 * usual.interval_ms[1]
