@@ -63,7 +63,7 @@ class Arena:
 
     def allocate(self, size: int) -> tuple[int, int]:
         """Takes a chunk of at least `size` bytes; returns the handle for `free`."""
-        size = aligned(size)
+        size = -(-size // ALIGNED) * ALIGNED or ALIGNED
         free = self._free
         index = bisect_left(free, (size,))
         if index == len(free):
@@ -308,8 +308,7 @@ def buffers_of_run(record: ModelRecord, layouts: Mapping[str, Layout], apart: Co
         keeps: whether a dead buffer is kept for the next tensor of its shape, as ONNX Runtime's planner does.
     """
     planned = _Plan(record, frozenset(apart), keeps)
-    for index, node in enumerate(record.nodes):
-        planned.add(index, node, layouts[node.kernel_id])
+    planned.add(record.nodes, layouts)
     for buffer, last in planned.last_use.items():
         planned.nodes[last].freed.append(buffer)
     return planned.nodes
@@ -345,45 +344,45 @@ class _Plan:
         self._kind_of: dict[str, Kind] = {}
         self._unread: dict[Kind, list[str]] = {}  # dead buffers kept for the next tensor of their kind, latest last
 
-    def add(self, index: int, node: Node, layout: Layout) -> None:
-        """Adds the next node."""
-        made: list[tuple[str, int]] = []
-        lent_bytes = 0
-        for slot, (name, size, kind) in enumerate(zip(node.outputs, layout.output_bytes, layout.output_kinds, strict=False)):
-            if name and name not in self._apart:
-                source = self._shared(node, layout, size) if slot == 0 and name not in self._lasting else None
-                if source is not None:
-                    self._buffer_of[name] = source
-                    self._pending[source] += self._readers[name]
-                elif name in self._lasting:
+    def add(self, nodes: Iterable[Node], layouts: Mapping[str, Layout]) -> None:
+        """Adds the nodes of a run, in order."""
+        buffer_of, pending, kind_of, last_use = self._buffer_of, self._pending, self._kind_of, self.last_use
+        for index, node in enumerate(nodes):
+            layout, made, lent_bytes = layouts[node.kernel_id], list[tuple[str, int]](), 0
+            outputs = zip(node.outputs, layout.output_bytes, layout.output_kinds, strict=False)
+            for slot, (name, size, kind) in enumerate(outputs):
+                if not name or name in self._apart:
+                    continue
+                if name in self._lasting:
                     self._own(name, name, size)
                     lent_bytes += size
+                    continue
+                if slot == 0 and (source := self._shared(node, layout, size)) is not None:
+                    buffer_of[name] = source
+                    pending[source] += self._readers[name]
                 elif self._keeps and kind[1] and (unread := self._unread.get(kind)):
                     self._own(name, unread.pop(), size)
                 else:
                     self._own(name, name, size)
-                    self._kind_of[name] = kind
+                    kind_of[name] = kind
                     made.append((name, size))
-                if self._buffer_of[name] in self._kind_of:
-                    self._used(self._buffer_of[name], index)
-        buffer_of, pending, kind_of = self._buffer_of, self._pending, self._kind_of
-        for name in node.inputs:
-            if name in buffer_of:  # otherwise a constant, or a missing optional input
-                buffer = buffer_of[name]
-                pending[buffer] -= 1
-                if buffer in kind_of:
-                    self._used(buffer, index)
-        self.nodes.append(NodeBuffers(made, lent_bytes, []))
+                if (buffer := buffer_of[name]) in kind_of:
+                    last_use[buffer] = index
+                    if not pending[buffer]:
+                        self._unread.setdefault(kind_of[buffer], []).append(buffer)
+            for name in node.inputs:
+                if name in buffer_of:  # otherwise a constant, or a missing optional input
+                    buffer = buffer_of[name]
+                    pending[buffer] -= 1
+                    if buffer in kind_of:
+                        last_use[buffer] = index
+                        if not pending[buffer]:
+                            self._unread.setdefault(kind_of[buffer], []).append(buffer)
+            self.nodes.append(NodeBuffers(made, lent_bytes, []))
 
     def _own(self, name: str, buffer: str, size: int) -> None:
         """Gives a tensor its own buffer."""
         self._buffer_of[name], self._bytes[buffer], self._pending[buffer] = buffer, size, self._readers[name]
-
-    def _used(self, buffer: str, index: int) -> None:
-        """Marks an intermediate buffer as needed by a node."""
-        self.last_use[buffer] = index
-        if not self._pending[buffer]:
-            self._unread.setdefault(self._kind_of[buffer], []).append(buffer)
 
     def _shared(self, node: Node, layout: Layout, size: int) -> str | None:
         """The input buffer that a node's first output of `size` bytes reuses; None if it needs its own."""
