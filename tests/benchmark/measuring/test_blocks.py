@@ -88,9 +88,6 @@ def test_a_block_waits_until_the_machine_is_at_its_best_again_and_does_nothing_e
     assert measure_block(bench, "k", list, idle(bench, best_canary_ms=1.0)).drift == pytest.approx(0.95)
 
 
-
-
-
 # many --------------------------------------------------------------------------------------------------------------------
 
 def test_each_load_is_started_once_and_only_where_something_is_missing() -> None:
