@@ -181,8 +181,6 @@ def test_a_curve_over_the_load(workspace: Workspace, model: SharedModel, tmp_pat
     assert [first.mean_ms, first.p50_ms, first.p99_ms] == pytest.approx([model.prediction.latency_ms] * 3, rel=1e-4)
     always = model.next_to(CoRunner(1.0, 0.0, np.array(SHARING.waits_ms)), "share")
     assert (last.mean_ms, last.p95_ms) == (always.mean_ms, always.percentile_ms(95))
-    means = [point.mean_ms for point in curve.points]
-    assert means == sorted(means)
     written = stdout_of(shell(workspace, "load_curve", "--points", "5", "--json", "--out", tmp_path / "curve.csv", "--plot",
                               tmp_path / "curve.png", "--slo-ms", "5"))
     assert json.loads(written) == curve.model_dump(mode="json")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from command import printed, run_script
 from conftest import small_model
 
 from hase.inference import Predictor
-from hase.inference.compare.model_differences import OperatorTime, causes
 from hase.inference.prediction.answers import chance_within
 
 pytestmark = pytest.mark.slow
@@ -91,15 +89,6 @@ def test_the_same_model_twice_differs_in_nothing(models: Path) -> None:
     assert (answer["difference_ms"], answer["ratio"], answer["intervals_overlap"]) == (0.0, 1.0, True)
     assert {(row["explanation"], row["share"]) for row in answer["operators"]} == {("the same", None)}
     assert compare(models / "fixed.onnx", models / "fixed.onnx").startswith("A = fixed, B = fixed: both take ")
-
-
-def test_causes_leave_no_rest() -> None:
-    """Twice the runs, of four times the work, at half the time of a FLOP: four times as long in all."""
-    a, b = OperatorTime(runs=2, time_ms=1.0, flops=100.0), OperatorTime(runs=4, time_ms=4.0, flops=800.0)
-    found = causes(a, b, "FLOP")
-    assert (found.runs_ms, found.work_ms, found.rate_ms) == pytest.approx(
-        tuple(3.0 * math.log(times) / math.log(4) for times in (2, 4, 0.5)))
-    assert (causes(OperatorTime(), b, "FLOP").runs_ms, causes(a, a, "FLOP").rate_ms) == (4.0, 0.0)
 
 
 @pytest.mark.parametrize(("options", "code", "message"), [

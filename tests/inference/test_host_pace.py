@@ -75,6 +75,7 @@ def ask(folder: Path, *options: str | Path) -> tuple[Any, ...]:
             *options)
 
 
+@pytest.mark.slow
 def test_the_pace_is_the_probes_median_and_is_kept(tmp_path: Path) -> None:
     pace, file = measure_pace("cpu", 0.3), tmp_path / "machine.json"
     assert 0.2 * host_probe("cpu").good_s < pace.probe_us / 1e6 < 50 * host_probe("cpu").good_s

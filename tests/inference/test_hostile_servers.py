@@ -50,6 +50,7 @@ def test_its_answer_takes_little_memory(name: str) -> None:
     assert peak_mib < 16 * MAX_ANSWER_MIB
 
 
+@pytest.mark.slow
 def test_a_server_is_asked_again_after_a_late_answer() -> None:
     """What comes too late for one query must not be taken for the answer to the next one, which is a packed one here."""
     answer = gzip.compress(b'{"data": {"resultType": "vector", "result": []}}')

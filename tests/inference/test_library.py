@@ -34,6 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_workspace_may_be_a_path_and_sizes_of_numpy(model: Path, tmp_path: Path) -> None:
     for place in (str(tmp_path), None):
         assert predict(str(model), target=TARGET, workspace=place).model == "network@batch=2,dynamic"

@@ -73,6 +73,7 @@ def saved(folder: Path, model: onnx.ModelProto, name: str = "model.onnx") -> Pat
     return folder / name
 
 
+@pytest.mark.slow
 def test_without_sharing_the_past_is_what_was_computed(tmp_path: Path) -> None:
     # The CPU provider has no MatMul of bfloat16, so ONNX Runtime opens no session of such a model there
     assert language_model(genai_folder(tmp_path, precision="bf16")).prefill.fixed == {"kv_cache_dim": 16}
@@ -219,13 +220,15 @@ def test_runs_are_those_of_the_plain_predictor(folders: Path, predictor: Predict
     assert answer.energy
     assert answer.energy.prompt_j > predictor.energy(prompt).idle_j
     # What a known pace leaves unknown counts once: the interval was fitted to language models' runs at many paces
-    assert learned.compositions["token"].calibrated
-    ends = learned.compositions["token"].calibrated.ends(token.run.batch.latencies.sources[0])
-    paced = predictor.run(path, composition=learned.compositions["token"], host_pace=2.0, dims={
+    composition = AnalysedModel(predictor, language_model(folders / "half")).learned.compositions["token"]
+    paced = predictor.run(folders / "half" / "model.onnx", composition=composition, host_pace=2.0, dims={
         **past, "sequence_length": 1, "total_sequence_length": 101})
+    assert composition.calibrated
+    ends = composition.calibrated.ends(paced.run.batch.latencies.sources[0])
     assert paced.prediction.interval_ms == pytest.approx([end * paced.alone_ms for end in ends], rel=0.01)
 
 
+@pytest.mark.slow
 def test_one_token_is_the_prompts_run_alone(folders: Path) -> None:
     answer = answer_of(folders / "half", generate=1)
     assert (answer.tpot, answer.tokens, answer.token_share, answer.request) == (None, (), None, answer.ttft)
