@@ -5,7 +5,6 @@ Where a test says FAKE, the GPU is pretended: its probe runs on the CPU provider
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -20,31 +19,21 @@ from conftest import small_model
 from prometheus_stand import READINGS, Exporter, device_labels, prometheus, recorded, value, wait_for
 
 from hase.benchmark.host_pace import learned_pace
-from hase.benchmark.measuring.quiet_host import HostProbe, all_samples_ms, readings_s
 from hase.benchmark.metrics_exporter import PaceSampler
 from hase.benchmark.ort.probes import host_probe, measure_pace
-from hase.inference import Watch, predict
+from hase.inference import predict
 from hase.inference.evaluation.comparison import compare, table
 from hase.inference.evaluation.evaluate import at_measured_pace, time_session
 from hase.inference.evaluation.models import EvaluatedModel, Failures, predict_model
 from hase.inference.live.load import InferenceConfig, current_load
 from hase.inference.live.prometheus import PrometheusConfig, PrometheusError
-from hase.inference.live.watch import HOST_PACE, PredictedLatency
 from hase.inference.prediction.answers import Prediction
-from hase.inference.prediction.conditions import (
-    AS_USUAL,
-    HostPace,
-    PaceAsked,
-    RunMode,
-    measured_pace,
-    pace_of_file,
-)
+from hase.inference.prediction.conditions import AS_USUAL, HostPace, PaceAsked, RunMode, measured_pace
 from hase.inference.prediction.targets import fitted_for
 from hase.inference.prediction.uncertainty import HOSTS, PACE_POWER
 from hase.learned.composition.fitted import read_composition
 from hase.ort_analysis.graph.analysis import analyze
 from hase.records.host_pace import HostProbeReading, MachinePace, read_pace
-from hase.records.measurement import Effort
 from hase.runtimes.protocol import Worker
 from hase.utils import files
 from hase.utils.errors import UserError
@@ -86,9 +75,7 @@ def ask(folder: Path, *options: str | Path) -> tuple[Any, ...]:
             *options)
 
 
-# measuring -----------------------------------------------------------------------------------------------------------------
-
-
+@pytest.mark.slow
 def test_the_pace_is_the_probes_median_and_is_kept(tmp_path: Path) -> None:
     pace, file = measure_pace("cpu", 0.3), tmp_path / "machine.json"
     assert 0.2 * host_probe("cpu").good_s < pace.probe_us / 1e6 < 50 * host_probe("cpu").good_s
@@ -100,27 +87,12 @@ def test_the_pace_is_the_probes_median_and_is_kept(tmp_path: Path) -> None:
         read_pace(file)
 
 
-def test_a_reading_is_the_slower_of_two_neighbours() -> None:
-    """FAKE: a probe whose dispatches take 1 and 2 µs in turn, three each; and one that always takes 3."""
-    count = itertools.count()
-    assert set(readings_s(HostProbe(lambda: 1e-6 * (1 + next(count) // 3 % 2), [1e-6]), 0.0)) <= {1e-6, 2e-6}
-    assert readings_s(HostProbe(lambda: 3e-6, [1e-6]), 0.0) == [3e-6] * 3
-
-
-def test_all_windows_count_beside_a_model() -> None:
-    """FAKE: a host that never becomes fast again."""
-    probe = HostProbe(lambda: 3e-4, [2e-4] * 100)
-    samples, disturbance, probe_us = all_samples_ms(probe, lambda: 0.001, Effort(budget_s=0.0, least_runs=30, most_runs=1000))
-    assert (set(samples), probe_us, disturbance) == ({1.0}, pytest.approx(300.0), pytest.approx(0.5))
-    assert len(samples) >= 30
-
-
 @pytest.mark.skipif(has_cuda(), reason="needs a machine without a GPU")
-def test_without_a_gpu_the_script_is_an_error(tmp_path: Path) -> None:
-    done = run_script("benchmark/host_pace.py", "--workspace", tmp_path)
-    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (1, "", 1)
-    assert "needs a GPU" in done.stderr
-    assert not Workspace(tmp_path).host_pace.exists()
+@pytest.mark.parametrize("command", [["benchmark/host_pace.py"], ["benchmark/metrics_exporter.py", "--source", "psutil",
+                                                                  "--host-pace-every", "5"]])
+def test_without_a_gpu_the_scripts_refuse(command: list[str]) -> None:
+    done = run_script(*command)
+    assert (done.returncode, done.stdout, "needs a GPU" in done.stderr, len(done.stderr.splitlines())) == (1, "", True, 1)
 
 
 def test_the_script_writes_the_file_that_predictions_read_and_prints_the_ratio(
@@ -132,55 +104,33 @@ def test_the_script_writes_the_file_that_predictions_read_and_prints_the_ratio(
     report = json.loads(printed("benchmark/host_pace.py", "--workspace", tmp_path, "--json"))
     assert (report["ratio"], report["target"], report["version"]) == (pytest.approx(1.2), TARGET, 2)
     assert report["probe_us"] == read_pace(Workspace(tmp_path).host_pace).probe_us == pytest.approx(1.2 * USUAL_US)
-    assert "probe_us" in printed("benchmark/host_pace.py", "--workspace", tmp_path, "--out", tmp_path / "machine.json")
-    assert (tmp_path / "machine.json").exists()
     assert learned_pace(Workspace(tmp_path), "another-gpu") is None
-
-
-# predicting ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_the_hosts_costs_are_taken_at_the_pace() -> None:
-    usual, slow = predicted(SHORT, 1.0), predicted(SHORT, 1.5)
+    usual, slow, graph = predicted(SHORT, 1.0), predicted(SHORT, 1.5), predicted(SHORT, 1.6, run_mode=RunMode(cuda_graph=True))
     costs = fitted_for(Workspace(), TARGET).composition.costs
     assert costs
     assert slow.composition.costs == costs.at_pace(1.5)
     assert slow.latency_ms == pytest.approx(1.5 * usual.latency_ms, rel=0.02)  # the host's time and the GPU's pauses
     assert (slow.host_pace, slow.host_pace_source, usual.host_pace) == (1.5, "given", 1.0)
-    assert not any(NOT_KNOWN in warning for warning in slow.warnings)
     assert predicted(LONG, 1.5).latency_ms == pytest.approx(predicted(LONG, 1.0).latency_ms, rel=0.02)
+    assert graph.latency_ms == predicted(SHORT, run_mode=RunMode(cuda_graph=True)).latency_ms  # a replay does not wait for it
+    assert graph.host_pace is None
 
 
 def test_an_unknown_pace_widens_the_interval_where_it_matters() -> None:
     for model, matters in ((SHORT, True), (LONG, False)):
         unknown, usual = predicted(model), predicted(model, 1.0)
         assert (unknown.host_pace, unknown.host_pace_source, unknown.latency_ms) == (None, "unknown", usual.latency_ms)
-        assert unknown.rough_estimate == usual.rough_estimate
         assert sum(NOT_KNOWN in warning for warning in unknown.warnings) == matters
         (low, high), (sure_low, sure_high) = unknown.interval_ms, usual.interval_ms
         assert (low <= sure_low, high >= sure_high, high - low > 1.1 * (sure_high - sure_low)) == (True, True, matters)
     low, high = predicted(SHORT).interval_ms
-    fast, slow = (predicted(SHORT, pace) for pace in (HOSTS.low, HOSTS.high))
-    assert low <= fast.latency_ms < slow.latency_ms <= high
+    assert low <= predicted(SHORT, HOSTS.low).latency_ms < predicted(SHORT, HOSTS.high).latency_ms <= high
     slow = predicted(SHORT, 1.5)  # a pace far from the usual one is less sure, too
     assert slow.interval_ms[1] / slow.latency_ms > 1.5 ** (1 + PACE_POWER) / 1.5 * 0.99
-    assert slow.interval_ms[0] / slow.latency_ms < 1.5 ** (1 - PACE_POWER) / 1.5 * 1.01
-
-
-def test_a_cuda_graphs_replay_does_not_wait_for_the_host() -> None:
-    graph = RunMode(cuda_graph=True)
-    unknown, slow = predicted(SHORT, run_mode=graph), predicted(SHORT, 1.6, run_mode=graph)
-    assert (unknown.latency_ms, unknown.interval_ms) == (slow.latency_ms, slow.interval_ms)
-    assert (unknown.host_pace, unknown.host_pace_source, slow.host_pace) == (None, None, None)
-    assert any("does not wait for its host" in warning for warning in slow.warnings)
-    assert not any(NOT_KNOWN in warning for warning in unknown.warnings)
-
-
-@pytest.mark.parametrize("pace", [0.0, -1.0, 300.0, float("nan")])
-def test_impossible_ratios_are_refused(pace: float) -> None:
-    with pytest.raises(UserError, match="a ratio to the usual pace is expected"):
-        predicted(SHORT, pace)
 
 
 @pytest.mark.slow
@@ -190,21 +140,13 @@ def test_the_command_takes_a_ratio_or_a_machines_file(made: Made, tmp_path: Path
     files.write_json(tmp_path / "a100.json", made(1.25, machine=made().machine.model_copy(
         update={"device_name": "NVIDIA A100"})))
     files.write_json(tmp_path / "odd.json", made(30.0))
-    with pytest.raises(UserError, match="is 30 times that; "):
-        pace_of_file(tmp_path / "odd.json", fitted_for(Workspace(), TARGET))
     (answer,) = json.loads(printed(*ask(tmp_path, "--machine", tmp_path / "machine.json", "--json")))
     assert (answer["host_pace"], answer["host_pace_source"]) == (pytest.approx(1.25), "file")
     assert answer["latency_ms"] == pytest.approx(predicted(SHORT, 1.25).latency_ms)
-    refused = run_script(*ask(tmp_path, "--machine", tmp_path / "a100.json"))
-    assert (refused.returncode, len(refused.stderr.splitlines())) == (1, 1)
-    assert "measured with a NVIDIA A100" in refused.stderr
-    assert run_script(*ask(tmp_path, "--machine", "machine.json", "--host-pace", "1.1")).returncode == 2
-    table = [line.split("\t") for line in printed(*ask(tmp_path, "--host-pace", "1.1", "--top", "0")).splitlines()]
-    row = dict(zip(*table, strict=True))
-    assert (row["host pace"], row["latency (ms)"]) == ("1.1", f"{predicted(SHORT, 1.1).latency_ms:.4g}")
-
-
-# on the target itself ------------------------------------------------------------------------------------------------------
+    for options, status, message in ((["a100.json"], 1, "measured with a NVIDIA A100"), (["odd.json"], 1, "is 30 times that; "),
+                                     (["machine.json", "--host-pace", "1.1"], 2, "")):
+        done = run_script(*ask(tmp_path, "--machine", tmp_path / options[0], *options[1:]))
+        assert (done.returncode, message in done.stderr) == (status, True), done.stderr
 
 
 @pytest.mark.parametrize("change", ["none", "taken 900 s ago", "taken in 900 s", "another boot", "another GPU", "elsewhere"])
@@ -240,21 +182,14 @@ def test_the_pace_is_measured_on_request_and_only_on_the_target(made: Made, monk
         return made(1 + len(seconds_asked) / 10)
 
     monkeypatch.setattr("hase.benchmark.ort.probes.measure_pace", fake)
-    found = PaceAsked("measure").now(fitted, AS_USUAL)
-    assert isinstance(found, HostPace)
-    assert found[:2] == (pytest.approx(1.1), "measured")
-    assert found.measured
-    assert found.measured.probe_us == pytest.approx(1.1 * USUAL_US)
     watched = PaceAsked(watched=True)
-    assert [pace[:2] for _ in range(2) if isinstance(pace := watched.now(fitted, AS_USUAL), HostPace)] == [
-        (pytest.approx(ratio), "measured") for ratio in (1.2, 1.3)]
+    found = [asked.now(fitted, AS_USUAL) for asked in (PaceAsked("measure"), watched, watched)]
+    assert [pace[:2] for pace in found if isinstance(pace, HostPace)] == [
+        (pytest.approx(ratio), "measured") for ratio in (1.1, 1.2, 1.3)]
     assert seconds_asked == [2.0, 0.3, 0.3]
-    assert not watched.of_prometheus(fitted, AS_USUAL)
     assert [PaceAsked(option, watched=True).is_followed(fitted, AS_USUAL) for option in (None, "measure", 1.1)] == [
         True, True, False]
-    assert watched.now(fitted, RunMode(cuda_graph=True)) is None
-    assert PaceAsked(1.4).now(fitted, AS_USUAL) == 1.4
-    assert PaceAsked().now(fitted, AS_USUAL) is None
+    assert watched.now(fitted, RunMode(cuda_graph=True)) is PaceAsked().now(fitted, AS_USUAL) is None
 
 
 # by way of a Prometheus ----------------------------------------------------------------------------------------------------
@@ -266,10 +201,10 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     folder, now = tmp_path_factory.mktemp("paces"), time.time()
     exporters = {
         name: Exporter(recorded(folder / f"{name}.jsonl", [METRICS] * READINGS), device_labels(f"GPU-{name}"),
-                       paces=None if probed is None else PaceSampler("cuda", every_s=MAX_AGE_S, latest=probed))
+                       paces=PaceSampler("cuda", every_s=MAX_AGE_S, latest=probed))
         for name, probed in {
             "slow": HostProbeReading(1.2 * USUAL_US, now), "old": HostProbeReading(1.2 * USUAL_US, now - 2 * MAX_AGE_S),
-            "none": HostProbeReading(float("nan"), now), "silent": None}.items()}
+            "none": HostProbeReading(float("nan"), now)}.items()}
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("NO_PROXY", "127.0.0.1,localhost")
         addresses = {name: (exporter.address, "metrics") for name, exporter in exporters.items()}
@@ -294,18 +229,14 @@ def test_the_pace_comes_from_prometheus(port: int, tmp_path: Path) -> None:
     (measured,) = json.loads(printed(*ask(tmp_path, *of_config)))
     assert (measured["host_pace"], measured["host_pace_source"]) == (pytest.approx(1.2), "measured")
     assert measured["latency_ms"] == pytest.approx(predict(SHORT, target=TARGET, host_pace=1.2, load={ENGINE: 0.4}).latency_ms)
-    (explicit,) = json.loads(printed(*ask(tmp_path, *of_config, "--host-pace", "1.1")))
-    assert (explicit["host_pace"], explicit["host_pace_source"]) == (1.1, "given")
     assert current_load(config(port, "slow"), fields=[ENGINE]).host_probe_us is None  # nobody asked for it
 
 
 @pytest.mark.slow
-def test_a_pace_that_is_old_or_missing_or_invalid(port: int) -> None:
+def test_a_pace_that_is_old_or_invalid(port: int) -> None:
     old = current_load(config(port, "old"), fields=[ENGINE], pace=True)
     assert old.host_probe_us is None
     assert "host_pace_max_age_s is 3600: it is taken as not known" in old.notices[0]
-    silent = current_load(config(port, "silent"), fields=[ENGINE], pace=True)
-    assert (silent.host_probe_us, silent.notices) == (None, ())
     with pytest.raises(PrometheusError, match=r"are not a valid reading .*--host-pace-every"):
         current_load(config(port, "none"), fields=[ENGINE], pace=True)
 
@@ -322,15 +253,6 @@ def test_the_exporter_measures_the_pace() -> None:
         paces.device = "cuda"
         paces.read()
         assert (paces.latest, "needs a GPU" in paces.error) == (latest, True)
-        done = run_script("benchmark/metrics_exporter.py", "--source", "psutil", "--host-pace-every", "5")
-        assert (done.returncode, "needs a GPU" in done.stderr) == (1, True)
-
-
-def test_a_watched_prediction_reports_its_pace() -> None:
-    watch = Watch(lambda: predicted(SHORT, 1.2), 1.0)
-    assert watch.read().host_pace == 1.2
-    served = {family.name: family.samples[0].value for family in PredictedLatency(watch).collect()}
-    assert served[HOST_PACE] == 1.2
 
 
 @pytest.mark.slow

@@ -6,9 +6,9 @@ import csv
 import functools
 import json
 import math
-import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,35 +22,21 @@ from forgotten_types import forget
 from test_merged_decoders import merged_decoder
 
 from hase.inference.library.predictor import Predictor
-from hase.inference.llm.answers import LlmMemory, LlmPrediction
+from hase.inference.llm.answers import LlmPrediction
 from hase.inference.llm.language_model import DecoderStep, decoder_file, language_model
-from hase.inference.llm.memory import largest_batch, longest_context, times_as_many
-from hase.inference.llm.predicting import (
-    NO_LOOP,
-    AnalysedModel,
-    predict_language_model,
-    predict_requests,
-)
+from hase.inference.llm.memory import longest_context
+from hase.inference.llm.predicting import NO_LOOP, AnalysedModel, predict_language_model
 from hase.inference.llm.requests import LlmRequest, over_generation, request_for
 from hase.inference.memory.buffers import Arena
 from hase.learned import target_files
 from hase.learned.composition.fitted import read_composition
 from hase.learned.llm import GenerationLoop, LearnedGeneration, PowerLimit
+from hase.runtimes import local_target
 from hase.utils import files
 from hase.utils.errors import UserError
 from hase.utils.paths import SHIPPED, Workspace
 
 SCRIPT, TARGET, MIB = "inference/predict_llm.py", "nvidia-h200", 2**20
-
-
-def doubtful(folder: Path) -> None:
-    """Puts an operator into the model of a folder that the predictors in `folders` do not know."""
-    path = folder / "model.onnx"
-    model = onnx.load(path, load_external_data=False)
-    for node in model.graph.node:
-        if node.op_type == "Sigmoid":
-            node.op_type = "LpNormalization"
-    path.write_bytes(model.SerializeToString())
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +47,12 @@ def folders(once: Once) -> Path:
         genai_folder(folder / "half")
         genai_folder(folder / "int4", precision="int4")
         genai_folder(folder / "graph", cuda_graph=True)
-        doubtful(genai_folder(folder / "doubtful"))
+        path = genai_folder(folder / "doubtful") / "model.onnx"
+        model = onnx.load(path, load_external_data=False)
+        for node in model.graph.node:
+            if node.op_type == "Sigmoid":
+                node.op_type = "LpNormalization"
+        path.write_bytes(model.SerializeToString())
         forget(Workspace(folder), "nvidia-h200-cuda-ort1.31-all", "LpNormalization")
         (folder / "plain").mkdir()
         onnx.save(plain_decoder(), folder / "plain" / "model.onnx")
@@ -82,12 +73,10 @@ def saved(folder: Path, model: onnx.ModelProto, name: str = "model.onnx") -> Pat
     return folder / name
 
 
-def test_the_size_of_a_head_is_known_where_a_cpu_lacks_kernels(tmp_path: Path) -> None:
-    """The CPU provider has no MatMul of bfloat16, so ONNX Runtime opens no session of such a model there."""
-    assert language_model(genai_folder(tmp_path, precision="bf16")).prefill.fixed == {"kv_cache_dim": 16}
-
-
+@pytest.mark.slow
 def test_without_sharing_the_past_is_what_was_computed(tmp_path: Path) -> None:
+    # The CPU provider has no MatMul of bfloat16, so ONNX Runtime opens no session of such a model there
+    assert language_model(genai_folder(tmp_path, precision="bf16")).prefill.fixed == {"kv_cache_dim": 16}
     model = language_model(genai_folder(tmp_path, past_present_share_buffer=False, num_beams=2))
     assert model.step(3, 100, 0, 512) == DecoderStep(6, 100, 0, 0, 100)
     assert model.step(3, 1, 130, 512) == DecoderStep(6, 1, 130, 130, 131)
@@ -96,14 +85,15 @@ def test_without_sharing_the_past_is_what_was_computed(tmp_path: Path) -> None:
 
 
 def test_names_of_dimensions_and_caches_do_not_matter(tmp_path: Path) -> None:
-    """An exporter may call them anything, even by a formula."""
+    """An exporter may call them anything, even by a formula. A merged decoder's branch is a dimension, too."""
     names = {"batch": "b", "sequence": "N", "past": "P", "total": "P + N"}
     path = saved(tmp_path, plain_decoder(past="cache_{1}_{0}", present="new_cache_{1}_{0}", name_of=names.__getitem__))
     part = decoder_file(path)
     assert part.caches == ("cache_key_0", "cache_value_0", "cache_key_1", "cache_value_1")
     assert set(part.presents) == {f"new_{name}" for name in part.caches}
-    assert part.dims(DecoderStep(2, 1, 40, 40, 41)) == {"b": 2, "N": 1, "P": 40}
-    assert part.words == TINY.words
+    assert (part.dims(DecoderStep(2, 1, 40, 40, 41)), part.words) == ({"b": 2, "N": 1, "P": 40}, TINY.words)
+    merged = decoder_file(saved(tmp_path, merged_decoder()))
+    assert merged.dims(DecoderStep(2, 1, 8, 8, 9)) == {"batch": 2, "sequence": 1, "past_sequence": 8, "then": 1}
 
 
 def test_a_pair_of_files(folders: Path) -> None:
@@ -114,32 +104,19 @@ def test_a_pair_of_files(folders: Path) -> None:
     assert model.prefill.dims(model.step(2, 9, 0, 12)) == {"batch": 2, "sequence": 9}
 
 
-def test_a_merged_decoder_takes_the_branch_with_a_cache_after_the_prompt(tmp_path: Path) -> None:
-    part = decoder_file(saved(tmp_path, merged_decoder()))
-    assert part.dims(DecoderStep(2, 1, 8, 8, 9)) == {"batch": 2, "sequence": 1, "past_sequence": 8, "then": 1}
-    assert part.dims(DecoderStep(2, 1, 0, 0, 1)) == {"batch": 2, "sequence": 1, "past_sequence": 0, "else": 1}
-
-
-def test_sizes_that_the_file_fixes(tmp_path: Path) -> None:
-    proto = plain_decoder()
-    for value in (*proto.graph.input, *proto.graph.output):
+def test_sizes_that_do_not_fit_or_are_not_known(tmp_path: Path) -> None:
+    fixed, odd = plain_decoder(), plain_decoder()
+    for value in (*fixed.graph.input, *fixed.graph.output):
         value.type.tensor_type.shape.dim[0].dim_value = 1
-    part = decoder_file(saved(tmp_path, proto))
+    part = decoder_file(saved(tmp_path, fixed))
     assert part.dims(DecoderStep(1, 1, 5, 5, 6)) == {"sequence": 1, "past": 5}
     with pytest.raises(UserError, match=r"made for 1 sequences .*and 2 are asked for"):
         part.dims(DecoderStep(2, 1, 5, 5, 6))
-
-
-def test_a_dimension_with_two_sizes(tmp_path: Path) -> None:
     path = saved(tmp_path, plain_decoder(name_of=lambda role: "length" if role in ("sequence", "past") else role))
     with pytest.raises(UserError, match=r"dimension length would have to be 1 .new tokens. and 40 .tokens in the cache."):
         decoder_file(path).dims(DecoderStep(2, 1, 40, 40, 41))
-
-
-def test_a_dimension_of_which_nothing_is_known_is_asked_for(tmp_path: Path) -> None:
-    proto = plain_decoder()
-    proto.graph.input.append(onnx.helper.make_tensor_value_info("image", onnx.TensorProto.FLOAT, ["batch", "pixels"]))
-    path = saved(tmp_path, proto)
+    odd.graph.input.append(onnx.helper.make_tensor_value_info("image", onnx.TensorProto.FLOAT, ["batch", "pixels"]))
+    path = saved(tmp_path, odd)
     with pytest.raises(UserError, match=r"dimension pixels \(image, axis 1\) is; give its size: --dim pixels=SIZE"):
         decoder_file(path)
     assert decoder_file(path, given={"pixels": 64}).dims(DecoderStep(2, 1, 4, 4, 5))["pixels"] == 64
@@ -214,24 +191,14 @@ def test_a_request_is_the_sum_of_its_runs(folders: Path) -> None:
     assert lengths == [100, 128, 129, 158]
     for end in (lambda time: time.ms, lambda time: time.interval_ms[0], lambda time: time.interval_ms[1]):
         further = over_generation(request, lengths, [end(token) for token in answer.tokens]).sum()
-        assert end(answer.request) == pytest.approx(end(answer.ttft) + further)
-        assert end(answer.tpot) == pytest.approx(further / 59)
+        assert (end(answer.request), end(answer.tpot)) == pytest.approx((end(answer.ttft) + further, further / 59))
     assert [time and time.ms for time in (answer.tpot_start, answer.tpot_middle, answer.tpot_end)] == [
         answer.tokens[place].ms for place in (0, 2, 3)]
     assert answer.tokens_per_second == pytest.approx(60 / (answer.request.ms / 1e3))
     assert answer.device_tokens_per_second == pytest.approx(2 * answer.tokens_per_second)
-
-
-@pytest.mark.slow
-def test_doubts_are_part_of_the_answer(folders: Path) -> None:
-    answer = predict_language_model(folders / "doubtful", prompt=100, generate=60, batch=2, target=TARGET, workspace=folders)
-    assert answer.rough_estimate
-    assert not answer_of(folders / "half", 2).rough_estimate
-    assert answer.genai_loop_ms is not None
-    assert NO_LOOP not in answer.warnings
-    text = "\n".join(answer.warnings)
-    assert "continuous batching" in text
-    assert re.search("LpNormalization.*never measured|never measured.*LpNormalization", text)
+    assert answer.energy
+    assert answer.energy.token_j == pytest.approx(answer.energy.request_j / 120)
+    assert answer.energy.token_interval_j[0] < answer.energy.token_j < answer.energy.token_interval_j[1]
 
 
 @pytest.mark.slow
@@ -241,39 +208,30 @@ def test_runs_are_those_of_the_plain_predictor(folders: Path, predictor: Predict
     analysed, request = AnalysedModel(predictor, language_model(folders / "int4")), LlmRequest(1, 100, 60, 2048)
     learned, file = analysed.learned, analysed.model.decode
     past = {"batch_size": 1, "kv_cache_dim": 16, "past_sequence_length": 2048}
-    first = {**past, "sequence_length": 100, "total_sequence_length": 100}
-    prompt = predictor.run(path, dims=first, composition=learned.compositions["first"])
-    token = predictor.predict(path, dims={**past, "sequence_length": 1, "total_sequence_length": 101},
-                              composition=learned.compositions["token"])
+    prompt, token = (predictor.run(path, composition=learned.compositions[step], dims={
+        **past, "sequence_length": count, "total_sequence_length": total}) for step, count, total in (
+            ("first", 100, 100), ("token", 1, 101)))
     first_ms, loop_ms = (learned.loop_ms(step, file) or math.nan
                          for step in (analysed.prompt_step(request), analysed.token_step(request, 100)))
     assert answer.ttft.ms == pytest.approx(prompt.prediction.latency_ms + first_ms)
     assert answer.ttft.interval_ms[0] < prompt.prediction.interval_ms[0] + first_ms  # the loop on a faster host
     assert answer.prompt_share == prompt.prediction.time_share
-    assert answer.tokens[0].ms == pytest.approx(token.latency_ms + loop_ms)
+    assert answer.tokens[0].ms == pytest.approx(token.prediction.latency_ms + loop_ms)
     assert answer.energy
     assert answer.energy.prompt_j > predictor.energy(prompt).idle_j
-    widths = [math.log(run.interval_ms[1] / run.interval_ms[0])
-              for run in (prompt.prediction, predictor.predict(path, dims=first))]
-    assert widths[0] != pytest.approx(widths[1])  # fitted to language models
+    # What a known pace leaves unknown counts once: the interval was fitted to language models' runs at many paces
+    composition = AnalysedModel(predictor, language_model(folders / "half")).learned.compositions["token"]
+    paced = predictor.run(folders / "half" / "model.onnx", composition=composition, host_pace=2.0, dims={
+        **past, "sequence_length": 1, "total_sequence_length": 101})
+    assert composition.calibrated
+    ends = composition.calibrated.ends(paced.run.batch.latencies.sources[0])
+    assert paced.prediction.interval_ms == pytest.approx([end * paced.alone_ms for end in ends], rel=0.01)
 
 
-def test_what_a_known_pace_leaves_unknown_counts_once(folders: Path, predictor: Predictor) -> None:
-    """It is in the interval of language models, which was fitted to runs at many paces."""
-    learned = AnalysedModel(predictor, language_model(folders / "half")).learned.compositions["token"]
-    assert learned.calibrated
-    for pace in (1.0, 2.0):
-        dims = {"batch_size": 1, "kv_cache_dim": 16, "past_sequence_length": 2048, "sequence_length": 1}
-        run = predictor.run(folders / "half" / "model.onnx", composition=learned, host_pace=pace,
-                            dims={**dims, "total_sequence_length": 101})
-        ends = learned.calibrated.ends(run.run.batch.latencies.sources[0])
-        assert run.prediction.interval_ms == pytest.approx([end * run.alone_ms for end in ends], rel=0.01)
-
-
+@pytest.mark.slow
 def test_one_token_is_the_prompts_run_alone(folders: Path) -> None:
     answer = answer_of(folders / "half", generate=1)
-    assert (answer.tpot, answer.tokens, answer.token_share) == (None, (), None)
-    assert answer.request == answer.ttft
+    assert (answer.tpot, answer.tokens, answer.token_share, answer.request) == (None, (), None, answer.ttft)
     assert not answer.judged(None, 1.0).objectives
     low_ms, high_ms = answer.ttft.interval_ms
     chances = [answer.judged(limit_ms, None).objectives[0].chance for limit_ms in (low_ms, answer.ttft.ms, high_ms)]
@@ -282,7 +240,7 @@ def test_one_token_is_the_prompts_run_alone(folders: Path) -> None:
 
 @pytest.mark.slow
 def test_a_shared_cache_is_as_long_as_max_length(folders: Path, predictor: Predictor) -> None:
-    """However short the request. The logits of the prompts are among the activations."""
+    """However short the request. The logits of the prompts are among the activations. One that is not shared is held twice."""
     analysed = AnalysedModel(predictor, language_model(folders / "half"))
     for tokens in (160, 1280, 2048):
         memory = analysed.memory(LlmRequest(2, 100, 60, tokens))
@@ -293,13 +251,9 @@ def test_a_shared_cache_is_as_long_as_max_length(folders: Path, predictor: Predi
     said = [warning for warning in answer_of(folders / "half", 2).warnings if "makes the cache for max_length" in warning]
     assert "2048 tokens, and the request needs 160: 1 MiB in place of 0.07812 MiB" in said[0]
     assert not any("makes the cache" in warning for warning in answer_of(folders / "half", 1, 160).warnings)
-
-
-def test_a_cache_that_is_not_shared_is_held_twice(folders: Path, predictor: Predictor) -> None:
-    token = 2 * 2 * TINY.layers * TINY.hidden * 4 / MIB
     one, pair = (AnalysedModel(predictor, language_model(folders / name)).memory(LlmRequest(2, 100, 60, 160))
                  for name in ("plain", "pair"))
-    assert one.cache_mib == pair.cache_mib == pytest.approx(token * (158 + 159))
+    assert one.cache_mib == pair.cache_mib == pytest.approx(2 * 2 * TINY.layers * TINY.hidden * 4 / MIB * (158 + 159))
     assert pair.weights_mib == pytest.approx(2 * one.weights_mib, rel=0.01)  # a session each
 
 
@@ -313,27 +267,6 @@ def test_an_arenas_regions(sizes_mib: list[int], regions_mib: int) -> None:
     for size in sizes_mib:
         arena.allocate(size * MIB)
     assert arena.taken == regions_mib * MIB
-
-
-def test_an_arena_joins_what_is_freed() -> None:
-    arena = Arena()
-    first, second, third = (arena.allocate(10 * MIB) for _ in range(3))
-    assert arena.taken == 64 * MIB  # 16, 16 and 32
-    for place in (first, third, second):
-        arena.free(place)
-    arena.allocate(30 * MIB)
-    assert arena.taken == 64 * MIB
-
-
-def test_the_largest_batch_on_a_cpu_is_the_last_that_fits(folders: Path, predictor: Predictor) -> None:
-    """On a GPU: `test_the_largest_batch_and_context_of_an_answer`."""
-    runs = AnalysedModel(predictor, language_model(folders / "half")).runs(LlmRequest(2, 100, 60, 160))
-    on_cpu = tuple(run._replace(record=run.record.model_copy(update={
-        "flavour": run.record.flavour.model_copy(update={"device": "cpu"})})) for run in runs)
-    memory = LlmMemory(weights_mib=100, cache_mib=10, activations_mib=6, arena_mib=0, workspace_mib=4, loading_mib=0,
-                       peak_mib=120)
-    assert times_as_many(memory, 2.0, on_cpu, True).peak_mib == 100 + 4 + 2 * 16
-    assert [largest_batch(memory, 2, on_cpu, True, room) for room in (104 + 8 * 7.0, 104 + 8 * 7.0 - 0.1, 111)] == [7, 6, 0]
 
 
 @pytest.mark.parametrize("grows_mib", [lambda n: 3.0 * n, lambda n: 0.001 * n * n, lambda n: 3.0 * (n // 64 * 64)])
@@ -352,26 +285,15 @@ def test_the_largest_batch_and_context_of_an_answer(folders: Path, predictor: Pr
     single runs, which count the cache otherwise, are left out."""
     answer, analysed = answer_of(folders / "plain", 2), AnalysedModel(predictor, language_model(folders / "plain"))
     most, longest, room_mib = answer.largest_batch or 0, answer.longest_context or 0, answer.device_memory_mib or 0.0
-    assert answer.fits_memory
     request = LlmRequest(2, 100, 60, 160)
     fits, too_large = (analysed.memory(request._replace(batch=most + more)).peak_mib for more in (0, 1))
     assert fits <= room_mib < too_large
     peak_mib = analysed.memory(request._replace(prompt=longest - 60, max_length=longest)).peak_mib
     assert 0.9 * room_mib < peak_mib <= room_mib
-    answer = answer_of(folders / "plain", most + 1)
-    assert (answer.fits_memory, answer.largest_batch) == (False, most)
-    (said,) = (warning for warning in answer.warnings if "memory" in warning)
+    more = answer_of(folders / "plain", most + 1)
+    assert (answer.fits_memory, more.fits_memory, more.largest_batch) == (True, False, most)
+    (said,) = (warning for warning in more.warnings if "memory" in warning)
     assert "it does not fit in the memory: its peak is" in said
-    assert answer.memory.peak_mib > room_mib
-
-
-def test_energy_adds_up(folders: Path) -> None:
-    energy = answer_of(folders / "half", 2).energy
-    assert energy
-    assert energy.token_j == pytest.approx(energy.request_j / 120)
-    low, high = energy.token_interval_j
-    assert low < energy.token_j < high
-    assert energy.prompt_j < energy.request_j
 
 
 @pytest.mark.slow
@@ -387,7 +309,6 @@ def test_what_genais_loop_takes_is_added_once_it_is_known(tmp_path: Path, folder
                                       host_pace=pace)
 
     before, slow_before = asked(1.0), asked(1.5)
-    assert (NO_LOOP in before.warnings, before.genai_loop_ms) == (True, None)
     costs = read_composition(copied).costs
     assert costs
     files.write_json(target_files.GENERATION.path(copied), LearnedGeneration(
@@ -396,12 +317,12 @@ def test_what_genais_loop_takes_is_added_once_it_is_known(tmp_path: Path, folder
                             million_logits_ms=2.0)))
     answer, slow = asked(1.0), asked(1.5)
     on_host, logits_ms, first = 0.5 + 2 * 0.01, 2 * 2.0 * 512 / 1e6, 0.3 + TINY.layers * 0.05 + 2 * 0.02
-    assert (NO_LOOP in answer.warnings, answer.genai_loop_ms) == (False, pytest.approx(on_host + logits_ms))
-    assert answer.ttft.ms == pytest.approx(before.ttft.ms + on_host + first + logits_ms)
-    assert slow.ttft.ms == pytest.approx(slow_before.ttft.ms + 1.5 * (on_host + first) + logits_ms)
-    assert answer.request.ms == pytest.approx(before.request.ms + first + 60 * (on_host + logits_ms))
-    assert answer.energy is None
-    assert any("no joules" in warning for warning in answer.warnings)
+    assert [(NO_LOOP in one.warnings, one.genai_loop_ms) for one in (before, answer)] == [
+        (True, None), (False, pytest.approx(on_host + logits_ms))]
+    assert (answer.ttft.ms, slow.ttft.ms, answer.request.ms) == pytest.approx((
+        before.ttft.ms + on_host + first + logits_ms, slow_before.ttft.ms + 1.5 * (on_host + first) + logits_ms,
+        before.request.ms + first + 60 * (on_host + logits_ms)))
+    assert (answer.energy, any("no joules" in warning for warning in answer.warnings)) == (None, True)
 
 
 def test_a_device_at_its_power_limit_lowers_its_clocks_after_a_while() -> None:
@@ -415,11 +336,8 @@ def test_a_device_at_its_power_limit_lowers_its_clocks_after_a_while() -> None:
 def test_a_config_that_asks_for_cuda_graphs(folders: Path) -> None:
     """Further tokens are a CUDA graph with a mask of max_length; the prompt's run is not."""
     node_by_node, graph = answer_of(folders / "half"), answer_of(folders / "graph")
-    assert (node_by_node.cuda_graph, graph.cuda_graph) == (False, True)
-    assert graph.ttft == node_by_node.ttft
-    assert graph.tpot
-    assert node_by_node.tpot
-    assert graph.tpot.ms < node_by_node.tpot.ms
+    assert (node_by_node.cuda_graph, graph.cuda_graph, graph.ttft) == (False, True, node_by_node.ttft)
+    assert graph.tokens[0].ms < node_by_node.tokens[0].ms
     model = language_model(folders / "graph")
     assert (model.step(1, 1, 100, 2048).masked, model.step(1, 100, 0, 2048).masked) == (2048, 100)
 
@@ -439,19 +357,6 @@ def test_weights_may_be_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_sweep_analyses_each_run_once(folders: Path, predictor: Predictor) -> None:
-    """Requests of one batch share the lengths between; the largest and longest are searched once for each batch."""
-    record, model = Predictor.record, language_model(folders / "half")
-    with mock.patch.object(Predictor, "record", autospec=True, side_effect=record) as asked:
-        answers = predict_requests(predictor, model, [request_for(model, batch, prompt, 60) for batch in (1, 2)
-                                                      for prompt in (100, 120)])
-    sizes = [tuple(sorted(dims.items())) for call in asked.call_args_list if (dims := call.args[2])]
-    assert len(sizes) == len(set(sizes)) > 8
-    assert [(answer.batch, answer.prompt) for answer in answers] == [(1, 100), (1, 120), (2, 100), (2, 120)]
-    assert [first.ttft.ms <= second.ttft.ms for first, second in (answers[:2], answers[2:])] == [True, True]
-
-
-@pytest.mark.slow
 def test_the_command(folders: Path, tmp_path: Path) -> None:
     """JSON, a table, a plot, objectives and exit statuses."""
     words, table, plot = ["--target", TARGET, "--generate", "20"], tmp_path / "sweep.csv", tmp_path / "sweep.png"
@@ -462,19 +367,15 @@ def test_the_command(folders: Path, tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
     words += ["--prompt", "50"]
     done = run_script(SCRIPT, "--model", folders / "half", *words, "--json", "--ttft-ms", "1e4", "--tpot-ms", "1e-6")
-    assert done.returncode == 4
-    assert {objective["objective"]: objective["met"] for objective in json.loads(done.stdout)[0]["objectives"]} == {
-        "ttft": True, "tpot": False}
+    assert (done.returncode, {one["objective"]: one["met"] for one in json.loads(done.stdout)[0]["objectives"]}) == (
+        4, {"ttft": True, "tpot": False})
     done = run_script(SCRIPT, "--model", folders / "doubtful", "--workspace", folders, *words, "--tpot-ms", "1e4",
                       "--fail-on-rough")
-    assert done.returncode == 3
-    for text in ("meets 10000 ms by", "that it is met is very likely", "largest batch"):
-        assert text in done.stdout
+    assert (done.returncode, "meets 10000 ms by" in done.stdout, "largest batch" in done.stdout) == (3, True, True)
 
 
 @pytest.mark.parametrize(("options", "status", "message"), [
     (["--prompt", "0"], 2, "--prompt: '0' is not a whole number, 1 or more"),
-    (["--prompt", "4000"], 1, "are more than its context, 2048"),
     (["--generate", "1", "--tpot-ms", "3"], 2, "--tpot-ms: a request for one token has no further ones"),
     (["--plot", "x.txt"], 2, "x.txt: a .png, .svg or .pdf"),
     (["--measure-missing", "--strict"], 2, "--measure-missing: measured times are not looked up with --strict"),
@@ -487,8 +388,26 @@ def test_wrong_options(options: list[str], status: int, message: str, folders: P
 
 @pytest.mark.parametrize(("wrong", "message"), [
     ({"model": None}, "model=None: give the path"), ({"decode": 3}, "decode=3: give the path"),
-    ({"dims": {"x": "y"}}, "dims: x='y'"), ({"batch": 0}, "batch=0: a whole number"), ({"target": 5}, "target=5"),
-    ({"host_pace": 100.0}, "host pace 100")])
+    ({"dims": {"x": "y"}}, "dims: x='y'"), ({"batch": 0}, "batch=0: a whole number"), ({"host_pace": 100.0}, "host pace 100")])
 def test_wrong_arguments(wrong: dict[str, Any], message: str, folders: Path) -> None:
     with pytest.raises(UserError, match=message):
         predict_language_model(**{"model": folders / "half", "prompt": 8, "generate": 1, "target": TARGET, **wrong})
+
+
+@pytest.mark.slow
+@pytest.mark.measuring
+@pytest.mark.usefixtures("canary")
+def test_kernels_are_measured_at_three_lengths(tmp_path: Path) -> None:
+    """On this machine; between the lengths, times are interpolated."""
+    folder, here = genai_folder(tmp_path / "model", replace(TINY, layers=1), "int4-fp32", "cpu"), local_target("cpu").name
+    printed(SCRIPT, "--workspace", tmp_path, "--model", folder, "--target", here, "--prompt", "200", "--generate", "60",
+            "--measure-missing")
+    answer = predict_language_model(folder, prompt=200, generate=60, workspace=tmp_path, target=here)
+    assert answer.token_share
+    assert min(answer.prompt_share["measured"], answer.token_share["measured"]) > 0.98
+    assert [token.cached for token in answer.tokens] == [200, 229, 258]  # 256, which is less sure, is left out
+    assert answer.tpot
+    # Two hundred tokens take about six times as long as one here; twenty may not, on a machine that others disturb.
+    assert 0.0 < answer.tpot.ms < answer.ttft.ms
+    assert answer.energy is None
+    assert any("does not say how many threads" in warning for warning in answer.warnings)
