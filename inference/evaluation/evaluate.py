@@ -19,7 +19,7 @@ from hase.benchmark.load.stress import Stress, stress
 from hase.benchmark.measuring.blocks import Canary, busy_share
 from hase.benchmark.measuring.driver import describe_load
 from hase.benchmark.metrics.source import MetricSource, values
-from hase.inference.evaluation.comparison import Evaluation, EvaluationSource, compare, summarise
+from hase.inference.evaluation.comparison import Evaluation, EvaluationSource, compare, marks_of, summarise
 from hase.inference.evaluation.models import (
     EvaluatedModel,
     Failures,
@@ -394,7 +394,7 @@ def evaluation_of(workspace: Workspace, fitted: Fitted, results: MeasuredModels,
         target=name, composition={"label": used.label, "kind": used.kind, "alpha": used.alpha, "beta_ms": used.beta_ms,
                                   "node_ms": used.node_ms},
         source=source, way=run_mode.description, load=results.load, comparisons=comparisons, summaries=summarise(comparisons),
-        failures=dict(failures), warnings=tuple(results.notices))
+        failures=dict(failures), marks=marks_of(comparisons), warnings=tuple(results.notices))
 
 
 def recorded_models(workspace: Workspace, paths: Sequence[Path], dims: Mapping[str, Sequence[int]], fitted: Fitted,

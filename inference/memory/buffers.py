@@ -23,7 +23,7 @@ from hase.records.operators import IN_PLACE_ON_CUDA, operator_row
 MIB = 2**20
 ALIGNED = 256  # bytes
 FIRST_REGION, LAST_REGION = MIB, 1024 * MIB  # DEFAULT_INITIAL_CHUNK_SIZE_BYTES, DEFAULT_MAX_POWER_OF_TWO_EXTEND_BYTES
-REGION = 2**50  # distance between the addresses of regions: larger than any memory, so that none touch
+REGION_BITS = 120  # of an address within a region: a region is smaller than that, so none touch
 DEAD_BYTES = 128 * MIB  # DEFAULT_MAX_DEAD_BYTES_PER_CHUNK: a chunk with at least so much to spare is split
 BLOCKED_DOMAIN = "com.microsoft.nchwc"
 # bytes that stay in the heap for each byte of a weight: of a convolution, of one-byte integers, and of others
@@ -89,21 +89,18 @@ class Arena:
         self._use(at, at + size)
 
     def keep(self, sizes: Iterable[int]) -> None:
-        """Takes chunks of at least these sizes, multiples of ALIGNED, that are never freed, such as weights."""
-        free, ends = self._free, self._ends
+        """Takes chunks of at least these sizes, multiples of ALIGNED, that are never freed, such as weights on CUDA; `used`
+        leaves them out.
+        """
+        free = self._free
         for size in sizes:
             index = bisect_left(free, (size,))
             if index == len(free):
                 self._extend(size)
                 index = bisect_left(free, (size,))
             whole, at = free.pop(index)
-            end = at + size
             if whole >= 2 * size or whole - size >= DEAD_BYTES:
-                insort(free, (whole - size, end))
-            region = at // REGION
-            if end > ends[region]:
-                self.used += end - ends[region]
-                ends[region] = end
+                insort(free, (whole - size, at + size))
         self._free_from = {at: size for size, at in free}
         self._free_up_to = {at + size: at for size, at in free}
 
@@ -121,7 +118,7 @@ class Arena:
 
     def _use(self, start: int, end: int) -> None:
         """Counts the bytes of a region that were never in use before."""
-        region = start // REGION
+        region = start >> REGION_BITS
         if end > self._ends[region]:
             self.used += end - self._ends[region]
             self._ends[region] = end
@@ -131,7 +128,7 @@ class Arena:
         as_usual = size <= self._next
         while size > self._next:
             self._next *= 2
-        start = len(self._ends) * REGION
+        start = len(self._ends) << REGION_BITS
         self._add(start, start + self._next)
         self._ends.append(start)
         self.taken += self._next
