@@ -68,8 +68,7 @@ def test_norms_of_heads_count() -> None:
     plain = attention(packed=False)
     inputs = [*plain.inputs, *[ABSENT] * 7, *[tensor("float16", 32, constant=True)] * 2]
     normed = kernel("GroupQueryAttention", inputs, plain.outputs, CONTRIB, **plain.attributes)
-    assert sizes_of(normed).normed
-    assert normed.flops - plain.flops == 4 * (8 + 2) * 32
+    assert (sizes_of(normed).normed, normed.flops - plain.flops) == (True, 4 * (8 + 2) * 32)
     assert normed.bytes_read - plain.bytes_read == 2 * 2 * 32
 
 

@@ -31,7 +31,6 @@ class Outer(Config):
     ("levls: [0.5]", ["levls: unknown key; did you mean levels?", "allowed: levels, kernel, limit_s, device"]),
     ("kernel: {budgets: 1}", ["kernel.budgets: unknown key; did you mean budget_s?", "allowed: budget_s"]),
     ("kernel: {budget_s: long}", ["kernel.budget_s", "valid number", "got 'long'"]),
-    ("kernel: {budget_s: -1}", ["kernel.budget_s", "greater than 0", "got -1"]),
     ("levels: many", ["levels", "tuple", "got 'many'"]),
     ("levels: [high]", ["got 'high'"]),
     ("device: tpu\nlevls: 1", ["device", "auto|cpu|cuda", "levls: unknown key"]),
@@ -83,7 +82,6 @@ def test_a_config_states_only_what_differs(folder: Path) -> None:
 
 @pytest.mark.parametrize(("text", "changes", "message"), [
     ("extends: ../base.yaml\nlevls: [1]", [], r"mine\.yaml: levls: unknown key; did you mean levels\?"),
-    ("extends: ../base.yaml\nkernel: {budgets: 1}", [], r"mine\.yaml: kernel\.budgets: unknown key; did you mean budget_s\?"),
     ("extends: ../base.yaml\nkernel: {runs: 0}", [], r"mine\.yaml: kernel\.runs: .* \(got 0\)"),
     ("extends: none.yaml", [], r"mine\.yaml: extends: \S+none\.yaml: no such config file"),
     ("extends: mine.yaml", [], r"mine\.yaml: extends: a config can't extend itself \(\S+mine\.yaml extends \S+mine\.yaml\)"),
@@ -93,7 +91,6 @@ def test_a_config_states_only_what_differs(folder: Path) -> None:
     ("{}", ["kernel.runs=many"], r"^--set kernel\.runs=many: kernel\.runs: .*integer.*\(got 'many'\)"),
     ("levels: [1]", ["levels.0=1"], r"^--set levels\.0=1: levels: .*tuple"),
     ("{}", ["runs"], r"--set runs: write KEY=VALUE, .*--set kernel\.budget_s=0\.1"),
-    ("{}", [".runs=1"], r"--set \.runs=1: write KEY=VALUE"),
     ("{}", ["levels=[1"], r"--set levels=\[1, line 1: not valid YAML"),
     ("{}", ["extends=a.yaml"], r"^--set extends=a\.yaml: extends: unknown key"),
     ("kernel: {runs: 0}", ["device=tpu"], r"mine\.yaml: kernel\.runs: .*; --set device=tpu: device: "),

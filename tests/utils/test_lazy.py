@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -46,16 +45,6 @@ def test_nothing_is_loaded_before_its_first_use() -> None:
     assert "torch" not in last
 
 
-def test_a_lazy_package_gives_the_objects_of_the_package() -> None:
-    import onnx
-    import onnxruntime.capi.onnxruntime_pybind11_state as state
-
-    assert lazy.onnx.helper is onnx.helper
-    assert isinstance(onnx.ModelProto(), lazy.onnx.ModelProto)
-    assert lazy.onnx.__version__ == onnx.__version__
-    assert lazy.onnxruntime.capi.onnxruntime_pybind11_state is state
-
-
 def test_missing_names() -> None:
     with pytest.raises(AttributeError, match="no attribute 'no_such_thing'"):
         lazy.onnx.no_such_thing  # type: ignore[attr-defined]  # noqa: B018
@@ -74,15 +63,6 @@ def test_a_missing_package_is_an_error_at_its_first_use(monkeypatch: pytest.Monk
     with pytest.raises(ModuleNotFoundError) as raised:
         pandas.DataFrame  # noqa: B018
     assert raised.value.name == "pandas"
-
-
-def test_a_package_that_a_test_replaces_is_the_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
-    package = lazy.pynvml
-    assert callable(package.nvmlInit)
-    replacement = ModuleType("pynvml")
-    replacement.nvmlInit = "another"  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "pynvml", replacement)
-    assert package.nvmlInit == "another"
 
 
 def test_threads_may_load_a_package_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from hase.inference.evaluation.models import Failures
 from hase.inference.prediction.conditions import AS_USUAL
 from hase.runtimes import local_target
 from hase.utils import locks
-from hase.utils.errors import UserError, explain
+from hase.utils.errors import UserError
 from hase.utils.files import remove_left_over, shared_folder, temporary_folder
 from hase.utils.locks import measuring, sole_writer
 from hase.utils.paths import ROOT, Workspace
@@ -187,25 +187,6 @@ def test_a_lock_that_another_user_left_is_taken_where_it_can_be_written(shared: 
             UserError, match=f"{lock}: can't be written, since it is user {owner}'s; no process holds it: remove it"), \
             sole_writer(shared):
         pass
-
-
-@only_root
-def test_a_folder_that_only_another_user_may_write(shared: Path) -> None:
-    (shared / "data").mkdir(mode=0o755)
-    with another_user(), pytest.raises(PermissionError) as raised, sole_writer(shared / "data"):
-        pass
-    assert explain(raised.value).startswith(f"{shared / 'data' / locks.WRITER}: no permission; choose another --workspace")
-
-
-@only_root
-def test_half_written_files_of_another_user_stay_where_only_they_may_remove_them(shared: Path) -> None:
-    left_over = shared / ".index.a1b2c3.tmp.json"
-    left_over.write_text("{")
-    shared.chmod(0o1777)
-    with another_user(), sole_writer(shared):
-        assert left_over.exists()
-    with sole_writer(shared):
-        assert not left_over.exists()
 
 
 def test_every_user_may_write_a_devices_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

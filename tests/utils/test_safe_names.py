@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +69,9 @@ def renamed(source: Path, to: Path, old: str, new: str) -> Path:
 @pytest.mark.parametrize("kind", ["record", "index"])
 def test_a_kernel_s_id_writes_nothing_outside_the_workspace(kind: str, built: Workspace, tmp_path: Path) -> None:
     flavour = flavour_of("cpu")
-    record = read_model_record(record_path(built, flavour, "anet_b1"))
     source = index_path(built, flavour) if kind == "index" else record_path(built, flavour, "anet_b1")
-    planted = renamed(source, tmp_path / "planted.json", next(iter(record.kernels)), "../../../kernel")
+    a_kernel = next(iter(read_model_record(record_path(built, flavour, "anet_b1")).kernels))
+    planted = renamed(source, tmp_path / "planted.json", a_kernel, "../../../kernel")
     inside = tmp_path / "a" / "b" / "workspace"
     inside.mkdir(parents=True)
     done = run_script("kernel_model/kernel_builder.py", "--record", planted, "--workspace", inside)
@@ -78,13 +79,13 @@ def test_a_kernel_s_id_writes_nothing_outside_the_workspace(kind: str, built: Wo
     assert not list(tmp_path.rglob("*.onnx"))
 
 
-def test_a_built_kernel_s_description_is_checked(built: Workspace, tmp_path: Path) -> None:
+@pytest.mark.parametrize("read", [built_kernel, open_runner])
+def test_a_built_kernel_s_description_is_checked(read: Callable[[Path], object], built: Workspace, tmp_path: Path) -> None:
     path = next((built.kernel_onnx / flavour_of("cpu").name).glob("Conv*.onnx"))
     planted = tmp_path / "planted.onnx"
     planted.write_bytes(path.read_bytes().replace(f'"id":"{path.stem}"'.encode(), f'"id":"{"/" * len(path.stem)}"'.encode()))
-    for read in (built_kernel, open_runner):
-        with pytest.raises(UserError, match=r"planted\.onnx: the description of its kernel is damaged"):
-            read(planted)
+    with pytest.raises(UserError, match=r"planted\.onnx: the description of its kernel is damaged"):
+        read(planted)
 
 
 @pytest.mark.parametrize(("old", "new"), [("anet_b1", "../x"), ("cpu", "../../cpu"), ("1.31", "/tmp/1.31")])
@@ -147,14 +148,14 @@ def test_weights_elsewhere_are_refused_and_never_opened(location: str, inside: s
 
 
 def test_weights_beside_a_model_that_is_a_link_are_found(tmp_path: Path) -> None:
-    store, shown = tmp_path / "store", tmp_path / "shown"
+    """As in a download cache."""
+    store = tmp_path / "store"
     store.mkdir()
-    shown.mkdir()
-    with_weights_in(store, "weights.bin").rename(store / "1a2b")
-    (store / "3c4d").write_bytes(np.ones(256, dtype=np.float32).tobytes())
-    (shown / "model.onnx").symlink_to(store / "1a2b")  # as in a download cache
-    (shown / "weights.bin").symlink_to(store / "3c4d")
-    assert record_of(shown / "model.onnx", flavour_of("cpu")).kernels
+    with_weights_in(store, "weights.bin")
+    (store / "1a2b").write_bytes(np.ones(256, dtype=np.float32).tobytes())
+    (tmp_path / "linked.onnx").symlink_to(store / "model.onnx")
+    (tmp_path / "weights.bin").symlink_to(store / "1a2b")
+    assert record_of(tmp_path / "linked.onnx", flavour_of("cpu")).kernels
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "device"])

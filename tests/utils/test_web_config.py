@@ -149,20 +149,14 @@ def test_exported_predictions_are_protected_alike(folder: Path) -> None:
 
 def test_a_password_is_checked_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A check takes long on purpose, and the exporter should not disturb what it measures."""
-    checks: list[bytes] = []
-    check = bcrypt.checkpw
-
-    def counted(password: bytes, hashed: bytes) -> bool:
-        checks.append(password)
-        return check(password, hashed)
-
-    monkeypatch.setattr("bcrypt.checkpw", counted)
+    check = Mock(wraps=bcrypt.checkpw)
+    monkeypatch.setattr("bcrypt.checkpw", check)
     web_config._is_password.cache_clear()
     with served(written(folder, {"basic_auth_users": USERS})) as server:
         for _ in range(3):
             assert get(server, auth=(USER, PASSWORD)).status_code == 200
             assert get(server, auth=(USER, "wrong")).status_code == 401
-    assert checks == [PASSWORD.encode(), b"wrong"]
+    assert [call.args[0] for call in check.call_args_list] == [PASSWORD.encode(), b"wrong"]
 
 
 @pytest.fixture
@@ -193,7 +187,7 @@ def test_changes_count_at_once(folder: Path, said: Mock) -> None:
         assert get(server, folder / "stranger.pem", auth=(USER, PASSWORD)).status_code == 200
 
 
-@pytest.mark.parametrize(("left", "gone"), [("", "tls_server_config"), ("basic_auth_users: {}", "tls_server_config"),
+@pytest.mark.parametrize(("left", "gone"), [("", "tls_server_config"),
                                             (yaml.safe_dump({"tls_server_config": TLS}), "basic_auth_users"),
                                             (yaml.safe_dump({"basic_auth_users": USERS}), "tls_server_config")])
 def test_a_file_that_asks_for_less_than_at_the_start_lets_nobody_in(folder: Path, left: str, gone: str, said: Mock) -> None:
@@ -232,25 +226,21 @@ def test_a_client_that_drips_its_request_over_tls_is_disconnected(folder: Path, 
     ("tls_server_config: {cert_file: none.pem, key_file: server.key}", r"config\.cert_file .*none\.pem: no such file"),
     ("tls_server_config: {cert_file: server.pem, key_file: client.key}", "the key is not the certificate's"),
     ("tls_server_config: {cert_file: web.yml, key_file: server.key}", "no certificate and key in PEM"),
-    ("tls_server_config: {cert_file: server.pem, key_file: server.pem}", "no certificate and key in PEM"),
     ("tls_server_config: {cert_file: server.pem, key_file: locked.key}", "it is encrypted; give one that needs no passphrase"),
-    ("tls_server_config: {cert_file: server.pem, key_file: server.key, client_ca_file: ca.pem}", "client_ca_file goes with"),
-    ("tls_server_config: {cert_file: server.pem, key_file: server.key, client_auth_type: RequireAndVerifyClientCert}",
-     "RequireAndVerifyClientCert goes with client_ca_file"),
-    ("tls_server_config: {cert_file: server.pem, key_file: server.key, client_auth_type: RequireAndVerifyClientCert, "
-     "client_ca_file: ca.key}", r"client_ca_file .*ca\.key: no certificates in PEM"),
-    ("tls_server_config: {cert_file: server.pem, key_file: server.key, min_version: TLS10}", r"'TLS12' or 'TLS13'"),
-    ("tls_server_config: {cert_file: server.pem, key_file: server.key, client_auth_type: RequestClientCert}",
-     "'NoClientCert' or 'RequireAndVerifyClientCert'"),
+    ({"client_ca_file": "ca.pem"}, "client_ca_file goes with"),
+    ({"client_auth_type": "RequireAndVerifyClientCert"}, "RequireAndVerifyClientCert goes with client_ca_file"),
+    (WANTS_CERTIFICATE | {"client_ca_file": "ca.key"}, r"client_ca_file .*ca\.key: no certificates in PEM"),
+    ({"min_version": "TLS10"}, r"'TLS12' or 'TLS13'"),
+    ({"client_auth_type": "RequestClientCert"}, "'NoClientCert' or 'RequireAndVerifyClientCert'"),
     ("tls_server_config: {cert_fil: server.pem}", "cert_fil: unknown key; did you mean cert_file"),
     ("http_server_config: {http2: false}", r"http_server_config: unknown key.*\(allowed: tls_server_config, basic_auth_users"),
     ("basic_auth_users: {hase: s3cret}", r"basic_auth_users\.hase: no bcrypt hash .*docs/operating\.md"),
     ("basic_auth_users: {hase: 12345}", "basic_auth_users: a bcrypt hash by the name of each user"),
     ("basic_auth_users: [s3cret]", "basic_auth_users: a bcrypt hash by the name of each user"),
 ])
-def test_files_that_do_not_fit(folder: Path, text: str, message: str) -> None:
-    """The message names the file, the key and what to do, and shows no password."""
-    path = written(folder, text)
+def test_files_that_do_not_fit(folder: Path, text: str | dict[str, str], message: str) -> None:
+    """The message names the file, the key and what to do, and shows no password. A dictionary goes with certificate and key."""
+    path = written(folder, text if isinstance(text, str) else {"tls_server_config": TLS | text})
     with pytest.raises(UserError, match=message) as raised:
         WebAccess(path)
     assert str(raised.value).startswith(f"{path}: ")
