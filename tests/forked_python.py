@@ -74,14 +74,8 @@ with socket.socket(socket.AF_UNIX) as server:
 
 @contextmanager
 def forked_python(folder: Path, at: Path, modules: tuple[str, ...], environment: dict[str, str]) -> Iterator[dict[str, str]]:
-    """The environment of a shell whose `python` is this one.
-
-    Args:
-        folder: an empty one for the program and its socket.
-        at: the repository that the commands are of.
-        modules: what each command finds imported.
-        environment: what else is in the environment of the commands.
-    """
+    """The environment of a shell whose `python` is this one: a program in `folder`, for the repository `at`. Each command finds
+    `modules` imported, none of which may start threads."""
     address, client = folder / "socket", folder / "python"
     client.write_text(CLIENT.format(python=sys.executable, address=str(address)))
     client.chmod(0o755)
