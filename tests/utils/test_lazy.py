@@ -36,6 +36,7 @@ print(loaded())
 """
 
 
+@pytest.mark.slow
 def test_nothing_is_loaded_before_its_first_use() -> None:
     """Nor is torch by the process that measures on a CPU: it would take most of its start, and a kernel that crashes needs
     another process."""

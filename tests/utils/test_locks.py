@@ -79,6 +79,7 @@ def test_the_error_names_the_process_and_locks_end_with_it(tmp_path: Path) -> No
             pass
 
 
+@pytest.mark.slow
 def test_a_lock_is_waited_for_where_the_option_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(locks.WAIT_VARIABLE, "")
     onnx.save(small_model(), tmp_path / "net.onnx")
@@ -250,6 +251,7 @@ with shared_folder("together") as folder:
 """
 
 
+@pytest.mark.slow
 def test_a_shared_folder_is_removed_by_the_last_who_leaves_it_or_by_whoever_comes_after_a_kill(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

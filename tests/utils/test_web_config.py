@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import socket
-import ssl
 import subprocess
 import sys
 import time
@@ -27,7 +26,6 @@ from prometheus_stand import (
     READINGS,
     USER,
     certificates,
-    drips_until_disconnected,
     prometheus,
     prometheus_or_skip,
     recorded,
@@ -208,17 +206,6 @@ def test_a_client_that_never_shakes_hands_delays_nobody(folder: Path) -> None:
         began_s = time.monotonic()
         assert get(server, folder / "ca.pem").status_code == 200
         assert time.monotonic() - began_s < 3.0
-
-
-def test_a_client_that_drips_its_request_over_tls_is_disconnected(folder: Path, monkeypatch: pytest.MonkeyPatch,
-                                                                  capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("hase.utils.web_server._Quiet.timeout", 0.3)
-    context = ssl.create_default_context(cafile=str(folder / "ca.pem"))
-    with served(written(folder, {"tls_server_config": TLS})) as server, \
-            socket.create_connection(("127.0.0.1", server.server_port)) as plain, \
-            context.wrap_socket(plain, server_hostname="127.0.0.1") as client:
-        assert drips_until_disconnected(client, OSError)
-    assert "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("text", "message"), [
