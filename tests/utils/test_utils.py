@@ -70,24 +70,17 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, existed: bool, monkeypatch: p
 
 def test_append_to_a_disk_that_takes_half_a_line(tmp_path: Path) -> None:
     """A limit on the file's size stands in for a full disk: a part of the line is written before the error."""
-    path = tmp_path / "journal.jsonl"
-    script = f"""
-import resource
-from pathlib import Path
-from hase.utils import files
-path = Path({str(path)!r})
-files.append_line(path, "a" * 40)
-_, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-resource.setrlimit(resource.RLIMIT_FSIZE, (60, most))
-try:
-    files.append_line(path, "b" * 40)
-except OSError as error:
-    print(error.strerror, files.read_lines(path) == ["a" * 40])
-resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-files.append_line(path, "c" * 40)
-"""
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("File too large True\n", "")
+    resource, path = pytest.importorskip("resource"), tmp_path / "journal.jsonl"
+    files.append_line(path, "a" * 40)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            files.append_line(path, "b" * 40)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert files.read_lines(path) == ["a" * 40]
+    files.append_line(path, "c" * 40)
     assert path.read_text() == "a" * 40 + "\n" + "c" * 40 + "\n"
 
 
