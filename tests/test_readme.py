@@ -27,6 +27,8 @@ from hase.utils.paths import ROOT
 
 QUICK_COLLECTOR = """
 window_s: 0.2
+block_kernels: 200
+block_models: 20
 attempts: 1
 attempts_under_load: 1
 patience_s: 0
@@ -182,10 +184,13 @@ def test_every_phase_of_the_table_and_its_examples_in_their_order(copy: Shell) -
 @pytest.mark.slow
 @pytest.mark.usefixtures("demo")
 def test_every_command_of_the_pages(copy: Shell) -> None:
+    """One that names no workspace is for a reader who has trained nothing."""
+    (copy.folder / "out" / "new").mkdir()
     for block in fenced("bash", documents()):
         for line in block.splitlines():
             if line.startswith("python "):
-                copy.run_or_refuse(smaller(line))
+                script, options = re.split(r"(?<=\.py) ", smaller(line), maxsplit=1)
+                copy.run_or_refuse(f"{script} {'' if '--workspace' in line else '--workspace out/new '}{options}")
 
 
 @pytest.mark.slow
