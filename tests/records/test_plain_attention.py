@@ -86,6 +86,11 @@ def test_a_projection_is_a_product_whose_result_is_stored_twice() -> None:
     assert described.bytes_written == ROW.bytes + 2 * 3 * ROW.bytes
 
 
-def test_padding_is_not_computed() -> None:
-    described, _ = WANTED["without padding"]
-    assert described.flops == 4 * 20 * WIDTH * QUERIES
+@pytest.mark.parametrize(("name", "flops"), [
+    ("three tensors", 4 * BATCH * QUERIES * WIDTH * QUERIES),
+    ("causal", 4 * BATCH * WIDTH * QUERIES * (QUERIES + 1) // 2),  # half of the products, and the diagonal
+    ("old tokens", 4 * BATCH * WIDTH * 32),
+    ("without padding", 4 * 20 * WIDTH * QUERIES),
+])
+def test_operations(name: str, flops: int) -> None:
+    assert WANTED[name][0].flops == flops

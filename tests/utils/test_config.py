@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from pydantic import Field
 
+from hase.recipes.write_pages import all_commands
 from hase.utils.config import Config, read_config
 from hase.utils.errors import UserError
 from hase.utils.paths import ROOT
@@ -31,10 +31,11 @@ class Outer(Config):
     ("levls: [0.5]", ["levls: unknown key; did you mean levels?", "allowed: levels, kernel, limit_s, device"]),
     ("kernel: {budgets: 1}", ["kernel.budgets: unknown key; did you mean budget_s?", "allowed: budget_s"]),
     ("kernel: {budget_s: long}", ["kernel.budget_s", "valid number", "got 'long'"]),
-    ("kernel: {budget_s: -1}", ["kernel.budget_s", "greater than 0", "got -1"]),
     ("levels: many", ["levels", "tuple", "got 'many'"]),
+    ("levels: [high]", ["got 'high'"]),
     ("device: tpu\nlevls: 1", ["device", "auto|cpu|cuda", "levls: unknown key"]),
     ("- 1", ["(the whole file)", "dictionary"]),
+    ("levels: []", ["at least 1 item"]),
     ("levels: [1\nkernel: }", ["line 2", "not valid YAML"]),
 ])
 def test_config_errors_name_file_key_and_what_is_allowed(tmp_path: Path, text: str, expected: Sequence[str]) -> None:
@@ -43,15 +44,7 @@ def test_config_errors_name_file_key_and_what_is_allowed(tmp_path: Path, text: s
     with pytest.raises(UserError) as raised:
         read_config(path, Outer)
     assert all(part in str(raised.value) for part in [str(path), *expected]), raised.value
-
-
-def test_a_list_is_not_called_too_short_because_of_an_entry_that_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    for text, expected in (("levels: [high]", "got 'high'"), ("levels: []", "at least 1 item")):
-        path.write_text(text)
-        with pytest.raises(UserError, match=expected) as raised:
-            read_config(path, Outer)
-        assert ("at least" in str(raised.value)) == (text == "levels: []")
+    assert ("at least" in str(raised.value)) == (text == "levels: []")  # no list is too short as an entry of it is refused
 
 
 def test_config_read(tmp_path: Path) -> None:
@@ -89,7 +82,6 @@ def test_a_config_states_only_what_differs(folder: Path) -> None:
 
 @pytest.mark.parametrize(("text", "changes", "message"), [
     ("extends: ../base.yaml\nlevls: [1]", [], r"mine\.yaml: levls: unknown key; did you mean levels\?"),
-    ("extends: ../base.yaml\nkernel: {budgets: 1}", [], r"mine\.yaml: kernel\.budgets: unknown key; did you mean budget_s\?"),
     ("extends: ../base.yaml\nkernel: {runs: 0}", [], r"mine\.yaml: kernel\.runs: .* \(got 0\)"),
     ("extends: none.yaml", [], r"mine\.yaml: extends: \S+none\.yaml: no such config file"),
     ("extends: mine.yaml", [], r"mine\.yaml: extends: a config can't extend itself \(\S+mine\.yaml extends \S+mine\.yaml\)"),
@@ -99,7 +91,6 @@ def test_a_config_states_only_what_differs(folder: Path) -> None:
     ("{}", ["kernel.runs=many"], r"^--set kernel\.runs=many: kernel\.runs: .*integer.*\(got 'many'\)"),
     ("levels: [1]", ["levels.0=1"], r"^--set levels\.0=1: levels: .*tuple"),
     ("{}", ["runs"], r"--set runs: write KEY=VALUE, .*--set kernel\.budget_s=0\.1"),
-    ("{}", [".runs=1"], r"--set \.runs=1: write KEY=VALUE"),
     ("{}", ["levels=[1"], r"--set levels=\[1, line 1: not valid YAML"),
     ("{}", ["extends=a.yaml"], r"^--set extends=a\.yaml: extends: unknown key"),
     ("kernel: {runs: 0}", ["device=tpu"], r"mine\.yaml: kernel\.runs: .*; --set device=tpu: device: "),
@@ -111,16 +102,13 @@ def test_an_error_names_the_file_or_the_change(folder: Path, text: str, changes:
     assert "\n" not in str(raised.value)
 
 
-def test_an_error_of_the_base_names_the_base(folder: Path) -> None:
-    (folder / "base.yaml").write_text("kernel: {budget_s: 0}\nlevls: 1")
-    with pytest.raises(UserError, match=r"^\S+base\.yaml: kernel\.budget_s: .*; levls: unknown key") as raised:
-        read_config(folder / "mine" / "mine.yaml", Outer)
-    assert "mine.yaml" not in str(raised.value)
-
-
-def test_a_cycle_is_refused(folder: Path) -> None:
-    (folder / "base.yaml").write_text("extends: mine/mine.yaml")
-    with pytest.raises(UserError, match=r"base\.yaml: extends: a config can't extend itself \(\S+ extends \S+ extends \S+\)"):
+@pytest.mark.parametrize(("base", "message"), [
+    ("kernel: {budget_s: 0}\nlevls: 1", r"^\S+base\.yaml: kernel\.budget_s: (?!.*mine\.yaml).*; levls: unknown key"),
+    ("extends: mine/mine.yaml", r"base\.yaml: extends: a config can't extend itself \(\S+ extends \S+ extends \S+\)"),
+])
+def test_an_error_of_the_base_names_the_base(folder: Path, base: str, message: str) -> None:
+    (folder / "base.yaml").write_text(base)
+    with pytest.raises(UserError, match=message):
         read_config(folder / "mine" / "mine.yaml", Outer)
 
 
@@ -131,20 +119,9 @@ def test_yaml_that_contains_itself_is_refused(folder: Path) -> None:
         read_config(folder / "mine" / "mine.yaml", Outer)
 
 
-@pytest.mark.parametrize("module", ["benchmark.collector", "runtimes.tvm.operator_sampler", "training.train_kernel_model"])
-def test_help_shows_how_a_config_is_changed(module: str, capsys: pytest.CaptureFixture[str],
-                                            monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", [module, "--help"])
-    with pytest.raises(SystemExit):
-        importlib.import_module(f"hase.{module}").main()
-    assert "for example --set '" in " ".join(capsys.readouterr().out.split())
-
-
 def test_every_config_of_a_command_line_can_be_changed() -> None:
     """`--config` is added together with `--set`, and both are read."""
-    for path in ROOT.rglob("*.py"):
-        parts = path.relative_to(ROOT).parts
-        if not parts[0].startswith(".") and parts[0] != "tests" and path.name != "cli.py":  # environments begin with a dot
-            text = path.read_text(encoding="utf-8")
-            assert 'add_argument("--config"' not in text, path
-            assert "read_config(args.config" not in text or "args.changes)" in text, path
+    for command in itertools.chain(*all_commands().values()):
+        text = (ROOT / command.path).read_text(encoding="utf-8")
+        assert 'add_argument("--config"' not in text, command.path
+        assert "read_config(args.config" not in text or "args.changes)" in text, command.path

@@ -13,43 +13,26 @@ from hase.utils import fingerprint
 UUIDS = ("GPU-aa11", "GPU-bb22")
 
 
-class FakeNvml(SimpleNamespace):
-    """A pretended pynvml of a machine with two GPUs; a handle is an index."""
+class NVMLError(Exception):
+    pass
 
-    NVML_CLOCK_SM, NVML_CLOCK_MEM = 1, 2
 
-    class NVMLError(Exception):
-        pass
+def handle(index: int) -> int:
+    if index >= len(UUIDS):
+        raise NVMLError
+    return index
 
-    def nvmlInit(self) -> None:
-        pass
 
-    def nvmlDeviceGetCount(self) -> int:
-        return len(UUIDS)
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
-        if index >= len(UUIDS):
-            raise self.NVMLError
-        return index
-
-    def nvmlDeviceGetUUID(self, handle: int) -> str:
-        return UUIDS[handle]
-
-    def nvmlDeviceGetName(self, handle: int) -> str:
-        return f"GPU number {handle}"
-
-    def nvmlDeviceGetMaxClockInfo(self, handle: int, kind: int) -> int:
-        return 1000 * kind + handle
-
-    def nvmlSystemGetDriverVersion(self) -> str:
-        return "580"
+NVML = SimpleNamespace(  # a handle is an index
+    NVMLError=NVMLError, NVML_CLOCK_SM=1, NVML_CLOCK_MEM=2, nvmlInit=lambda: None, nvmlDeviceGetCount=lambda: len(UUIDS),
+    nvmlDeviceGetHandleByIndex=handle, nvmlDeviceGetUUID=UUIDS.__getitem__, nvmlDeviceGetName=lambda gpu: f"GPU number {gpu}",
+    nvmlDeviceGetMaxClockInfo=lambda gpu, kind: 1000 * kind + gpu, nvmlSystemGetDriverVersion=lambda: "580")
 
 
 @pytest.fixture(autouse=True)
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    made = FakeNvml()
-    monkeypatch.setitem(sys.modules, "pynvml", made)
-    monkeypatch.setattr(fingerprint, "pynvml", made)
+    monkeypatch.setitem(sys.modules, "pynvml", NVML)
+    monkeypatch.setattr(fingerprint, "pynvml", NVML)
     monkeypatch.delenv(fingerprint.WITHOUT_GPU, raising=False)
     fingerprint.gpu_facts.cache_clear()
     yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,8 @@ def test_names_that_lead_elsewhere_are_refused(name: str) -> None:
     assert NAME.validate_python(as_file_name(name))
 
 
-@pytest.mark.parametrize("name", GOOD_NAMES)
-def test_usual_names_stay_as_they_are(name: str) -> None:
-    assert NAME.validate_python(name) == as_file_name(name) == name
-
-
-def test_long_names_stay_different() -> None:
+def test_usual_names_stay_as_they_are_and_long_ones_stay_different() -> None:
+    assert [NAME.validate_python(name) for name in GOOD_NAMES] == [*map(as_file_name, GOOD_NAMES)] == [*GOOD_NAMES]
     shorter, longer = as_file_name("x" * 300), as_file_name("x" * 301)
     assert shorter != longer
     assert len(shorter.encode()) <= LONGEST_BYTES
@@ -72,25 +69,23 @@ def renamed(source: Path, to: Path, old: str, new: str) -> Path:
 @pytest.mark.parametrize("kind", ["record", "index"])
 def test_a_kernel_s_id_writes_nothing_outside_the_workspace(kind: str, built: Workspace, tmp_path: Path) -> None:
     flavour = flavour_of("cpu")
-    record = read_model_record(record_path(built, flavour, "anet_b1"))
     source = index_path(built, flavour) if kind == "index" else record_path(built, flavour, "anet_b1")
-    planted = renamed(source, tmp_path / "planted.json", next(iter(record.kernels)), "../../../kernel")
+    a_kernel = next(iter(read_model_record(record_path(built, flavour, "anet_b1")).kernels))
+    planted = renamed(source, tmp_path / "planted.json", a_kernel, "../../../kernel")
     inside = tmp_path / "a" / "b" / "workspace"
     inside.mkdir(parents=True)
     done = run_script("kernel_model/kernel_builder.py", "--record", planted, "--workspace", inside)
-    assert done.returncode == 1
-    assert "can't be the name of a file" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert (done.returncode, "can't be the name of a file" in done.stderr) == (1, True)
     assert not list(tmp_path.rglob("*.onnx"))
 
 
-def test_a_built_kernel_s_description_is_checked(built: Workspace, tmp_path: Path) -> None:
+@pytest.mark.parametrize("read", [built_kernel, open_runner])
+def test_a_built_kernel_s_description_is_checked(read: Callable[[Path], object], built: Workspace, tmp_path: Path) -> None:
     path = next((built.kernel_onnx / flavour_of("cpu").name).glob("Conv*.onnx"))
     planted = tmp_path / "planted.onnx"
     planted.write_bytes(path.read_bytes().replace(f'"id":"{path.stem}"'.encode(), f'"id":"{"/" * len(path.stem)}"'.encode()))
-    for read in (built_kernel, open_runner):
-        with pytest.raises(UserError, match=r"planted\.onnx: the description of its kernel is damaged"):
-            read(planted)
+    with pytest.raises(UserError, match=r"planted\.onnx: the description of its kernel is damaged"):
+        read(planted)
 
 
 @pytest.mark.parametrize(("old", "new"), [("anet_b1", "../x"), ("cpu", "../../cpu"), ("1.31", "/tmp/1.31")])
@@ -138,9 +133,10 @@ def with_weights_in(folder: Path, location: str, inside: str = "initializer") ->
     return path
 
 
-@pytest.mark.parametrize("inside", ["initializer", "branch"])
-@pytest.mark.parametrize("location", ["/etc/passwd", "../weights.bin", "link.bin", "pipe", "/dev/zero",
-                                      "folder/../../weights.bin", "folder", "none.bin"])
+@pytest.mark.parametrize(("location", "inside"), [
+    *((location, "initializer") for location in ("/etc/passwd", "../weights.bin", "link.bin", "pipe", "/dev/zero",
+                                                 "folder/../../weights.bin", "folder", "none.bin")),
+    ("../weights.bin", "branch")])
 def test_weights_elsewhere_are_refused_and_never_opened(location: str, inside: str, tmp_path: Path) -> None:
     folder = tmp_path / "models"
     (folder / "folder").mkdir(parents=True)
@@ -152,27 +148,22 @@ def test_weights_elsewhere_are_refused_and_never_opened(location: str, inside: s
 
 
 def test_weights_beside_a_model_that_is_a_link_are_found(tmp_path: Path) -> None:
-    store, shown = tmp_path / "store", tmp_path / "shown"
+    """As in a download cache."""
+    store = tmp_path / "store"
     store.mkdir()
-    shown.mkdir()
-    with_weights_in(store, "weights.bin").rename(store / "1a2b")
-    (store / "3c4d").write_bytes(np.ones(256, dtype=np.float32).tobytes())
-    (shown / "model.onnx").symlink_to(store / "1a2b")  # as in a download cache
-    (shown / "weights.bin").symlink_to(store / "3c4d")
-    assert record_of(shown / "model.onnx", flavour_of("cpu")).kernels
+    with_weights_in(store, "weights.bin")
+    (store / "1a2b").write_bytes(np.ones(256, dtype=np.float32).tobytes())
+    (tmp_path / "linked.onnx").symlink_to(store / "model.onnx")
+    (tmp_path / "weights.bin").symlink_to(store / "1a2b")
+    assert record_of(tmp_path / "linked.onnx", flavour_of("cpu")).kernels
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
 def test_a_model_is_a_plain_file(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / "model.onnx"
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "folder":
-        path.mkdir()
-    else:
-        path = Path("/dev/zero")
+    os.mkfifo(tmp_path / "pipe.onnx")
+    (tmp_path / "folder.onnx").mkdir()
     with pytest.raises(UserError, match="a plain file is expected"):
-        record_of(path, flavour_of("cpu"))
+        record_of(Path("/dev/zero") if kind == "device" else tmp_path / f"{kind}.onnx", flavour_of("cpu"))
 
 
 # damage that leaves valid JSON -------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import resource
 import socket
 import struct
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -31,21 +30,22 @@ class Many(Collector):
         yield family
 
 
+@contextmanager
+def served() -> Iterator[ScrapeServer]:
+    with serving(scrape_server(Many(), lambda: "", "", 0)) as server:
+        yield server
+
+
 def test_a_client_that_disconnects_costs_no_traceback_and_no_other_answer(capfd: pytest.CaptureFixture[str]) -> None:
-    server = scrape_server(Many(), lambda: "", "", 0)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    for sent in (b"", b"GET /met", b"GET /metrics HTTP/1.0\r\n\r\n"):
-        client = socket.create_connection(("127.0.0.1", server.server_port))
-        client.sendall(sent)
-        time.sleep(0.05)
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # reset, not an orderly end
-        client.close()
-    time.sleep(0.3)
-    assert requests.get(f"http://127.0.0.1:{server.server_port}/metrics", timeout=10).text.count("\none{") == SERIES
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with served() as server:
+        for sent in (b"", b"GET /met", b"GET /metrics HTTP/1.0\r\n\r\n"):
+            client = socket.create_connection(("127.0.0.1", server.server_port))
+            client.sendall(sent)
+            time.sleep(0.05)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # reset, not an orderly end
+            client.close()
+        time.sleep(0.3)
+        assert requests.get(f"http://127.0.0.1:{server.server_port}/metrics", timeout=10).text.count("\none{") == SERIES
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -55,12 +55,6 @@ def test_only_this_machine_is_answered_unless_an_address_is_given() -> None:
         assert [connection.laddr.ip for connection in psutil.Process().net_connections() if connection.status == "LISTEN"
                 and connection.laddr.port == server.server_port] == [listening]
         server.server_close()
-
-
-@contextmanager
-def served() -> Iterator[ScrapeServer]:
-    with serving(scrape_server(Many(), lambda: "", "", 0)) as server:
-        yield server
 
 
 def test_a_client_that_drips_its_request_is_disconnected(monkeypatch: pytest.MonkeyPatch,

@@ -10,19 +10,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from pydantic import ValidationError
 
-from hase.runtimes import flavour_of
 from hase.utils import sharing_mode
 from hase.utils.errors import UserError
-from hase.utils.fingerprint import Target
 from hase.utils.sharing_mode import PIPE_DIRECTORY, check_sharing_mode, mps_daemon_answers, other_processes
 
 MIG_OFF, MIG_ON = 0, 1
 
 
 class FakeNvml(SimpleNamespace):
-    """A pretended pynvml with one GPU; `mig` is None on a GPU that has no MIG."""
+    """A pretended pynvml with one GPU; `mig` is None on a GPU that has no MIG, `mps_clients` with an old driver."""
 
     class NVMLError(Exception):
         pass
@@ -39,20 +36,18 @@ class FakeNvml(SimpleNamespace):
         super().__init__(mig=MIG_OFF, mps_clients=[], users=[])
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        assert uuid == "GPU-0"
         return uuid
 
     def nvmlDeviceGetMigMode(self, gpu: str) -> list[int]:
-        assert gpu == "GPU-0"
         if self.mig is None:
             raise self.NVMLError_NotSupported
         return [self.mig, MIG_OFF]  # now, and after the next reset
 
     def nvmlDeviceGetComputeRunningProcesses(self, gpu: str) -> list[SimpleNamespace]:
-        assert gpu == "GPU-0"
         return [SimpleNamespace(pid=pid) for pid in self.users]
 
     def nvmlDeviceGetMPSComputeRunningProcesses(self, gpu: str) -> list[SimpleNamespace]:
-        assert gpu == "GPU-0"
         if self.mps_clients is None:
             raise self.NVMLError_FunctionNotFound
         return self.mps_clients
@@ -86,15 +81,12 @@ def test_modes_by_nvml(fake: FakeNvml, mig: int | None, clients: list[SimpleName
     assert sharing_mode.sharing_mode() == mode
 
 
-def test_a_daemon_that_answers(fake: FakeNvml, daemon: socket.socket) -> None:
+def test_a_daemon_that_answers_and_then_has_ended(fake: FakeNvml, daemon: socket.socket, tmp_path: Path) -> None:
     """The next process that opens the GPU uses it, even if none has yet."""
     assert sharing_mode.sharing_mode() == "mps"
     daemon.setblocking(False)
     with pytest.raises(BlockingIOError):  # it was not disturbed
         daemon.accept()
-
-
-def test_a_daemon_that_has_ended(fake: FakeNvml, daemon: socket.socket, tmp_path: Path) -> None:
     daemon.close()
     assert (tmp_path / "control").is_socket()
     assert sharing_mode.sharing_mode() == "time_slices"
@@ -116,12 +108,6 @@ def test_an_error_of_nvml_does_not_mean_time_slices(fake: FakeNvml, question: st
         sharing_mode.sharing_mode()
 
 
-def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharing_mode, "gpu_facts", dict)
-    with pytest.raises(UserError, match="sharing mode: no NVIDIA GPU"):
-        sharing_mode.sharing_mode()
-
-
 def test_processes_on_the_gpu(fake: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without this one, and each once; a list that lacks this one although it uses the GPU can't be right."""
     assert other_processes(own=False) == 0
@@ -136,6 +122,8 @@ def test_processes_on_the_gpu(fake: FakeNvml, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(sharing_mode, "gpu_facts", dict)
     with pytest.raises(UserError, match="processes on the GPU: no NVIDIA GPU"):
         other_processes(own=False)
+    with pytest.raises(UserError, match="sharing mode: no NVIDIA GPU"):
+        sharing_mode.sharing_mode()
 
 
 def test_only_the_measured_mode_is_accepted() -> None:
@@ -144,10 +132,3 @@ def test_only_the_measured_mode_is_accepted() -> None:
         check_sharing_mode("mps")
     with pytest.raises(UserError, match=r"mig: .* in time slices only; .* another device .*; switch it off"):
         check_sharing_mode("mig")
-
-
-def test_a_target_has_the_sharing_mode_of_its_device() -> None:
-    target = Target(device_name="Some GPU", flavour=flavour_of("cuda"))
-    assert target.sharing == "time_slices"
-    with pytest.raises(ValidationError, match="sharing"):
-        Target.model_validate(target.model_dump() | {"sharing": "shared"})
