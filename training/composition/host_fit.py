@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hase.graph_model.simulation.pipeline import NodeKind, OffGpu, PipelineCosts, Tracks, pipeline_ms
-from hase.learned.composition.host_side import DEFAULT_COSTS, CopyCurve, CopyCosts
+from hase.learned.composition.host_side import DEFAULT_COSTS, CopyCosts, CopyCurve
 from hase.learned.kernels.sidecar import read_sidecar
 from hase.learned.target_files import TRAIN
 from hase.records.dataset_files import CopyTimes, MeasuredCopies, WaitTimes
