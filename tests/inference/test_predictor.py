@@ -16,13 +16,10 @@ from unittest import mock
 
 import pytest
 
-import hase.inference
-from hase.inference import Predictor, highest_busy_share, predict
+from hase.inference import Predictor, predict
 from hase.inference.prediction import targets
 from hase.inference.prediction.conditions import RunMode
 from hase.inference.prediction.run import trace_of
-from hase.inference.prediction.under_load import NotShared
-from hase.learned import target_files
 from hase.learned.composition.fitted import read_composition
 from hase.recipes.same_predictions.record import unpacked
 from hase.records.kernel_record import ModelRecord
@@ -68,10 +65,6 @@ def record(folder: Path, name: str = "resnet18@batch=1") -> ModelRecord:
     return read_model_record(folder / "records" / "cuda" / f"{name}.json")
 
 
-def test_the_package_offers_its_names() -> None:
-    assert [getattr(hase.inference, name).__name__ for name in hase.inference.__all__] == list(hase.inference.__all__)
-
-
 @pytest.mark.slow
 def test_the_function_and_the_methods_give_the_same(folder: Path) -> None:
     first, second = record(folder), record(folder, "bert_mask_static")
@@ -80,16 +73,13 @@ def test_the_function_and_the_methods_give_the_same(folder: Path) -> None:
     assert predictor.predict(first, load=BUSY, host_pace=1.2) == predict(first, target=TARGET, load=BUSY, host_pace=1.2)
     assert predictor.predict_many([first, second], run_mode=RunMode(io="host")) == [
         predict(model, target=TARGET, run_mode=RunMode(io="host")) for model in (first, second)]
-    pair = predictor.pair(first, second)
-    assert [model.model for model in pair.models] == [first.model, second.model]
-    assert pair.models == predictor.pair(second, first).models[::-1]
+    assert predictor.pair(first, second).models == predictor.pair(second, first).models[::-1]
     assert Predictor(target=TARGET, strict=True).predict(first) == predict(first, target=TARGET, strict=True)
 
 
 @pytest.mark.slow
 def test_files_are_read_once(folder: Path, workspace: Workspace) -> None:
-    """None before the first question; then predictors, composition, sharing and uncertainty, whatever the question. A second
-    predictor reads none of them."""
+    """None before the first question; a second predictor reads none of them."""
     model = record(folder)
     with reads(workspace.predictors(TARGET)) as at_first:
         predictor = Predictor(workspace, TARGET)
@@ -97,29 +87,23 @@ def test_files_are_read_once(folder: Path, workspace: Workspace) -> None:
     with reads(workspace.predictors(TARGET)) as opened_files:
         run = predictor.run(model)
         predictor.predict(model, load=BUSY)
-        predictor.predict_many([model, record(folder, "bert_mask_static")])
         predictor.curve(run, 3)
         predictor.pair(run, model)
-        predictor.objective(run, 5.0)
     assert {"predictors.json", "composition.json", "sharing.json"} <= set(opened_files)
     assert set(opened_files.values()) == {1}
     with reads(workspace.predictors(TARGET)) as opened_again:
         assert Predictor(workspace, TARGET).predict(model) == run.prediction
     assert not opened_again
-    nowhere = Predictor(workspace, "no such target")  # nothing is refused yet
-    with pytest.raises(UserError, match="target no such target: no predictors for it"):
-        _ = nowhere.fitted
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["resnet18@batch=1", "bert_mask_static"])
-def test_without_load_the_curve_says_what_the_prediction_says(name: str, folder: Path) -> None:
+def test_without_load_the_curve_says_what_the_prediction_says(folder: Path) -> None:
     predictor = Predictor(target=TARGET)
-    run = predictor.run(record(folder, name), host_pace=1.0)
+    run = predictor.run(record(folder), host_pace=1.0)
     latency_ms = run.prediction.latency_ms
     first = predictor.curve(run, 3).points[0]
     assert [first.mean_ms, first.p50_ms, first.p95_ms, first.p99_ms] == pytest.approx([latency_ms] * 4, rel=1e-9)
-    quiet = predictor.predict(record(folder, name), load={"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 0.0}, host_pace=1.0)
+    quiet = predictor.predict(record(folder), load={"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 0.0}, host_pace=1.0)
     assert quiet.latency_ms == pytest.approx(latency_ms, rel=1e-9)
     for limit_ms in (1.0001 * latency_ms, 0.9999 * latency_ms):
         objective = predictor.objective(run, limit_ms)
@@ -134,9 +118,8 @@ def test_another_device_is_predicted_only_if_it_is_named(folder: Path, workspace
     monkeypatch.setattr(targets, "local_targets", lambda: (here,))
     monkeypatch.setattr(targets, "local_target", lambda *_: here)
     for place in (Workspace(tmp_path / "empty"), workspace):
-        for question in ("predict", "curve", "energy"):
-            with pytest.raises(UserError, match=rf"no predictors for this machine \({here.name}\): add target=\"nvidia-h200\""):
-                getattr(Predictor(place), question)(model)
+        with pytest.raises(UserError, match=rf"no predictors for this machine \({here.name}\): add target=\"nvidia-h200\""):
+            Predictor(place).predict(model)
         assert predict(model, workspace=place, target="nvidia-h200").target == TARGET
         warned = Predictor(place, any_device=True).predict(model)
         assert (warned.target, here.name in warned.warnings[0]) == (TARGET, True)
@@ -145,21 +128,10 @@ def test_another_device_is_predicted_only_if_it_is_named(folder: Path, workspace
     assert predict(model).target == TARGET  # where this machine is the device, nothing need be named
 
 
-@pytest.mark.parametrize("percentile", [0.95, -5.0, 101.0, float("nan")])
+@pytest.mark.parametrize("percentile", [0.95, 101.0, float("nan")])
 def test_a_percentile_is_no_ratio(percentile: float, folder: Path) -> None:
-    predictor = Predictor(target=TARGET)
     with pytest.raises(UserError, match="not between 1 and 100; write 95 for the 95th percentile"):
-        predictor.objective(record(folder), 5.0, percentile)
-    with pytest.raises(UserError, match="not between 1 and 100"):
-        highest_busy_share(predictor.shared(record(folder)), 5.0, percentile)
-
-
-def test_a_prediction_in_words_names_its_target(folder: Path) -> None:
-    prediction = predict(record(folder), target=TARGET, host_pace=1.0)
-    low, high = prediction.interval_ms
-    sure = f"{prediction.model}: {prediction.latency_ms:.4g} ms on {TARGET} (90 % between {low:.4g} and {high:.4g}"
-    assert str(prediction) == f"{sure})"
-    assert str(prediction.model_copy(update={"rough_estimate": True})) == f"{sure}; a rough estimate)"
+        Predictor(target=TARGET).objective(record(folder), 5.0, percentile)
 
 
 def test_a_run_needs_no_second_prediction(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,20 +146,17 @@ def test_a_run_needs_no_second_prediction(folder: Path, monkeypatch: pytest.Monk
     assert predictor.objective(alone, 5.0) == objective
     raised = alone._replace(prediction=alone.prediction.model_copy(update={"latency_ms": 9.0}))
     assert predictor.objective(raised, 5.0).met is False
-    assert (predictor.objective(raised, 5.0).highest_busy_share == predictor.objective(loaded, 5.0).highest_busy_share
-            == objective.highest_busy_share)
     assert loaded.prediction.latency_ms > loaded.alone_ms == alone.prediction.latency_ms
     assert [model.idle_ms for model in predictor.pair(loaded, alone).models] == [alone.alone_ms] * 2
 
 
-@pytest.mark.parametrize("name", ["resnet18@batch=1", "detect_one_stage_nms", "recommender_dlrm@batch=64,dynamic"])
+@pytest.mark.parametrize("name", ["resnet18@batch=1", "detect_one_stage_nms"])
 def test_a_run_agrees_with_its_prediction(folder: Path, name: str) -> None:
     """Its tracks hold the prediction's kernels in the order of the record, and its timeline ends with its latency."""
     run = Predictor(target=TARGET).run(record(folder, name))
     times = {(kernel.id, kernel.provider): (kernel.latency_ms, kernel.launches) for kernel in run.prediction.kernels}
     of_nodes = [times[node.kernel_id, node.provider] for node in run.run.record.nodes]
     assert list(zip((node.latency_ms for node in run.run.nodes_run), run.run.tracks.launches, strict=True)) == of_nodes
-    assert run.run.costs == run.prediction.composition.costs
     spans = [event for event in trace_of(run)["traceEvents"] if event["ph"] == "X"]
     costs = run.run.costs
     assert costs is not None
@@ -211,16 +180,14 @@ def test_a_watch_follows_a_training(folder: Path, workspace: Workspace) -> None:
     model_record = record(folder)
     predictor = Predictor(workspace, TARGET)
     before = predictor.predict(model_record).latency_ms
-    watch = predictor.watch(model_record, lambda: {"load": {}, "host_pace": 1.0}, 1.0, limit_ms=2 * before)
+    watch = predictor.watch(model_record, lambda: {"load": {}, "host_pace": 1.0}, 1.0)
     assert watch.read().mean_ms == before
     path = workspace.predictors(TARGET) / "composition.json"
     fitted = read_composition(path.parent)
     assert fitted.costs is not None
     files.write_json(path, fitted.model_copy(update={"costs": fitted.costs.at_pace(2.0)}))
     assert predictor.predict(model_record).latency_ms == before
-    reading = watch.read()
-    assert reading.mean_ms == predict(model_record, target=TARGET, host_pace=2.0).latency_ms > before
-    assert reading.slo is not None
+    assert watch.read().mean_ms == predict(model_record, target=TARGET, host_pace=2.0).latency_ms > before
 
 
 @pytest.mark.parametrize(("options", "message"), [
@@ -231,13 +198,3 @@ def test_a_watch_follows_a_training(folder: Path, workspace: Workspace) -> None:
 def test_options_that_are_refused(folder: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         Predictor(target=TARGET).predict(record(folder), **options)
-
-
-@pytest.mark.slow
-def test_a_target_that_is_not_shared(folder: Path, workspace: Workspace) -> None:
-    model_record, predictor = record(folder), Predictor(workspace, TARGET)
-    target_files.SHARING.path(workspace.predictors(TARGET)).unlink()
-    for ask in (predictor.shared, predictor.curve, lambda model: predictor.pair(model, model)):
-        with pytest.raises(NotShared, match="nothing was learned of how it is shared"):
-            ask(model_record)
-    assert "nothing was learned" in str(predictor.objective(model_record, 5.0).unknown_because)

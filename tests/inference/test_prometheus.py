@@ -72,7 +72,6 @@ def exporters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ex
         "rising": device("rising", *({UTIL: 100.0 * i / READINGS} for i in range(READINGS)), host="node9"),
         "renamed": device("renamed", {UTIL: 40.0, CLOCK: 1980.0, POWER: 312.5, SM: 0.25}, new_names=True),
         "shared": device("shared", {UTIL: 10.0}), "killed": device("killed", {UTIL: 60.0}),
-        "moved": device("moved", {UTIL: 30.0}), "moved_from": device("from", {UTIL: 60.0}, uuid="GPU-moved"),
         "cpu": device("cpu", {METRIC: 0.375}, uuid="node7", index=""),
     }
     yield made
@@ -82,21 +81,19 @@ def exporters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ex
 
 @pytest.fixture(scope="module")
 def made_up() -> Iterator[MadeUpExporter]:
-    """What the exporter never serves: invalid values, frozen fields, MIG instances, two names at once, faults."""
-    def page(name: str, values: dict[str, float | str], labels: dict[str, str] | None = None, **how: Any) -> Page:
-        return Page(device_labels(f"GPU-{name}") | (labels or {}), values, **how)
+    def page(name: str, values: dict[str, float | str], **how: Any) -> Page:
+        return Page(device_labels(f"GPU-{name}"), values, **how)
 
     def part(name: str, number: int, profile: str) -> tuple[dict[str, str], dict[str, float]]:
         return device_labels(f"GPU-{name}") | {PART_LABEL: str(number), PROFILE_LABEL: profile}, {SM: 0.9, POWER: 300.0}
 
     made = MadeUpExporter({
         "nan": page("nan", {UTIL: "NaN"}), "blank": page("blank", {UTIL: 4294967295}),
-        "infinite": page("infinite", {UTIL: "+Inf"}), "old": page("old", {UTIL: 5}, age_s=40.0),
+        "old": page("old", {UTIL: 5}, age_s=40.0),
         "frozen": page("frozen", {SM: 0.4}, value_of={ENGINE: lambda scrape: 0.3 + 0.01 * (scrape % 20)}),
         "stuck": page("stuck", {SM: 0, ENGINE: 0, UTIL: 95}), "unsure": page("unsure", {SM: 0, ENGINE: 0, UTIL: "NaN"}),
         "split": page("split", {}, more=[part("split", 1, "1g.18gb"), part("split", 2, "3g.71gb")]),
         "whole": page("whole", {SM: 0.5}, more=[part("whole", 1, "1g.18gb")]),
-        "pods": page("pods", {UTIL: 20}, {"pod": "a"}, more=[(device_labels("GPU-pods") | {"pod": "b"}, {UTIL: 20})]),
         "both": page("both", {UTIL: 30, "DCGM_FI_DEV_GPU_UTIL_RATIO": 0.9}), "never": page("never", {UTIL: 1}, locked=True)})
     yield made
     made.close()
@@ -118,11 +115,11 @@ def config(port: int, gpu: Any = None, **more: Any) -> PrometheusConfig:
 
 
 def latest(server: PrometheusServer, *fields: str) -> dict[str, float]:
-    return values(PrometheusSource(server, fields).latest())
+    return values(PrometheusSource(server, fields or (UTIL,)).latest())
 
 
 def read(settings: PrometheusConfig, *fields: str) -> dict[str, float]:
-    return latest(PrometheusServer(settings), *(fields or (UTIL,)))
+    return latest(PrometheusServer(settings), *fields)
 
 
 def refusal(settings: PrometheusConfig, *fields: str) -> str:
@@ -130,12 +127,6 @@ def refusal(settings: PrometheusConfig, *fields: str) -> str:
     with pytest.raises(PrometheusError) as raised:
         read(settings, *fields)
     return str(raised.value)
-
-
-def works(settings: PrometheusConfig) -> bool:
-    with suppress(PrometheusError):
-        return bool(read(settings))
-    return False
 
 
 @pytest.fixture
@@ -157,14 +148,11 @@ def test_twelve_fields_of_one_gpu_among_others(port: int) -> None:
     mean = PrometheusSource(PrometheusServer(config(port, "GPU-live")), [SM]).window(1.0)[SM]
     assert mean.value == pytest.approx(KNOWN[SM])
     assert 2 <= mean.readings <= 6  # a scrape every 0.2 s, unless the machine is busy
-    with pytest.raises(UserError, match="metric unheard_of: Prometheus can't read it here; it has DCGM_FI_PROF"):
-        PrometheusSource(PrometheusServer(config(port)), ["unheard_of"])
 
 
-@pytest.mark.parametrize("window_s", [EVER_S, 2.0])
-def test_the_mean_is_over_the_samples_of_the_window(port: int, window_s: float) -> None:
+def test_the_mean_is_over_the_samples_of_the_window(port: int) -> None:
     """The metric only rises, so Prometheus's own means just before and just after are bounds."""
-    over = f'_over_time({UTIL}{{UUID="GPU-rising"}}[{window_s * 1e3:.0f}ms])'
+    over, window_s = f'_over_time({UTIL}{{UUID="GPU-rising"}}[2s])', 2.0
     wait_for(lambda: (value(port, "count" + over) or 0) >= 6)
     before = value(port, "avg" + over), value(port, "count" + over)
     mean = PrometheusSource(PrometheusServer(config(port, "GPU-rising", window_s=window_s, max_age_s=2)), [UTIL]).latest()[UTIL]
@@ -180,15 +168,12 @@ def test_old_and_new_names_and_units(port: int) -> None:
     assert read(config(port, "GPU-both")) == {UTIL: 30.0}  # both at once: the old one
 
 
-def test_parts_of_a_gpu_and_its_users(port: int) -> None:
+def test_parts_of_a_gpu(port: int) -> None:
     assert read(config(port, "GPU-whole"), SM) == {SM: 0.5}  # not that of the MIG instance
     text = refusal(config(port, "GPU-split"), SM, POWER)
     assert text.startswith("prometheus: GPU-split (index 0, host node7) is split into MIG instances (GPU_I_ID 1, 1g.18gb; "
                            "GPU_I_ID 2, 3g.71gb), and only these are reported; ")
     assert "dcgm-exporter --devices g" in text
-    pods = PrometheusSource(PrometheusServer(config(port, "GPU-pods")), [UTIL]).latest()[UTIL]
-    assert pods.value == 20.0
-    assert pods.readings <= (value(port, f'count_over_time({UTIL}{{UUID="GPU-pods",pod="a"}}[1m])') or 0.0)
 
 
 def test_two_requests_over_one_connection(port: int, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,12 +189,11 @@ def test_two_requests_over_one_connection(port: int, recorder: Recorder, monkeyp
 
 @pytest.mark.parametrize(("gpu", "message"), [
     ("GPU-nan", rf"UUID GPU-nan: metric {UTIL}: the device reports nan per cent, possible is 0 to 100; mend its exporter, or"),
-    ("GPU-infinite", "the device reports inf"), ("GPU-blank", r"reports 4294967295, which stands for no value \(blank\); mend"),
+    ("GPU-blank", r"reports 4294967295, which stands for no value \(blank\); mend"),
     ("GPU-old", r"UTIL of GPU-old \(index 0, host node7\) is stale: its newest sample is 4\d\.\d s old, max_age_s is 5"),
     ("GPU-none", r"no metrics of UUID GPU-none, but of .*GPU-blank \(index 0, host node7\), job blank; .*GPU-busy.* more"),
     ("GPU-never", "can't be scraped at present: job never"),
     ("GPU-shared", r"several exporters report GPU-shared .*: job again, instance .*; job shared, instance .*prometheus\.job"),
-    (None, r"several devices match: GPU-blank \(index 0, host node7\); .*set prometheus\.gpu"),
     ({"index": 0, "host": "node7"}, r"several devices match: .*GPU-live.* more"),
 ])
 def test_samples_that_are_no_load(port: int, gpu: Any, message: str) -> None:
@@ -244,17 +228,8 @@ def test_an_exporter_that_fails_later(port: int, exporters: dict[str, Exporter])
     assert value(port, f'avg_over_time({UTIL}{{UUID="GPU-killed"}}[1m])') == pytest.approx(60.0)
     assert "the exporter of GPU-killed (index 0, host node7) can't be scraped (up is 0): job killed" in refusal(settings)
     wait_for(lambda: value(port, f'count_over_time({UTIL}{{UUID="GPU-killed"}}[300ms])') is None)
-    text = refusal(settings.model_copy(update={"window_s": 0.3, "max_age_s": 0.3}))
-    assert "no sample of GPU-killed (index 0, host node7) within 0.3 s, though there were some within 1h" in text
-    assert "can't be scraped at present: job killed" in text or "; job killed, instance" in text
-
-
-def test_an_exporter_that_was_replaced(port: int, exporters: dict[str, Exporter]) -> None:
-    """Of two that reported a GPU within the window, the one that is up counts."""
-    exporters["moved_from"].close()
-    wait_for(lambda: value(port, 'up{job="moved_from"}') == 0.0)
-    assert value(port, f'count(count_over_time({UTIL}{{UUID="GPU-moved"}}[1m]))') == 2.0
-    assert read(config(port, "GPU-moved")) == {UTIL: pytest.approx(30.0)}
+    assert "no sample of GPU-killed (index 0, host node7) within 0.3 s, though there were some within 1h" in refusal(
+        settings.model_copy(update={"window_s": 0.3, "max_age_s": 0.3}))
 
 
 @pytest.mark.parametrize(("status", "answer", "message"), [
@@ -305,13 +280,16 @@ def test_users_and_certificates(exporters: dict[str, Exporter], tmp_path: Path) 
                 "ca_file": tmp_path / "ca.pem", "client_cert_file": tmp_path / "client.pem",
                 "client_key_file": tmp_path / "client.key", **changes})
 
-        wait_for(lambda: works(changed()))
-        assert read(changed(), *TWELVE) == pytest.approx(KNOWN)
+        def works() -> bool:
+            with suppress(PrometheusError):
+                return bool(read(changed(), *TWELVE))
+            return False
+
+        wait_for(works)
         cases: list[tuple[dict[str, Any], str]] = [
             ({"password_file": tmp_path / "wrong"}, "HTTP 401: it refuses user and password"),
             ({"user": None, "password_file": None}, "HTTP 401: it refuses a request without user or token"),
             ({"ca_file": None}, "TLS fails: unable to get local issuer certificate"),
-            ({"ca_file": tmp_path / "stranger.pem"}, "TLS fails: "),
             ({"client_cert_file": None, "client_key_file": None}, "client_cert_file and client_key_file if it wants one"),
             ({"url": f"https://localhost:{locked}"}, "TLS fails: Hostname mismatch"),
             ({"url": f"http://127.0.0.1:{locked}"}, "it speaks TLS; write https://"),
@@ -319,9 +297,8 @@ def test_users_and_certificates(exporters: dict[str, Exporter], tmp_path: Path) 
         for changes, message in cases:
             assert message in (refused := refusal(changed(**changes)))
             assert "wr0ng" not in refused
-        for key, path, message in (("ca_file", "none.pem", r"ca_file .*none\.pem: no such file"),
-                                   ("client_key_file", "stranger.key", "client_key_file"), ("ca_file", "password", "ca_file")):
-            with pytest.raises(UserError, match=message):
+        for key, path in (("ca_file", "none.pem"), ("client_key_file", "stranger.key"), ("ca_file", "password")):
+            with pytest.raises(UserError, match=key):
                 read(changed(**{key: tmp_path / path}))
 
 
@@ -384,9 +361,7 @@ def test_a_failure_is_an_error_or_idle_with_a_warning(port: int) -> None:
     with pytest.raises(PrometheusError, match="reports nan"):
         load([UTIL])
     idle = load([UTIL], on_failure="idle")
-    assert idle.metrics == {}
-    assert "predicted for an idle device, as prometheus.on_failure says, since the load is not known" in idle.notices[0]
-    assert "reports nan" in idle.notices[0]
+    assert (idle.metrics, "reports nan" in idle.notices[0]) == ({}, True)
     with pytest.raises(UserError, match="token_env"):  # the config is wrong, not the server
         load([UTIL], None, on_failure="idle", token_env="HASE_NOT_SET")
     busy = load([UTIL], "GPU-busy")
@@ -413,7 +388,6 @@ def test_predictor_and_evaluator_ask(port: int, command: tuple[str, ...], tmp_pa
     failed = shell("node1")
     assert failed.returncode == 1
     assert failed.stderr.startswith("error: prometheus: no metrics of Hostname node1, but of node7 (host node7), ")
-    idle = shell("node1", "idle")
-    assert answer(idle)["load"] == "idle"
-    assert answer(idle)["warnings"][0].startswith("predicted for an idle device, as prometheus.on_failure says")
-    assert "warning: predicted for an idle device" in idle.stderr
+    idle = answer(shell("node1", "idle"))
+    assert idle["load"] == "idle"
+    assert idle["warnings"][0].startswith("predicted for an idle device, as prometheus.on_failure says, since the load is not")
