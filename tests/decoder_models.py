@@ -19,8 +19,8 @@ PAST, PRESENT = "past_key_values.{}.{}", "present.{}.{}"
 
 def genai_folder(folder: Path, size: DecoderSize = TINY, precision: Precision = "fp16", provider: str = "cuda",
                  cuda_graph: bool = False, **search: Any) -> Path:
-    """Writes a folder as onnxruntime-genai's builder does: a model with its weights beside it, and genai_config.json. `provider`:
-    `cuda` or `cpu`; `cuda_graph`: whether it asks for CUDA graphs; `search`: values in place of the builder's."""
+    """Writes a folder as onnxruntime-genai's builder does: a model with its weights beside it, and genai_config.json.
+    `provider`: `cuda` or `cpu`; `cuda_graph`: whether it asks for CUDA graphs; `search`: values in place of the builder's."""
     path = write_decoder(folder, size, precision)
     config = {
         "model": {
@@ -43,9 +43,9 @@ def genai_folder(folder: Path, size: DecoderSize = TINY, precision: Precision = 
 
 def plain_decoder(size: DecoderSize = TINY, *, cached: bool = True, past: str = PAST, present: str = PRESENT,
                   name_of: Callable[[str], str] = lambda role: role) -> onnx.ModelProto:
-    """A decoder of standard operators, in float32, which appends to its cache with Concat. Each head has keys of its own. `cached`:
-    whether it takes a cache, else it runs the prompts of a pair of files; `past`, `present`: names of the caches, with places
-    for the layer and for `key` or `value`; `name_of`: the name of the dimension `batch`, `sequence`, `past` or `total`."""
+    """A decoder of standard operators, in float32, which appends to its cache with Concat. Each head has keys of its own.
+    Without a cache it runs the prompts of a pair of files. `past`, `present`: names of the caches, with places for the layer
+    and for `key` or `value`; `name_of`: the name of the dimension `batch`, `sequence`, `past` or `total`."""
     hidden, nodes = size.hidden, ["h0 = Gather(embed, input_ids)"]
     shapes = {"embed": (size.words, hidden), "lm_head": (hidden, size.words)}
     for layer in range(size.layers):

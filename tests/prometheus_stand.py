@@ -165,8 +165,8 @@ def free_port() -> int:
 @contextmanager
 def prometheus(folder: Path, targets: Mapping[str, tuple[str, str]], web: Mapping[str, Any] | None = None,
                jobs: Mapping[str, Mapping[str, Any]] | None = None, rules: Sequence[Path] = ()) -> Iterator[int]:
-    """A Prometheus that scrapes `targets`, {job: (address, path)}; yields its port, once it listens. `web`: its web configuration;
-    `jobs`: how it scrapes some of the targets (TLS, users); `rules`: files with rules, evaluated as often as it scrapes."""
+    """A Prometheus that scrapes `targets`, {job: (address, path)}; yields its port, once it listens. `web`: its web
+    configuration; `jobs`: how it scrapes some of the targets (TLS, users); `rules`: files, evaluated as often as it scrapes."""
     folder.mkdir(parents=True, exist_ok=True)
     scraped = [{"job_name": job, "metrics_path": f"/{path}", "static_configs": [{"targets": [address]}],
                 **(jobs or {}).get(job, {})}
