@@ -15,11 +15,10 @@ import onnx.parser
 import pytest
 from onnx import numpy_helper
 
-from hase.inference.memory.buffers import Activations, buffers_of_run, layouts_of, live_activations, scratch_bytes
+from hase.inference.memory.buffers import buffers_of_run, layouts_of, live_activations
 from hase.inference.memory.session import LIBRARIES_MIB, peak_memory
 from hase.ort_analysis.graph.analysis import analyze
 from hase.records.kernel_record import Kernel, KernelInput, ModelRecord, Node, Tensor
-from hase.records.kernel_types import describe_kernel
 from hase.utils.fingerprint import Flavour
 
 KIB = 1024
@@ -45,14 +44,6 @@ def record(text: str, outputs: Sequence[str] = "y", domain: str = "", **kib: int
         weight_bytes=3 * 2**20, opsets={}, kernels=kernels, nodes=tuple(nodes))
 
 
-def on_cuda(record: ModelRecord) -> ModelRecord:
-    return record.model_copy(update={"flavour": Flavour(device="cuda", runtime_version="1.31")})
-
-
-def alive(record: ModelRecord) -> Activations:
-    return live_activations(record, buffers_of_run(record, layouts_of(record, record.flavour.device)))
-
-
 @pytest.mark.parametrize(("model", "peak_kib"), [
     # a tensor lives from its maker to its last reader: x, a and b; then a goes
     (record("a = Conv x; b = Conv a; y = Conv b", x=1, a=10, b=20, y=5), 1 + 10 + 20),
@@ -75,12 +66,7 @@ def alive(record: ModelRecord) -> Activations:
     (record("a = Conv x; b = Conv a; e = Conv b; c = Conv e; y = Conv c", x=1, a=10, b=20, e=25, c=10, y=2), 1 + 10 + 20 + 25),
     (record("a = Conv x; b = Conv a; e = Conv b; c = Conv e; y = Conv c", x=1, a=10, b=20, e=25, c=11, y=2), 1 + 20 + 25)])
 def test_what_is_alive(model: ModelRecord, peak_kib: int) -> None:
-    assert alive(model).peak_bytes == peak_kib * KIB
-
-
-def test_on_cuda_arithmetic_has_a_buffer_of_its_own() -> None:
-    model = record("a = Conv x; b = Relu a; c = Add b w; y = Conv c", x=1, a=10, b=10, c=10, y=2)
-    assert [alive(each).intermediate_peak_bytes for each in (model, on_cuda(model))] == [10 * KIB, 20 * KIB]
+    assert live_activations(model, buffers_of_run(model, layouts_of(model))).peak_bytes == peak_kib * KIB
 
 
 def test_the_parts_add_up() -> None:
@@ -96,37 +82,11 @@ def test_the_parts_add_up() -> None:
 def test_on_cuda_the_arena_takes_whole_regions() -> None:
     # 4 MiB for a and as many for y; then the block of the second run fits where a was, but y needs a further region, of 8 MiB,
     # since the first one is still there
-    assert peak_memory(on_cuda(record("a = Add x; y = Add a", x=1024, a=4096, y=4096))).model_dump() == {
+    on_cuda = record("a = Add x; y = Add a", x=1024, a=4096, y=4096).model_copy(
+        update={"flavour": Flavour(device="cuda", runtime_version="1.31")})
+    assert peak_memory(on_cuda).model_dump() == {
         "weights_mib": 3, "activations_mib": 9, "arena_mib": 16 + 1 - 9 - 3, "workspace_mib": LIBRARIES_MIB, "loading_mib": 0,
         "peak_mib": 16 + 1 + LIBRARIES_MIB}
-
-
-def test_scratch_on_cuda() -> None:
-    """Of convolutions of an image of 32 × 32."""
-    def scratch(dtype: str, channels: int, window: int, groups: int = 1, stride: int = 1, device: str = "cuda") -> int:
-        made = 64 if groups == 1 else channels
-        return scratch_bytes(describe_kernel("Conv", "", 20, {"group": groups, "strides": [stride] * 2}, [
-            KernelInput(dtype=dtype, shape=(1, channels, 32, 32)),
-            KernelInput(dtype=dtype, shape=(made, channels // groups, window, window), constant=True)],
-            [Tensor(dtype=dtype, shape=(1, made, 32 // stride, 32 // stride))]), device)
-
-    dense = 4 * (64 * 32 * 32 + 64 * 64 * 9 + 64 * 32 * 32)
-    assert [scratch("float32", *of) for of in ((64, 3), (64, 1), (64, 3, 64), (3, 3), (3, 16, 1, 16))] == [dense, 0, 0, 0, 0]
-    assert scratch("float32", 3, 7) == 4 * (3 * 32 * 32 + 64 * 3 * 49 + 64 * 32 * 32)
-    assert (scratch("float16", 64, 3), scratch("float32", 64, 3, device="cpu")) == (dense / 2, 0)
-
-
-def test_memory_left_after_loading_depends_on_the_kind_of_weight() -> None:
-    def left_mib(op_type: str, dtype: str, mib: int) -> float:
-        weight = KernelInput(dtype=dtype, shape=(mib * 2**20 // (1 if dtype == "int8" else 4),), constant=True)
-        model = record(f"y = {op_type} x", x=1, y=1)
-        kernels = {name: kernel.model_copy(update={"inputs": (*kernel.inputs, weight)})
-                   for name, kernel in model.kernels.items()}
-        return peak_memory(model.model_copy(update={"kernels": kernels})).loading_mib
-
-    assert [left_mib(*case) for case in (("Conv", "float32", 10), ("MatMul", "float32", 10), ("QLinearConv", "int8", 10))] == [
-        pytest.approx(2 + 18), 2 + 5, 2 + 10]
-    assert left_mib("MatMul", "float32", 32) == 2  # such a large weight has its own mapping, which is given back
 
 
 MEASURE = """

@@ -9,7 +9,6 @@ import subprocess
 from pathlib import Path
 
 import numpy as np
-import onnx.parser
 import pytest
 from command import run_script
 from trained_workspace import HELD_OUT, conv_net
@@ -145,18 +144,6 @@ def test_kernels_that_fail_are_named_and_stay_predicted(workspace: Workspace, ne
     prediction = predict(record, target=TARGET, workspace=workspace)
     assert {kernel.id for kernel in prediction.kernels if kernel.provenance == "predicted"} == {damaged, "loop"}
     assert prediction.time_share["estimated"] == 0
-
-
-def test_a_model_that_the_device_refuses_to_run_is_refused(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the analysis did not know it: ONNX Runtime opens it, and says so only when it runs it."""
-    monkeypatch.setattr("hase.ort_analysis.graph.parsing.PACKED_AXES", 0)
-    model = onnx.parser.parse_model(
-        '<ir_version: 10, opset_import: ["" : 20, "com.microsoft" : 1]> g (float[1, 16, 4, 3, 16] x) => (float[1, 16, 64] y) '
-        "{ y = com.microsoft.MultiHeadAttention <num_heads = 4> (x) }")
-    record = analyze(model, "cpu")  # in this process, where the check is off
-    for _ in range(2):
-        with pytest.raises(UserError, match=r"can't run on .*: MultiHeadAttention_.*not implemented for CPU.*; export"):
-            measure_missing(record, target=TARGET, workspace=workspace, config=CONFIG)
 
 
 def test_kernels_measured_but_not_noted_are_looked_up(workspace: Workspace, newnet: Path) -> None:

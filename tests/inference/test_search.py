@@ -71,39 +71,6 @@ def small_batches() -> Iterator[None]:
         yield
 
 
-def interrupt(asked: SearchQuestion, top: int, out: Path) -> None:
-    """A search that Ctrl-C ends in its third batch."""
-    evaluated, calls = evaluating.evaluate_choices, itertools.count()
-
-    def interrupted(*arguments: Any) -> list[SearchCandidate]:
-        if next(calls) == 2:
-            raise KeyboardInterrupt
-        return evaluated(*arguments)
-
-    with mock.patch.object(searching, "evaluate_choices", interrupted), pytest.raises(KeyboardInterrupt):
-        search(asked, top, out)
-    assert not out.exists()
-    assert len(out.with_name(f"{out.name}.part").read_text().splitlines()) == 1 + 2
-
-
-def stop_and_go_on(out: Path, *options: str) -> str:
-    """Stops the command by Ctrl-C once a batch is kept, and runs it again; what that prints."""
-    command = [sys.executable, "inference/search_models.py", *options, "--out", str(out)]
-    part = out.with_name(f"{out.name}.part")
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        while process.poll() is None and not (part.exists() and len(part.read_bytes().splitlines()) > 1):
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert "what was searched (with --out) is kept: run again to go on" in errors
-    assert "Traceback" not in errors
-    assert not out.exists()
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "candidates were searched before; going on from there" in done.stderr
-    return done.stdout
-
-
 def test_a_network_is_told_by_its_name() -> None:
     assert [ofa.network_named(name).name for name in ofa.choices(50)] == list(ofa.choices(50))
     assert list(ofa.choices(3)) == list(ofa.choices(5))[:3] != list(ofa.choices(3, seed=1))
@@ -197,8 +164,17 @@ def test_candidates_have_the_numbers_of_predictions_and_the_chance_to_keep_to_li
 @pytest.mark.usefixtures("small_batches")
 def test_an_interrupted_search_goes_on(tmp_path: Path) -> None:
     asked, out, whole = question(limits=SearchLimits(latency_ms=1.2)), tmp_path / "found.csv", tmp_path / "whole.csv"
-    before = search(asked, 3, whole)
-    interrupt(asked, 3, out)
+    before, calls = search(asked, 3, whole), itertools.count()
+
+    def interrupted(*arguments: Any) -> list[SearchCandidate]:
+        """Ctrl-C in the third batch."""
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return evaluating.evaluate_choices(*arguments)
+
+    with mock.patch.object(searching, "evaluate_choices", interrupted), pytest.raises(KeyboardInterrupt):
+        search(asked, 3, out)
+    assert not out.exists()
     with pytest.raises(UserError, match="another search"):
         search(asked._replace(seed=1), 3, out)
     part = tmp_path / "found.csv.part"
@@ -308,10 +284,21 @@ def test_folders_and_lists_are_spaces(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_command_can_be_stopped_and_goes_on(tmp_path: Path) -> None:
-    out, count = tmp_path / "found.csv", 1500
-    shown = stop_and_go_on(out, *f"--space ofa --target {H200} --latency-ms 1.1 --count {count} --top 5 --processes 2".split())
+    """By Ctrl-C, once a batch is kept."""
+    out, part, count = tmp_path / "found.csv", tmp_path / "found.csv.part", 1500
+    command = [sys.executable, "inference/search_models.py", "--out", str(out),
+               *f"--space ofa --target {H200} --latency-ms 1.1 --count {count} --top 5 --processes 2".split()]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while process.poll() is None and not (part.exists() and len(part.read_bytes().splitlines()) > 1):
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert (process.returncode, "Traceback" in errors, out.exists()) == (130, False, False)
+    assert "what was searched (with --out) is kept: run again to go on" in errors
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "candidates were searched before; going on from there" in done.stderr
     assert [row["model"] for row in table_of(out)] == list(ofa.choices(count))
-    assert len(shown.splitlines()) == 1 + 5
+    assert len(done.stdout.splitlines()) == 1 + 5
 
 
 @pytest.mark.parametrize(("options", "code", "message"), [

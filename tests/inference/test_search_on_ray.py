@@ -17,16 +17,13 @@ import pytest
 from command import run_script
 from optional_packages import needs, without
 from ray_nodes import NodesHere, nodes_here
-from test_search import H200, MY_SPACE, interrupt
+from test_search import H200, MY_SPACE
 from test_search import question as h200_question
-from trained_workspace import conv_net
 
-from hase.inference.search import evaluating, ofa, on_ray, searching
+from hase.inference.search import ofa, searching
 from hase.inference.search.evaluating import SearchLimits, SearchQuestion
 from hase.inference.search.searching import search
-from hase.recipes.same_predictions.record import CPU_WORKSPACE
 from hase.utils.errors import UserError
-from hase.utils.files import unpack
 from hase.utils.paths import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly,
@@ -70,33 +67,6 @@ def test_the_table_is_the_one_without_ray(cluster: NodesHere, tmp_path: Path) ->
         search(question(str(space), None), 5, ray_address=cluster.address)
 
 
-def test_predictors_of_ones_own_travel(cluster: NodesHere, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)  # an actor enters the driver's folder; here, this process is the actor
-    unpack(CPU_WORKSPACE, tmp_path / "workspace")
-    for channels in (8, 16):
-        conv_net(tmp_path / "models" / f"{channels}.onnx", channels=channels)
-    asked = h200_question(str(tmp_path / "models"), None, workspace=tmp_path / "workspace", target="avx512", host_pace=None,
-                          force=True)
-    found = search(asked, 5, ray_address=cluster.address)
-    assert found == search(asked, 5)
-    assert (len(found.best), found.failed) == (2, 0)
-    here = evaluating.Evaluator(asked)
-    work = on_ray.ClusterWork(here.elsewhere._replace(workspace=Path("/nowhere")), 0, SMALL, tmp_path, here.learned, {})
-    models = [tmp_path / "models" / "8.onnx", tmp_path / "models" / "16.onnx"]
-    assert on_ray._evaluator(work, tmp_path / "elsewhere")(models) == here(models)
-
-
-@pytest.mark.usefixtures("small_batches")
-def test_a_search_that_was_begun_without_ray_goes_on_with_it(cluster: NodesHere, tmp_path: Path) -> None:
-    asked, out, whole = question(), tmp_path / "found.csv", tmp_path / "whole.csv"
-    before = search(asked, 5, whole)
-    interrupt(asked, 5, out)
-    with mock.patch.object(searching, "evaluated_on_ray", wraps=on_ray.evaluated_on_ray) as called:
-        assert search(asked, 5, out, ray_address=cluster.address) == before
-    assert called.call_args.args[1] == 2 * SMALL, "what was searched before is passed over"
-    assert out.read_bytes() == whole.read_bytes()
-
-
 @pytest.mark.usefixtures("small_batches")
 def test_a_node_that_is_lost_costs_nothing(cluster: NodesHere, tmp_path: Path) -> None:
     asked, out, whole = question(count=600), tmp_path / "found.csv", tmp_path / "whole.csv"
@@ -118,20 +88,6 @@ def test_a_node_that_is_lost_costs_nothing(cluster: NodesHere, tmp_path: Path) -
     assert killed == [True]
     assert found == before
     assert out.read_bytes() == whole.read_bytes()
-
-
-@pytest.mark.usefixtures("small_batches")
-def test_a_node_without_a_package_is_one_line(cluster: NodesHere, tmp_path: Path) -> None:
-    """One that is loaded at its first use."""
-    node = cluster.add((0,), PYTHONPATH=without(["onnx"], tmp_path / "none")["PYTHONPATH"])
-    try:
-        done = run_script("inference/search_models.py", "--space", "ofa", "--target", H200, "--host-pace", "1", "--count",
-                          "400", "--ray", cluster.address, "--quiet")
-    finally:
-        cluster.kill(node)
-    assert (done.returncode, "Traceback" in done.stderr) == (1, False)
-    assert done.stderr.splitlines()[-1].endswith("No module named onnx; install the same packages on all machines of the "
-                                                 "cluster")
 
 
 def test_errors_are_one_line(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from conftest import small_model
 from hase.inference import Predictor, check_slo
 from hase.inference.compare.choices import best_batches, order_of, said_of_batches, said_of_order
 from hase.inference.prediction.answers import chance_text, chance_within, chance_word
-from hase.utils.paths import Workspace
 
 pytestmark = pytest.mark.slow
 
@@ -90,13 +89,6 @@ def test_options_of_one_model_refuse_several(models: Path, options: tuple[str, .
     assert (done.returncode, done.stdout, "--model names 2: " in done.stderr) == (2, "", True), done.stderr
 
 
-def test_patterns_leave_out_what_is_no_model(models: Path, tmp_path: Path) -> None:
-    for name in ("a.onnx", "b.ort.onnx", ".c.onnx", "d.pb", "e.json"):
-        (tmp_path / name).touch()
-    found = Workspace(tmp_path).find_models([tmp_path / "*", models / "n*.onnx"])
-    assert found == [tmp_path / "a.onnx", tmp_path / "e.json", models / "narrow.onnx"]
-
-
 # sizes that go together ----------------------------------------------------------------------------------------------------
 
 
@@ -114,9 +106,6 @@ def test_sizes_that_go_together_have_a_row_each(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     sizes = [{"seq": 1, "past": 128}, {"seq": 64, "past": 1024}, {"seq": 512, "past": 0}]
     assert [answer["dims"] for answer in json.loads(done.stdout)] == sizes  # the product of all would have nine rows
-    mixed = shell("--model", model, "--sizes", "seq=1", "seq=2", "--dim", "past=8,16", "--json")
-    assert [answer["dims"] for answer in json.loads(mixed.stdout)] == [
-        {"past": 8, "seq": 1}, {"past": 8, "seq": 2}, {"past": 16, "seq": 1}, {"past": 16, "seq": 2}]
 
 
 @pytest.mark.parametrize(("options", "code", "message"), [
@@ -138,10 +127,8 @@ def test_a_chance_follows_from_the_interval() -> None:
     assert [chance_within(10.0, interval, limit) for limit in (8.0, 10.0, 20.0)] == pytest.approx([0.05, 0.5, 0.95])
     assert chance_within(10.0, interval, 15.0) == pytest.approx(0.8321, abs=1e-3)  # 1.645 · ln 1.5 / ln 2 deviations
     assert chance_within(10.0, (10.0, 12.0), 9.0) == 0.0  # nothing is likely below
-    assert [chance_word(chance) for chance in (0.1, 0.2, 0.5, 0.9, 0.91)] == [
-        "very unlikely", "unlikely", "about even", "likely", "very likely"]
-    assert (chance_text(0.999), chance_text(0.001), chance_text(0.8)) == (
-        "very likely (over 99 %)", "very unlikely (under 1 %)", "likely (80 %)")
+    assert [chance_word(chance) for chance in (0.1, 0.2, 0.5, 0.9)] == ["very unlikely", "unlikely", "about even", "likely"]
+    assert [chance_text(chance) for chance in (0.999, 0.8)] == ["very likely (over 99 %)", "likely (80 %)"]
 
 
 def test_the_best_batches_stand_below_the_table(models: Path) -> None:
@@ -176,5 +163,3 @@ def test_a_batch_that_does_not_fit_or_is_unsure_is_not_the_best(models: Path) ->
         f"{chance_text(slos[2].chance)}; of batch 2 it is very likely (over 99 %), with 400 items/s")
     (none,) = best_batches(ones, missed, ["net"] * 4)
     assert "net: no batch keeps to 3.9 ms; the nearest is 1, median 4 ms" in said_of_batches(none, ones, missed, "net")[1]
-    apart = [one.model_copy(update={"dims": one.dims | {"seq": place}}) for place, one in enumerate(ones)]
-    assert not best_batches(apart, slos, ["net"] * 4)  # no two differ in their batch only

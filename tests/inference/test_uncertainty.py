@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 from pathlib import Path
 
@@ -14,27 +13,19 @@ import pytest
 from command import run_script
 from forgotten_types import forget
 from onnx import numpy_helper
-from trained_workspace import METRIC, conv_net
+from trained_workspace import conv_net
 
 from hase.inference import Predictor, predict
 from hase.inference.prediction.answers import Prediction, make_monotonic
 from hase.inference.prediction.uncertainty import (
     BEYOND_POWER,
-    CERTAIN,
     FAR_OFF,
-    Span,
-    is_rough,
-    joined,
     shortness,
     source_warnings,
 )
-from hase.learned import target_files
 from hase.learned.composition.fitted import read_composition
 from hase.learned.composition.intervals import Sources
-from hase.learned.kernels.sidecar import copy_predictors
-from hase.learned.kernels.uncertainty import NOTHING_LEARNED
 from hase.runtimes import local_target
-from hase.utils import files
 from hase.utils.cli import EXIT_ROUGH
 from hase.utils.paths import SHIPPED, Workspace
 
@@ -90,24 +81,6 @@ def test_known_models_are_not_marked(torch_models: dict[str, Path]) -> None:
 
 
 @pytest.mark.slow
-def test_an_operator_known_at_another_rank_is_doubtful(tmp_path: Path) -> None:
-    """With predictors as if BatchNormalization, which no Conv takes in here, had only been measured at rank 4."""
-    workspace = Workspace(tmp_path)
-    copy_predictors(SHIPPED / H200, workspace.predictors(H200))
-    uncertainty = target_files.UNCERTAINTY.read(SHIPPED / H200) or NOTHING_LEARNED
-    forms = {name: tuple(form for form in of if name != "BatchNormalization" or form.endswith("rank 4"))
-             for name, of in (uncertainty.forms or {}).items()}
-    files.write_json(target_files.UNCERTAINTY.path(workspace.predictors(H200)), uncertainty.model_copy(
-        update={"forms": forms, "form_ranges": {}}))
-    usual, odd = (predict(parsed(shape, "s = Sigmoid(x) y = BatchNormalization(s, a, b, c, d)", **dict.fromkeys(
-        "abcd", np.ones(channels))), target=H200, workspace=workspace)
-        for shape, channels in (("256, 64, 56, 56", 64), ("65536, 4096", 4096)))
-    assert (usual.doubtful_operators, odd.doubtful_operators) == ((), ("BatchNormalization",))
-    assert (odd.kernel_count["estimated"], odd.rough_estimate, usual.rough_estimate) == (0, True, False)
-    assert odd.interval_ms[1] / odd.latency_ms > 2 * usual.interval_ms[1] / usual.latency_ms
-
-
-@pytest.mark.slow
 def test_a_small_share_only_widens(workspace: Workspace) -> None:
     """And where this machine is the target, the command that measures it is said."""
     plain, path = (conv_net(workspace.root / f"erf{extra}.onnx", channels=64, size=32, extra=extra) for extra in ("", "Erf"))
@@ -129,24 +102,6 @@ def test_sizes_beyond_the_data_widen(workspace: Workspace) -> None:
     assert any("far beyond what was measured" in text for text in beyond.warnings)
     assert any("of its kernels, " in text and "are beyond what was measured" in text for text in beyond.warnings)
     assert beyond.interval_ms[1] / beyond.latency_ms > within.interval_ms[1] / within.latency_ms
-
-
-@pytest.mark.slow
-def test_an_interval_is_given_under_load_too(workspace: Workspace, torch_models: dict[str, Path]) -> None:
-    loaded = predict("anet_c16.onnx", target=TARGET, workspace=workspace, load={METRIC: 0.5})
-    assert loaded.interval_ms[0] < loaded.latency_ms < loaded.interval_ms[1]
-    path = torch_models["resnet18"]
-    idle, beside = (predict(path, target=H200, load=load)
-                    for load in ({}, {"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 0.5}))
-    widths = [prediction.interval_ms[1] / prediction.latency_ms for prediction in (idle, beside)]
-    assert 1.0 < widths[0] < widths[1]
-
-
-def test_errors_add_up_in_quadrature() -> None:
-    assert joined([]) == CERTAIN
-    low, high = joined([Span(0.5, 2.0), Span(0.5, 2.0), Span(1.1, 0.9)])  # the last one is empty, so it counts as 1
-    assert (low, high) == (pytest.approx(0.5 ** math.sqrt(2)), pytest.approx(2 ** math.sqrt(2)))
-    assert [is_rough(Span(*ends)) for ends in ((1.0, 1.11), (0.89, 1.0), (0.91, 1.09))] == [True, True, False]
 
 
 @pytest.mark.slow

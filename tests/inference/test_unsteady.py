@@ -1,5 +1,5 @@
-"""Doubtful measurements. What was measured while the machine was unsteady: marked, named in an answer, learned from less, replaced.
-Operators whose time depends on values: measured with realistic inputs or the user's, and marked where they were not."""
+"""Doubtful measurements: what was measured while the machine was unsteady is marked, named in answers, learned from less, and
+replaced; operators whose time depends on values are measured with realistic inputs or the user's, and marked where not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import numpy as np
 import onnx.parser
 import pandas as pd
 import pytest
-from command import run_script
 from conftest import build_workspace, small_model
 from made_up_dataset import TARGET as MADE_UP
 from made_up_dataset import draw_kernels, write_dataset
@@ -35,7 +34,7 @@ from hase.records.dataset_tables import kernel_rows, model_rows, model_sessions,
 from hase.records.dataset_writer import write_tables
 from hase.records.host_pace import idle_models
 from hase.records.kernel_record import Kernel
-from hase.records.measurement import BUSY_ADMITTED, Block, InputValues, Label, Measurement, Placement, read_blocks, unit_rows
+from hase.records.measurement import BUSY_ADMITTED, Block, Label, Measurement, Placement, read_blocks, unit_rows
 from hase.training.estimators.in_use import InUseEstimator
 from hase.training.estimators.neural_network import NeuralNetwork
 from hase.training.estimators.roofline import RooflineEstimator
@@ -245,21 +244,6 @@ def sorting() -> Kernel:
     return kernel
 
 
-def test_better_inputs_win(sorting: Kernel) -> None:
-    """In the same place; a time in a model is better than one in a carrier, whatever the inputs."""
-    def of(time_ms: float, inputs: InputValues, place: Placement = "in_model") -> Block:
-        return block(timed(time_ms, place=place, name=sorting.id).model_copy(update={"inputs": inputs}))
-
-    described = {sorting.id: DatasetKernel(kernel=sorting, models=("net",), groups=("net",))}
-    old, made_up, given = of(1.0, ""), of(2.0, "standardised"), of(3.0, "given")
-    for blocks, time_ms, inputs in (([made_up, old], 2.0, "node_span:standardised"), ([given, made_up, old], 3.0,
-                                                                                     "node_span:given"),
-                                    ([of(4.0, "given", "carrier"), old], 1.0, "")):
-        for order in (blocks, blocks[::-1]):
-            [row] = kernel_rows(order, described)
-            assert (row["node_span_ms"], row["Inputs"]) == (time_ms, inputs)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("origin", ["predicted", "measured", "estimated"])
 def test_a_time_that_depends_on_values_is_uncertain(trained_workspace: Workspace, sorting: Kernel, origin: str) -> None:
@@ -312,12 +296,3 @@ def test_inputs_that_do_not_fit_are_an_error_before_anything_is_measured(workspa
         with pytest.raises(UserError, match=message):
             measure_missing(model, target=TARGET, workspace=workspace, config=CONFIG, inputs=misshapen)
     assert not read_journal(workspace.dataset(TARGET))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("script", "options", "message"), [
-    ("inference/predict_model_latency.py", ["--model", "net.onnx", "--inputs", "own.npz"], "--measure-missing measures with"),
-    ("evaluator.py", ["net.onnx", "bnet.onnx", "--inputs", "own.npz"], "those of one MODEL")])
-def test_inputs_that_nothing_would_read_are_refused(script: str, options: list[str], message: str) -> None:
-    done = run_script(script, *options)
-    assert (done.returncode, message in done.stderr) == (2, True)
