@@ -116,23 +116,17 @@ def test_a_steady_session_of_a_model_replaces_an_unsteady_one(drifts: list[float
 # training ----------------------------------------------------------------------------------------------------------------
 
 
-def make_unsteady(workspace: Workspace) -> None:
-    """Makes every second row of the kernel table a bad one."""
-    path = kernel_table_path(workspace.dataset(MADE_UP.name))
-    table = pd.read_csv(path).drop(columns=["Unsteady", "Drift"], errors="ignore")
-    bad = np.arange(len(table)) % 2 == 1
-    times = [name for name in table.columns if name.endswith("_ms") and name != "Canary_ms"]
-    table.loc[bad, times] *= 4.0
-    table.assign(Unsteady=np.where(bad, f"kernel_time:{BAD}|run:{BAD}", "")).to_csv(path, index=False)
-    note_tables(path.parent)
-
-
 @pytest.mark.slow
 def test_all_estimators_learn_less_from_unsteady_rows(workspace: Workspace) -> None:
     """Of a made-up dataset in which every second kernel took four times as long."""
     write_dataset(workspace, {kernel.id: kernel for kernel in draw_kernels(60)}, {}, {}, {0.0: 0.0}, noise=0.0)
     truth_ms = read_training_set(workspace, MADE_UP.name).times_ms["run"]
-    make_unsteady(workspace)
+    path = kernel_table_path(workspace.dataset(MADE_UP.name))
+    table = pd.read_csv(path).drop(columns=["Unsteady", "Drift"], errors="ignore")
+    bad = np.arange(len(table)) % 2 == 1
+    table.loc[bad, [name for name in table.columns if name.endswith("_ms") and name != "Canary_ms"]] *= 4.0
+    table.assign(Unsteady=np.where(bad, f"kernel_time:{BAD}|run:{BAD}", "")).to_csv(path, index=False)
+    note_tables(path.parent)
     rows = read_training_set(workspace, MADE_UP.name)
     assert replace(rows, idle=np.zeros(len(rows), dtype=bool)).weights("run") is None  # under a load a drift says little
     unmarked = replace(rows, drifts={label: np.zeros(len(rows)) for label in rows.drifts})
