@@ -154,13 +154,13 @@ def test_speeds_are_timed(workspace: Workspace, tmp_path: Path) -> None:
     assert run_script(*speed, "anet_c8.onnx").returncode == 2  # several models need --shell
 
 
-def test_a_version_is_timed_against_another(tmp_path: Path, torch_models: dict[str, Path], capsys: pytest.CaptureFixture[str],
+def test_a_version_is_timed_against_another(tmp_path: Path, capsys: pytest.CaptureFixture[str],
                                             monkeypatch: pytest.MonkeyPatch) -> None:
     """Against itself, under another name."""
-    monkeypatch.setattr(prediction_speed, "MANY", 20)
-    monkeypatch.setattr(prediction_speed, "ROUNDS", 2)
+    for name, value in (("MANY", 20), ("ROUNDS", 1)):
+        monkeypatch.setattr(prediction_speed, name, value)
     (other := tmp_path / "other").symlink_to(ROOT)
-    monkeypatch.setattr(sys, "argv", ["prediction_speed.py", "--model", str(torch_models["resnet18"]), "--target",
+    monkeypatch.setattr(sys, "argv", ["prediction_speed.py", "--model", str(conv_net(tmp_path / "net.onnx")), "--target",
                                       "nvidia-h200", "--against", str(other), "--json"])
     assert prediction_speed.main() == 0
     rows = json.loads(capsys.readouterr().out)
