@@ -20,14 +20,7 @@ PAST, PRESENT = "past_key_values.{}.{}", "present.{}.{}"
 def genai_folder(folder: Path, size: DecoderSize = TINY, precision: Precision = "fp16", provider: str = "cuda",
                  cuda_graph: bool = False, **search: Any) -> Path:
     """Writes a folder as onnxruntime-genai's builder does: a model with its weights beside it, and genai_config.json.
-
-    Args:
-        folder: where to; made if it is not there.
-        size, precision: of the decoder.
-        provider: `cuda` or `cpu`, for which the config says that it was built.
-        cuda_graph: whether it asks for CUDA graphs.
-        search: values of the config's `search` in place of the builder's.
-    """
+    `provider`: `cuda` or `cpu`; `cuda_graph`: whether it asks for CUDA graphs; `search`: values in place of the builder's."""
     path = write_decoder(folder, size, precision)
     config = {
         "model": {
@@ -51,13 +44,8 @@ def genai_folder(folder: Path, size: DecoderSize = TINY, precision: Precision = 
 def plain_decoder(size: DecoderSize = TINY, *, cached: bool = True, past: str = PAST, present: str = PRESENT,
                   name_of: Callable[[str], str] = lambda role: role) -> onnx.ModelProto:
     """A decoder of standard operators, in float32, which appends to its cache with Concat. Each head has keys of its own.
-
-    Args:
-        size: of the decoder.
-        cached: whether it takes a cache; without one it runs the prompts of a pair of files.
-        past, present: names of the caches, with places for the layer and for `key` or `value`.
-        name_of: the name of the dimension `batch`, `sequence`, `past` or `total`.
-    """
+    Without a cache it runs the prompts of a pair of files. `past`, `present`: names of the caches, with places for the layer
+    and for `key` or `value`; `name_of`: the name of the dimension `batch`, `sequence`, `past` or `total`."""
     hidden, nodes = size.hidden, ["h0 = Gather(embed, input_ids)"]
     shapes = {"embed": (size.words, hidden), "lm_head": (hidden, size.words)}
     for layer in range(size.layers):

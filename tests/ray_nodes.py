@@ -27,11 +27,7 @@ ENDS_WITHIN_S = 10.0  # the processes of a node that was killed
 
 
 class NodesHere:
-    """A Ray cluster on this machine. Its head runs nothing; `add` adds the nodes that measure.
-
-    Args:
-        folder: for the nodes' locks and temporary files.
-    """
+    """A Ray cluster on this machine. Its head runs nothing; `add` adds the nodes that measure. `folder`: for their locks."""
 
     def __init__(self, folder: Path) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -12,7 +12,6 @@ from onnx import helper, numpy_helper
 
 from hase.benchmark.ort.runner import open_runner
 from hase.inference import measure_missing, predict
-from hase.inference.prediction.sources import record_otherwise
 from hase.ort_analysis.graph.analysis import analyze
 from hase.utils.paths import Workspace
 from tests.inference.test_missing_kernels import CONFIG, TARGET
@@ -59,8 +58,7 @@ def decoder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("given", "cached"), [
-    ({}, True), ({"then": 1}, True), ({"else": 1}, False), ({f"{NAME}.else": 1}, False)])
+@pytest.mark.parametrize(("given", "cached"), [({}, True), ({"then": 1}, True), ({f"{NAME}.else": 1}, False)])
 def test_the_branch_is_the_given_one_or_the_one_with_the_cache(decoder: Path, given: dict[str, int], cached: bool) -> None:
     """In the record, and in a real run with the same sizes."""
     record = analyze(decoder, "cpu", DIMS | given)
@@ -71,17 +69,6 @@ def test_the_branch_is_the_given_one_or_the_one_with_the_cache(decoder: Path, gi
     runner = open_runner(decoder, "cpu", dims=record.dims_run, io="host")
     assert runner.feed["use_cache_branch"].tolist() == [cached]
     assert runner.session.run(["present"], runner.feed)[0].shape == record.outputs["present"].shape
-
-
-@pytest.mark.slow
-def test_the_branch_that_is_not_assumed(decoder: Path) -> None:
-    record = analyze(decoder, "cpu", DIMS)
-    otherwise = record_otherwise(decoder, record)
-    assert otherwise is not None
-    assert otherwise.outputs["present"].shape[2] == DIMS["sequence"]
-    assert not otherwise.guessed
-    assert record_otherwise(decoder, otherwise) is None, "the branch is given"
-    assert record_otherwise(record, record) is None, "a record is not analysed again"
 
 
 @pytest.mark.slow
@@ -96,10 +83,8 @@ def test_both_branches_are_measured_and_in_the_interval(decoder: Path, tmp_path:
     for prediction in (open_prediction, cached, uncached):
         assert prediction.time_share["measured"] > 0.85, "the If itself is not measured"
     assert open_prediction.latency_ms == cached.latency_ms
-    assert cached.interval_ms[1] <= open_prediction.interval_ms[1]
     assert open_prediction.interval_ms[0] <= min(cached.interval_ms[0], uncached.interval_ms[0])
-    assert open_prediction.interval_ms[1] >= uncached.interval_ms[1]
-    assert open_prediction.rough_estimate or uncached.latency_ms == pytest.approx(cached.latency_ms, rel=0.3)
+    assert open_prediction.interval_ms[1] >= max(cached.interval_ms[1], uncached.interval_ms[1])
     warned = f"which branch {NAME} takes can't be known; the more expensive one, then, is counted, and the interval holds both"
     assert any(warned in text for text in open_prediction.warnings)
     assert not any("which branch" in text for prediction in (cached, uncached) for text in prediction.warnings)

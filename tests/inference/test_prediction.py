@@ -15,24 +15,22 @@ from command import printed, run_script
 from onnx import TensorProto, helper
 from trained_workspace import METRIC, conv_net, copies_ms, made_up_ms, model_ms
 
-from hase.inference import Predictor, predict
+from hase.inference import Predictor, predict, prediction_speed
 from hase.inference.live.load import InferenceConfig, LoadReading, current_load
 from hase.inference.prediction import targets
 from hase.inference.prediction.conditions import RunMode
 from hase.inference.prediction.targets import choose_target, fitted_for
 from hase.inference.prediction_speed import copies
-from hase.learned import target_files
 from hase.learned.composition.fitted import read_composition
 from hase.ort_analysis.graph import analysis
 from hase.ort_analysis.graph.analysis import analyze
 from hase.records.kernel_record import ModelRecord
 from hase.records.kernel_record_files import record_path
 from hase.records.traces import GpuRun, GpuWork, Launch, measured_trace
-from hase.runtimes import flavour_of, local_target
+from hase.runtimes import local_target
 from hase.utils import files
 from hase.utils.config import read_config
 from hase.utils.errors import UserError
-from hase.utils.fingerprint import Target, has_cuda
 from hase.utils.model_files import DEFAULT_DIMS_KEY
 from hase.utils.paths import ROOT, Workspace
 
@@ -62,8 +60,7 @@ def test_a_measured_model_is_alpha_times_its_kernels_plus_beta(workspace: Worksp
     fitted = prediction.composition
     assert prediction.latency_ms == pytest.approx(fitted.alpha * prediction.kernel_sum_ms + fitted.beta_ms)
     assert prediction.latency_ms == pytest.approx(model_ms(record), rel=0.02)  # the fit finds α and β of the made-up models
-    assert prediction.sum_latency_ms == prediction.latency_ms
-    assert prediction.load == "idle"
+    assert (prediction.sum_latency_ms, prediction.load, prediction.target) == (prediction.latency_ms, "idle", TARGET)
     assert prediction.time_share == pytest.approx({"measured": 1.0, "predicted": 0.0, "estimated": 0.0})
     assert prediction.kernel_count == {"measured": len(record.nodes), "predicted": 0, "estimated": 0}
     assert sum(kernel.total_ms for kernel in prediction.kernels) == pytest.approx(prediction.kernel_sum_ms)
@@ -71,7 +68,6 @@ def test_a_measured_model_is_alpha_times_its_kernels_plus_beta(workspace: Worksp
     shares = [kernel.share for kernel in prediction.kernels]
     assert shares == sorted(shares, reverse=True)
     assert (prediction.batch, prediction.items_per_second) == (1, pytest.approx(1000 / prediction.latency_ms))
-    assert prediction.target == TARGET
 
 
 def test_the_graph_that_phase_6_wrote(workspace: Workspace, record: ModelRecord, tmp_path: Path) -> None:
@@ -93,17 +89,14 @@ def test_the_graph_that_phase_6_wrote(workspace: Workspace, record: ModelRecord,
 
 def test_strict_looks_nothing_up(workspace: Workspace, record: ModelRecord) -> None:
     prediction = predict(record, target=TARGET, workspace=workspace, strict=True)
-    assert prediction.strict
     assert prediction.time_share["measured"] == 0 == prediction.kernel_count["measured"]
-    assert sum(prediction.time_share.values()) == pytest.approx(1)
     assert prediction.latency_ms == pytest.approx(model_ms(record), rel=0.3)
 
 
 def test_under_load_nothing_is_looked_up_and_runs_take_longer(workspace: Workspace, record: ModelRecord) -> None:
     idle = predict(record, target=TARGET, workspace=workspace)
     loaded = predict(record, target=TARGET, workspace=workspace, load={METRIC: 0.5, "unheard_of": 1.0})
-    assert loaded.kernel_count["measured"] == 0
-    assert loaded.load == {METRIC: 0.5, "unheard_of": 1.0}
+    assert (loaded.kernel_count["measured"], loaded.load) == (0, {METRIC: 0.5, "unheard_of": 1.0})
     assert loaded.kernel_sum_ms == pytest.approx(1.5 * idle.kernel_sum_ms, rel=0.3)
     assert any("unheard_of" in warning for warning in loaded.warnings)
     with pytest.raises(UserError, match=METRIC):
@@ -120,45 +113,30 @@ def test_numpy_in_and_out_adds_the_copies(workspace: Workspace, record: ModelRec
 
 
 def test_the_longest_path_where_the_composition_says_so_and_the_plain_sum_beside_it(workspace: Workspace) -> None:
-    folder = workspace.predictors(TARGET)
-    fitted = read_composition(folder)
+    fitted = read_composition(workspace.predictors(TARGET))
     path = fitted.model_copy(update={"kind": "critical_path", "alpha": 2.0, "beta_ms": 1.0})
-    files.write_json(target_files.COMPOSITION.path(folder), path)
-    try:
-        options = ("--model", "anet_c16.onnx", "--target", TARGET, "--show-sum")
-        header, row = (line.split("\t") for line in shell(workspace, *options, "--top", "0").stdout.splitlines())
-        [answer] = json.loads(shell(workspace, *options, "--json").stdout)
-    finally:
-        files.write_json(target_files.COMPOSITION.path(folder), fitted)
-    shown = dict(zip(header, row, strict=True))
+    answer = predict("anet_c16.onnx", target=TARGET, workspace=workspace, composition=path)
     plain = next(c for c in fitted.candidates if (c.label, c.kind) == (fitted.label, "sum"))
-    assert answer["critical_path_ms"] == pytest.approx(answer["kernel_sum_ms"])  # a chain
-    assert answer["latency_ms"] == pytest.approx(2.0 * answer["kernel_sum_ms"] + 1.0)
-    assert answer["sum_latency_ms"] == pytest.approx(plain.alpha * answer["kernel_sum_ms"] + plain.beta_ms)
-    assert float(shown["α·Σ+β (ms)"]) == pytest.approx(answer["sum_latency_ms"], rel=1e-3)
-    assert float(shown["latency (ms)"]) == pytest.approx(answer["latency_ms"], rel=1e-3)
+    assert answer.critical_path_ms == pytest.approx(answer.kernel_sum_ms)  # a chain
+    assert answer.latency_ms == pytest.approx(2.0 * answer.kernel_sum_ms + 1.0)
+    assert answer.sum_latency_ms == pytest.approx(plain.alpha * answer.kernel_sum_ms + plain.beta_ms)
 
 
 def test_path_model_and_record_give_the_same(workspace: Workspace, record: ModelRecord) -> None:
     path = workspace.models / "anet_c16.onnx"
     from_record = predict(record, target=TARGET, workspace=workspace)
-    assert predict(path, target=TARGET, workspace=workspace) == from_record
-    assert predict(str(path), target=TARGET, workspace=workspace) == from_record
-    assert predict("anet_c16.onnx", target=TARGET, workspace=workspace) == from_record  # also looked for in model_zoo
-    in_memory = predict(onnx.load(path), target=TARGET, workspace=workspace)
-    assert in_memory.latency_ms == from_record.latency_ms
-    written = next(workspace.kernel_records.glob("*/anet_c16.json"))
-    assert predict(written, target=TARGET, workspace=workspace).latency_ms == from_record.latency_ms
+    for model in (path, str(path), "anet_c16.onnx"):  # also looked for in model_zoo
+        assert predict(model, target=TARGET, workspace=workspace) == from_record
+    for model in (onnx.load(path), next(workspace.kernel_records.glob("*/anet_c16.json"))):
+        assert predict(model, target=TARGET, workspace=workspace).latency_ms == from_record.latency_ms
 
 
 def test_many_records_at_once(workspace: Workspace, record: ModelRecord) -> None:
-    """Copies that share no kernels, which `prediction_speed.py` times, and another model."""
+    """Copies that share no kernels, and another model."""
     records, other = copies(record, 3), analyze(workspace.models / "bnet_c32.onnx", "cpu")
-    assert [copied.model for copied in records] == [f"{record.model}_{number}" for number in range(3)]
-    assert len({id(kernel) for copied in records for kernel in copied.kernels.values()}) == 3 * len(record.kernels)
     alone, of_other = (predict(model, target=TARGET, workspace=workspace) for model in (record, other))
     assert Predictor(workspace, TARGET).predict_many([*records, other]) == [
-        *(alone.model_copy(update={"model": copied.model}) for copied in records), of_other]
+        *(alone.model_copy(update={"model": f"{record.model}_{number}"}) for number in range(3)), of_other]
 
 
 def test_speeds_are_timed(workspace: Workspace, tmp_path: Path) -> None:
@@ -176,47 +154,20 @@ def test_speeds_are_timed(workspace: Workspace, tmp_path: Path) -> None:
     assert run_script(*speed, "anet_c8.onnx").returncode == 2  # several models need --shell
 
 
-def as_a_gpu(workspace: Workspace, root: Path) -> tuple[Target, Workspace]:
-    """A made-up GPU, and a workspace with its predictors, which are this CPU's."""
-    target, made = Target.model_validate(local_target("cpu").model_dump() | {
-        "device_name": "Some GPU", "flavour": flavour_of("cuda").model_dump(), "threads": 0}), Workspace(root)
-    shutil.copytree(workspace.predictors(TARGET), made.predictors(target.name))
-    change_json(made.predictors(target.name) / "predictors.json", target=target.model_dump())
-    return target, made
-
-
-def change_json(path: Path, **changes: object) -> None:
-    files.write_json(path, files.with_digest(files.read_json(path) | changes))
-
-
-def test_another_cudnn_widens_the_interval(workspace: Workspace, record: ModelRecord, tmp_path: Path,
-                                           monkeypatch: pytest.MonkeyPatch) -> None:
-    """This machine pretends to be a GPU of a made-up target, first with the cuDNN of its dataset, then with another one."""
-    target, gpu_workspace = as_a_gpu(workspace, tmp_path)
-    folder = gpu_workspace.predictors(target.name)
-    *machines, last = files.read_json(folder / "predictors.json")["machines"]
-    last["versions"]["cudnn"] = "9.19.0.56"
-    change_json(folder / "predictors.json", machines=[*machines, last])
-    spans = {"interval": (0.9, 1.2), "interval_measured": (0.4, 0.99)}
-    change_json(folder / "composition.json", models=[],  # else an interval widens for a model shorter than any of them
-                **{name: {"low": low, "high": high, "coverage": 0.9} for name, (low, high) in spans.items()})
-    monkeypatch.setattr(targets, "local_targets", lambda: (target,))
-
-    def interval(cudnn: str, strict: bool) -> tuple[list[float], bool]:
-        """The interval as multiples of the prediction, and whether another cuDNN was noticed."""
-        monkeypatch.setattr(targets, "package_version", lambda _: cudnn)
-        on_gpu = record.model_copy(update={"flavour": target.flavour, "nodes": tuple(
-            node.model_copy(update={"provider": "cuda"}) for node in record.nodes)})
-        prediction = predict(on_gpu, target=target.name, workspace=gpu_workspace, strict=strict)
-        noticed = fitted_for(gpu_workspace, target.name).other_cudnn
-        assert noticed is any("the interval is widened" in text for text in prediction.warnings)
-        return [end / prediction.latency_ms for end in prediction.interval_ms], noticed
-
-    assert interval("9.19.1.2", True) == (pytest.approx([0.9, 1.2]), False)
-    assert interval("9.20.0.1", True) == (pytest.approx([0.9 ** 2, 1.2 ** 2]), True)
-    assert interval("9.20.0.1", False) == (pytest.approx([0.4 ** 2, 1.0]), True)  # the interval includes the prediction
-    monkeypatch.setattr(targets, "local_targets", lambda: ())  # on another machine the prediction is for the measured cuDNN
-    assert interval("9.20.0.1", True)[0] == pytest.approx([0.9, 1.2])
+def test_a_version_is_timed_against_another(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against itself, under another name."""
+    for name, value in (("MANY", 20), ("ROUNDS", 1)):
+        monkeypatch.setattr(prediction_speed, name, value)
+    (other := tmp_path / "other").symlink_to(ROOT)
+    monkeypatch.setattr(sys, "argv", ["prediction_speed.py", "--model", str(conv_net(tmp_path / "net.onnx")), "--target",
+                                      "nvidia-h200", "--against", str(other), "--json"])
+    assert prediction_speed.main() == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["case"] for row in rows] == ["one answer, in a fresh process", "the same answer again",
+                                             "20 records in one call, each read by itself"]
+    for row in rows:
+        assert 0.2 < row["ratio"] == row["processor_s"] / row["other_processor_s"] < 5
 
 
 def test_a_file_is_read_once_and_again_after_a_change(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,17 +210,6 @@ def test_dynamic_dimensions(workspace: Workspace) -> None:
     onnx.save(suggesting, path := workspace.root / "suggesting.onnx")
     assert "batch=2" in shell(workspace, "--model", path).stderr  # the choice is reported when the model is first read
     assert predict(path, target=TARGET, workspace=workspace).dims == {"batch": 2}
-    assert predict(path, dims={"batch": 3}, target=TARGET, workspace=workspace).dims == {"batch": 3}
-
-
-@pytest.mark.skipif(has_cuda(), reason="the graph is derived only where there is no GPU")
-def test_a_gpu_s_graph_is_derived_without_one(workspace: Workspace, tmp_path: Path) -> None:
-    target, gpu_workspace = as_a_gpu(workspace, tmp_path)
-    prediction = Predictor(gpu_workspace, any_device=True).predict(workspace.models / "anet_c16.onnx")
-    assert prediction.target == target.name
-    assert {"Conv", "Relu"} <= {kernel.type for kernel in prediction.kernels}  # the CPU runs them as one
-    assert any("another device" in warning for warning in prediction.warnings)
-    assert any("derived" in what for what in prediction.holds_for)
 
 
 def test_another_element_type_or_version_is_refused_unless_forced(workspace: Workspace, record: ModelRecord) -> None:
@@ -284,10 +224,6 @@ def test_another_element_type_or_version_is_refused_unless_forced(workspace: Wor
         predict(older, target=TARGET, workspace=workspace)
     assert any("1.2" in warning for warning in predict(older, target=TARGET, workspace=workspace, force=True).warnings)
 
-    on_cuda = record.model_copy(update={"flavour": record.flavour.model_copy(update={"device": "cuda"})})
-    with pytest.raises(UserError, match="cuda graph"):
-        predict(on_cuda, target=TARGET, workspace=workspace, force=True)
-
 
 def test_shipped_targets(tmp_path: Path, workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shipped predictors are used if they are named, also by a part that only one name has, or if there is only one target."""
@@ -297,22 +233,17 @@ def test_shipped_targets(tmp_path: Path, workspace: Workspace, monkeypatch: pyte
     monkeypatch.setattr(targets, "local_targets", lambda: (other_target,))  # this machine is neither of them
     for name in ("gpu-a-cuda", "gpu-b-cuda"):
         shutil.copytree(workspace.predictors(TARGET), shipped / name)
-    for part in ("gpu-a", "gpu-a-cuda", "u-A-"):
-        assert choose_target(elsewhere, part) == ("gpu-a-cuda", ())
+    assert choose_target(elsewhere, "u-A-") == ("gpu-a-cuda", ())
     for part, message in (
-            ("", r"target : no predictors for it .*there: gpu-a-cuda, gpu-b-cuda"),
+            ("gpu-c", r"target gpu-c: no predictors for it .*there: gpu-a-cuda, gpu-b-cuda"),
             ("gpu-", r"target gpu-: several targets have this in their names: gpu-a-cuda, gpu-b-cuda"),
             (None, r"collector\.py.*or predict for a target that Hase ships.*gpu-a-cuda, gpu-b-cuda")):
         with pytest.raises(UserError, match=message):
             choose_target(elsewhere, part)
-    fitted = fitted_for(elsewhere, "gpu-a")
-    assert fitted.measured_on.startswith(f"{fitted.predictors.sidecar.machines[-1].device_name} with ONNX Runtime")
     shutil.rmtree(shipped / "gpu-b-cuda")
     name, (notice,) = choose_target(elsewhere, None)
     assert name == "gpu-a-cuda"
     assert notice.startswith(f"no predictors for this machine ({other_target.name}): predicted for gpu-a-cuda, the only target")
-    shutil.copytree(shipped / "gpu-a-cuda", shipped / "a-gpu-a")
-    assert choose_target(elsewhere, "gpu-a") == ("gpu-a-cuda", ())  # the beginning of a name counts before its middle
 
 
 def test_the_target_is_this_machine_or_the_only_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,20 +254,15 @@ def test_the_target_is_this_machine_or_the_only_one(tmp_path: Path, monkeypatch:
         workspace.predictors(name).mkdir(parents=True)
         (workspace.predictors(name) / "predictors.json").write_text("{}")
 
-    def refused(name: str | None, message: str) -> None:
-        with pytest.raises(UserError, match=message):
-            choose_target(workspace, name)
-
-    refused(None, r"collector\.py.*train_kernel_model\.py.*fit_composition\.py")
+    with pytest.raises(UserError, match=r"collector\.py.*train_kernel_model\.py.*fit_composition\.py"):
+        choose_target(workspace, None)
     add("gpu-a")
     workspace.predictors("half-made").mkdir()
     name, (notice,) = choose_target(workspace, None)
-    assert name == "gpu-a"
-    assert "another device" in notice
+    assert (name, "another device" in notice) == ("gpu-a", True)
     add("gpu-b")
-    refused(None, "gpu-a, gpu-b")
-    refused("gpu-c", "gpu-c.*gpu-a, gpu-b")
-    assert choose_target(workspace, "gpu-b") == ("gpu-b", ())
+    with pytest.raises(UserError, match="gpu-a, gpu-b"):
+        choose_target(workspace, None)
     add(TARGET)
     assert choose_target(workspace, None) == (TARGET, ())
 
@@ -353,20 +279,13 @@ def test_the_load_comes_from_a_file_or_is_idle(tmp_path: Path) -> None:
         metrics.write_text(bad)
         with pytest.raises(UserError, match=r"metrics\.json"):
             current_load(config, metrics)
-    (tmp_path / "config.yaml").write_text("prometheus:\n  ulr: x\n")
-    with pytest.raises(UserError, match="did you mean url"):
-        read_config(tmp_path / "config.yaml", InferenceConfig)
 
 
 def test_the_command_prints_what_predict_returns(workspace: Workspace) -> None:
     options = ("--model", "anet_c16.onnx", "--target", TARGET)
     expected = predict("anet_c16.onnx", target=TARGET, workspace=workspace)
     assert json.loads(shell(workspace, *options, "--json").stdout) == [json.loads(expected.model_dump_json())]
-    done = shell(workspace, *options, "--top", "2")
-    kernels = done.stdout.split("\n\n")[1].splitlines()
-    assert len(kernels) == 3
-    assert "Conv" in kernels[1]
-    assert "load idle" in done.stderr
+    assert len(shell(workspace, *options, "--top", "2").stdout.split("\n\n")[1].splitlines()) == 1 + 2
 
 
 def test_the_command_draws_a_prediction_beside_a_real_run(workspace: Workspace, tmp_path: Path) -> None:
@@ -377,24 +296,17 @@ def test_the_command_draws_a_prediction_beside_a_real_run(workspace: Workspace, 
     done = shell(workspace, *options, "--beside", tmp_path / "real.json")
     assert done.returncode == 0, done.stderr
     events = files.read_json(tmp_path / "both.json")["traceEvents"]
-    assert {event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"} == {
-        "predicted": 1, "measured": 2}
     spans = {pid: [event for event in events if (event["ph"], event["pid"]) == ("X", pid)] for pid in (1, 2)}
-    assert [min(event["ts"] for event in spans[pid]) for pid in spans] == [0, 0]
     assert [(event["name"], event["tid"], event["ts"], event["dur"]) for event in spans[2]] == [
         ("run", 1, 0, 90), ("cudaLaunchKernel", 1, 10, 4), ("gemm", 2, 20, 30)]
     prediction = predict("anet_c16.onnx", target=TARGET, workspace=workspace)
+    assert min(event["ts"] for event in spans[1]) == 0
     assert sum(event["dur"] for event in spans[1]) == pytest.approx(1000 * prediction.kernel_sum_ms, abs=0.01)
-    alone = shell(workspace, *options[:-1], tmp_path / "alone.json")
-    assert alone.returncode == 0, alone.stderr
-    assert files.read_json(tmp_path / "alone.json")["traceEvents"] == [event for event in events if event["pid"] == 1]
-
+    files.write_json(tmp_path / "alone.json", {"traceEvents": [event for event in events if event["pid"] == 1]})
     refused = shell(workspace, *options[:-1], tmp_path / "none.json", "--beside", tmp_path / "alone.json")
-    assert refused.returncode == 1
+    assert (refused.returncode, len(refused.stderr.splitlines())) == (1, 1)
     assert "without a process named measured" in refused.stderr
-    assert len(refused.stderr.splitlines()) == 1
     assert not (tmp_path / "none.json").exists()
-    assert shell(workspace, "--model", "anet_c16.onnx", "--beside", tmp_path / "real.json").returncode == 2
 
 
 def test_importing_the_package_is_cheap() -> None:

@@ -17,6 +17,7 @@ from prometheus_stand import (
     PASSWORD,
     PASSWORD_BCRYPT,
     READINGS,
+    SCRAPE_S,
     USER,
     Exporter,
     MadeUpExporter,
@@ -33,9 +34,9 @@ from prometheus_stand import (
 from trained_workspace import METRIC
 
 from hase.benchmark.metrics.names import FIELDS, PART_LABEL, PROFILE_LABEL
-from hase.benchmark.metrics.source import values
-from hase.inference.live.load import InferenceConfig, LoadReading, current_load
-from hase.inference.live.prometheus import PrometheusConfig, PrometheusError, PrometheusServer, server_for
+from hase.benchmark.metrics.source import MANY, values
+from hase.inference.live.load import InferenceConfig
+from hase.inference.live.prometheus import PrometheusConfig, PrometheusError, PrometheusServer
 from hase.inference.live.prometheus_readings import PrometheusSource
 from hase.utils.config import read_config
 from hase.utils.errors import UserError
@@ -72,7 +73,6 @@ def exporters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ex
         "rising": device("rising", *({UTIL: 100.0 * i / READINGS} for i in range(READINGS)), host="node9"),
         "renamed": device("renamed", {UTIL: 40.0, CLOCK: 1980.0, POWER: 312.5, SM: 0.25}, new_names=True),
         "shared": device("shared", {UTIL: 10.0}), "killed": device("killed", {UTIL: 60.0}),
-        "moved": device("moved", {UTIL: 30.0}), "moved_from": device("from", {UTIL: 60.0}, uuid="GPU-moved"),
         "cpu": device("cpu", {METRIC: 0.375}, uuid="node7", index=""),
     }
     yield made
@@ -82,21 +82,19 @@ def exporters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ex
 
 @pytest.fixture(scope="module")
 def made_up() -> Iterator[MadeUpExporter]:
-    """What the exporter never serves: invalid values, frozen fields, MIG instances, two names at once, faults."""
-    def page(name: str, values: dict[str, float | str], labels: dict[str, str] | None = None, **how: Any) -> Page:
-        return Page(device_labels(f"GPU-{name}") | (labels or {}), values, **how)
+    def page(name: str, values: dict[str, float | str], **how: Any) -> Page:
+        return Page(device_labels(f"GPU-{name}"), values, **how)
 
     def part(name: str, number: int, profile: str) -> tuple[dict[str, str], dict[str, float]]:
         return device_labels(f"GPU-{name}") | {PART_LABEL: str(number), PROFILE_LABEL: profile}, {SM: 0.9, POWER: 300.0}
 
     made = MadeUpExporter({
         "nan": page("nan", {UTIL: "NaN"}), "blank": page("blank", {UTIL: 4294967295}),
-        "infinite": page("infinite", {UTIL: "+Inf"}), "old": page("old", {UTIL: 5}, age_s=40.0),
+        "old": page("old", {UTIL: 5}, age_s=40.0),
         "frozen": page("frozen", {SM: 0.4}, value_of={ENGINE: lambda scrape: 0.3 + 0.01 * (scrape % 20)}),
-        "stuck": page("stuck", {SM: 0, ENGINE: 0, UTIL: 95}), "unsure": page("unsure", {SM: 0, ENGINE: 0, UTIL: "NaN"}),
+        "stuck": page("stuck", {SM: 0, ENGINE: 0, UTIL: 95}),
         "split": page("split", {}, more=[part("split", 1, "1g.18gb"), part("split", 2, "3g.71gb")]),
         "whole": page("whole", {SM: 0.5}, more=[part("whole", 1, "1g.18gb")]),
-        "pods": page("pods", {UTIL: 20}, {"pod": "a"}, more=[(device_labels("GPU-pods") | {"pod": "b"}, {UTIL: 20})]),
         "both": page("both", {UTIL: 30, "DCGM_FI_DEV_GPU_UTIL_RATIO": 0.9}), "never": page("never", {UTIL: 1}, locked=True)})
     yield made
     made.close()
@@ -118,11 +116,11 @@ def config(port: int, gpu: Any = None, **more: Any) -> PrometheusConfig:
 
 
 def latest(server: PrometheusServer, *fields: str) -> dict[str, float]:
-    return values(PrometheusSource(server, fields).latest())
+    return values(PrometheusSource(server, fields or (UTIL,)).latest())
 
 
 def read(settings: PrometheusConfig, *fields: str) -> dict[str, float]:
-    return latest(PrometheusServer(settings), *(fields or (UTIL,)))
+    return latest(PrometheusServer(settings), *fields)
 
 
 def refusal(settings: PrometheusConfig, *fields: str) -> str:
@@ -130,12 +128,6 @@ def refusal(settings: PrometheusConfig, *fields: str) -> str:
     with pytest.raises(PrometheusError) as raised:
         read(settings, *fields)
     return str(raised.value)
-
-
-def works(settings: PrometheusConfig) -> bool:
-    with suppress(PrometheusError):
-        return bool(read(settings))
-    return False
 
 
 @pytest.fixture
@@ -154,18 +146,15 @@ def test_twelve_fields_of_one_gpu_among_others(port: int) -> None:
     assert read(config(port, {"index": 0, "host": "node8"})) == {UTIL: pytest.approx(50.0)}
     assert read(config(port, {"host": "node7"}), METRIC) == {METRIC: pytest.approx(0.375)}  # a CPU
     assert read(config(port, job="busy")) == {UTIL: pytest.approx(50.0)}
-    mean = PrometheusSource(PrometheusServer(config(port, "GPU-live")), [SM]).window(1.0)[SM]
-    assert mean.value == pytest.approx(KNOWN[SM])
-    assert 2 <= mean.readings <= 6  # a scrape every 0.2 s, unless the machine is busy
-    with pytest.raises(UserError, match="metric unheard_of: Prometheus can't read it here; it has DCGM_FI_PROF"):
-        PrometheusSource(PrometheusServer(config(port)), ["unheard_of"])
+    mean = PrometheusSource(PrometheusServer(config(port, "GPU-live")), [SM]).window(3 * SCRAPE_S)[SM]
+    assert (mean.value, 1 <= mean.readings <= 4) == (pytest.approx(KNOWN[SM]), True)
 
 
-@pytest.mark.parametrize("window_s", [EVER_S, 2.0])
-def test_the_mean_is_over_the_samples_of_the_window(port: int, window_s: float) -> None:
+def test_the_mean_is_over_the_samples_of_the_window(port: int) -> None:
     """The metric only rises, so Prometheus's own means just before and just after are bounds."""
+    window_s = 5 * SCRAPE_S
     over = f'_over_time({UTIL}{{UUID="GPU-rising"}}[{window_s * 1e3:.0f}ms])'
-    wait_for(lambda: (value(port, "count" + over) or 0) >= 6)
+    wait_for(lambda: (value(port, "count" + over) or 0) >= 4)
     before = value(port, "avg" + over), value(port, "count" + over)
     mean = PrometheusSource(PrometheusServer(config(port, "GPU-rising", window_s=window_s, max_age_s=2)), [UTIL]).latest()[UTIL]
     after = value(port, "avg" + over), value(port, "count" + over)
@@ -180,23 +169,12 @@ def test_old_and_new_names_and_units(port: int) -> None:
     assert read(config(port, "GPU-both")) == {UTIL: 30.0}  # both at once: the old one
 
 
-def test_parts_of_a_gpu_and_its_users(port: int) -> None:
+def test_parts_of_a_gpu(port: int) -> None:
     assert read(config(port, "GPU-whole"), SM) == {SM: 0.5}  # not that of the MIG instance
     text = refusal(config(port, "GPU-split"), SM, POWER)
     assert text.startswith("prometheus: GPU-split (index 0, host node7) is split into MIG instances (GPU_I_ID 1, 1g.18gb; "
                            "GPU_I_ID 2, 3g.71gb), and only these are reported; ")
     assert "dcgm-exporter --devices g" in text
-    pods = PrometheusSource(PrometheusServer(config(port, "GPU-pods")), [UTIL]).latest()[UTIL]
-    assert pods.value == 20.0
-    assert pods.readings <= (value(port, f'count_over_time({UTIL}{{UUID="GPU-pods",pod="a"}}[1m])') or 0.0)
-
-
-def test_two_requests_over_one_connection(port: int, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HASE_TEST_TOKEN", TOKEN)
-    settings = config(port, "GPU-live", url=recorder.url, token_env="HASE_TEST_TOKEN")
-    for _ in range(3):
-        assert latest(server_for(settings), *TWELVE) == pytest.approx(KNOWN)
-    assert (recorder.connections, recorder.requests) == (1, 6)
 
 
 # what is refused -----------------------------------------------------------------------------------------------------------
@@ -204,12 +182,11 @@ def test_two_requests_over_one_connection(port: int, recorder: Recorder, monkeyp
 
 @pytest.mark.parametrize(("gpu", "message"), [
     ("GPU-nan", rf"UUID GPU-nan: metric {UTIL}: the device reports nan per cent, possible is 0 to 100; mend its exporter, or"),
-    ("GPU-infinite", "the device reports inf"), ("GPU-blank", r"reports 4294967295, which stands for no value \(blank\); mend"),
+    ("GPU-blank", r"reports 4294967295, which stands for no value \(blank\); mend"),
     ("GPU-old", r"UTIL of GPU-old \(index 0, host node7\) is stale: its newest sample is 4\d\.\d s old, max_age_s is 5"),
     ("GPU-none", r"no metrics of UUID GPU-none, but of .*GPU-blank \(index 0, host node7\), job blank; .*GPU-busy.* more"),
     ("GPU-never", "can't be scraped at present: job never"),
     ("GPU-shared", r"several exporters report GPU-shared .*: job again, instance .*; job shared, instance .*prometheus\.job"),
-    (None, r"several devices match: GPU-blank \(index 0, host node7\); .*set prometheus\.gpu"),
     ({"index": 0, "host": "node7"}, r"several devices match: .*GPU-live.* more"),
 ])
 def test_samples_that_are_no_load(port: int, gpu: Any, message: str) -> None:
@@ -218,18 +195,17 @@ def test_samples_that_are_no_load(port: int, gpu: Any, message: str) -> None:
 
 
 def test_samples_that_contradict_each_other(port: int, made_up: MadeUpExporter) -> None:
-    wait_for(lambda: made_up.pages["frozen"].scrapes >= 15)  # three seconds
+    wait_for(lambda: made_up.pages["frozen"].scrapes > MANY)
     frozen = refusal(config(port, "GPU-frozen"), SM, ENGINE)
     assert frozen.startswith(f"prometheus: UUID GPU-frozen: metric {SM}: frozen: ")
     assert f"readings of exactly 0.4 ratio while {ENGINE} moved" in frozen
     assert f"metric {SM}: stuck at 0 while {UTIL} says that the GPU is busy" in refusal(config(port, "GPU-stuck"), SM)
-    assert read(config(port, "GPU-unsure"), SM) == {SM: 0.0}  # an invalid further metric shows nothing
 
 
 def test_missing_metrics(port: int) -> None:
     text = refusal(config(port, "GPU-busy"), UTIL, CLOCK)
-    assert f"no sample of {CLOCK} or DCGM_FI_DEV_SM_CLOCK_HERTZ within 60 s, though GPU-busy (index 0, host node8)" in text
-    assert f"reports {UTIL}; these predictors need it" in text
+    assert (f"no sample of {CLOCK} or DCGM_FI_DEV_SM_CLOCK_HERTZ within 60 s, though GPU-busy (index 0, host node8) reports "
+            f"{UTIL}; these predictors need it") in text
     assert refusal(config(port), "DCGM_FI_DEV_CPU_UTIL_IRQ").startswith(
         f"prometheus.url http://127.0.0.1:{port}: HTTP 200, but it knows none of the metrics DCGM_FI_DEV_CPU_UTIL_IRQ")
 
@@ -244,17 +220,8 @@ def test_an_exporter_that_fails_later(port: int, exporters: dict[str, Exporter])
     assert value(port, f'avg_over_time({UTIL}{{UUID="GPU-killed"}}[1m])') == pytest.approx(60.0)
     assert "the exporter of GPU-killed (index 0, host node7) can't be scraped (up is 0): job killed" in refusal(settings)
     wait_for(lambda: value(port, f'count_over_time({UTIL}{{UUID="GPU-killed"}}[300ms])') is None)
-    text = refusal(settings.model_copy(update={"window_s": 0.3, "max_age_s": 0.3}))
-    assert "no sample of GPU-killed (index 0, host node7) within 0.3 s, though there were some within 1h" in text
-    assert "can't be scraped at present: job killed" in text or "; job killed, instance" in text
-
-
-def test_an_exporter_that_was_replaced(port: int, exporters: dict[str, Exporter]) -> None:
-    """Of two that reported a GPU within the window, the one that is up counts."""
-    exporters["moved_from"].close()
-    wait_for(lambda: value(port, 'up{job="moved_from"}') == 0.0)
-    assert value(port, f'count(count_over_time({UTIL}{{UUID="GPU-moved"}}[1m]))') == 2.0
-    assert read(config(port, "GPU-moved")) == {UTIL: pytest.approx(30.0)}
+    assert "no sample of GPU-killed (index 0, host node7) within 0.3 s, though there were some within 1h" in refusal(
+        settings.model_copy(update={"window_s": 0.3, "max_age_s": 0.3}))
 
 
 @pytest.mark.parametrize(("status", "answer", "message"), [
@@ -274,9 +241,9 @@ def test_servers_that_do_not_answer(port: int, exporters: dict[str, Exporter], t
     with prometheus(tmp_path, {"live": (exporters["live"].address, "metrics")}) as mortal_port:
         open_server = PrometheusServer(config(mortal_port, "GPU-live"))
         wait_for(lambda: value(mortal_port, UTIL) is not None)
-        latest(open_server, UTIL)
+        latest(open_server)
     with pytest.raises(PrometheusError, match="can't be reached: "):  # over the open connection
-        latest(open_server, UTIL)
+        latest(open_server)
     assert "can't be reached: Connection refused; is it running" in refusal(config(mortal_port, "GPU-live"))
     assert "can't be reached: " in refusal(config(port, url="http://no-such-host.invalid"))
     with socket.socket() as stalled:
@@ -289,15 +256,14 @@ def test_servers_that_do_not_answer(port: int, exporters: dict[str, Exporter], t
 
 
 def test_users_and_certificates(exporters: dict[str, Exporter], tmp_path: Path) -> None:
-    """A Prometheus with TLS that wants a client's certificate and a password."""
     prometheus_or_skip()
     certificates(tmp_path)
     live = exporters["live"].address
     web = {"tls_server_config": {"cert_file": str(tmp_path / "server.pem"), "key_file": str(tmp_path / "server.key"),
                                  "client_ca_file": str(tmp_path / "ca.pem"), "client_auth_type": "RequireAndVerifyClientCert"},
            "basic_auth_users": {USER: PASSWORD_BCRYPT}}
-    (tmp_path / "password").write_text(PASSWORD + "\n")
-    (tmp_path / "wrong").write_text("wr0ng-secret")
+    for name, password in (("password", PASSWORD + "\n"), ("wrong", "wr0ng-secret")):
+        (tmp_path / name).write_text(password)
     with prometheus(tmp_path / "prometheus", {"live": (live, "metrics")}, web) as locked:
         def changed(**changes: Any) -> PrometheusConfig:
             return config(locked, "GPU-live", **{
@@ -305,23 +271,24 @@ def test_users_and_certificates(exporters: dict[str, Exporter], tmp_path: Path) 
                 "ca_file": tmp_path / "ca.pem", "client_cert_file": tmp_path / "client.pem",
                 "client_key_file": tmp_path / "client.key", **changes})
 
-        wait_for(lambda: works(changed()))
-        assert read(changed(), *TWELVE) == pytest.approx(KNOWN)
+        def works() -> bool:
+            with suppress(PrometheusError):
+                return bool(read(changed(), *TWELVE))
+            return False
+
+        wait_for(works)
         cases: list[tuple[dict[str, Any], str]] = [
             ({"password_file": tmp_path / "wrong"}, "HTTP 401: it refuses user and password"),
             ({"user": None, "password_file": None}, "HTTP 401: it refuses a request without user or token"),
             ({"ca_file": None}, "TLS fails: unable to get local issuer certificate"),
-            ({"ca_file": tmp_path / "stranger.pem"}, "TLS fails: "),
             ({"client_cert_file": None, "client_key_file": None}, "client_cert_file and client_key_file if it wants one"),
             ({"url": f"https://localhost:{locked}"}, "TLS fails: Hostname mismatch"),
-            ({"url": f"http://127.0.0.1:{locked}"}, "it speaks TLS; write https://"),
-            ({"url": f"https://{live}"}, "TLS fails: ")]  # a server without TLS
+            ({"url": f"http://127.0.0.1:{locked}"}, "it speaks TLS; write https://")]
         for changes, message in cases:
             assert message in (refused := refusal(changed(**changes)))
             assert "wr0ng" not in refused
-        for key, path, message in (("ca_file", "none.pem", r"ca_file .*none\.pem: no such file"),
-                                   ("client_key_file", "stranger.key", "client_key_file"), ("ca_file", "password", "ca_file")):
-            with pytest.raises(UserError, match=message):
+        for key, path in (("ca_file", "none.pem"), ("client_key_file", "stranger.key"), ("ca_file", "password")):
+            with pytest.raises(UserError, match=key):
                 read(changed(**{key: tmp_path / path}))
 
 
@@ -333,14 +300,16 @@ def test_tokens_stay_secret(port: int, recorder: Recorder, tmp_path: Path, monke
     def refused(text: str, error: type[UserError], message: str) -> None:
         token.write_text(text)
         with pytest.raises(error, match=message) as raised:
-            latest(server, UTIL)
+            latest(server)
         messages.append(str(raised.value))
 
     with pytest.raises(UserError, match=r"token_file .*token: no such file"):
-        latest(server, UTIL)
+        latest(server)
     refused("wr0ng-secret", PrometheusError, "HTTP 403: it refuses the token")
     token.write_text(TOKEN + "\n")  # renewed: it is read each time
-    assert latest(server, UTIL) == {UTIL: pytest.approx(KNOWN[UTIL])}
+    for _ in range(3):
+        assert latest(server) == {UTIL: pytest.approx(KNOWN[UTIL])}
+    assert recorder.connections == 1
     for bad in ("two wr0ng-secrets", "wr0ng-secret\r\nX-Other: 1", "wr0ng-secret-ü"):
         refused(bad, UserError, "the token holds blanks")
     refused("", UserError, "it is empty")
@@ -377,23 +346,6 @@ def test_configs_that_do_not_fit(tmp_path: Path, lines: str, message: str) -> No
 # what predictions make of it -----------------------------------------------------------------------------------------------
 
 
-def test_a_failure_is_an_error_or_idle_with_a_warning(port: int) -> None:
-    def load(fields: list[str], gpu: str | None = "GPU-nan", **more: Any) -> LoadReading:
-        return current_load(InferenceConfig(prometheus=config(port, gpu, **more)), fields=fields)
-
-    with pytest.raises(PrometheusError, match="reports nan"):
-        load([UTIL])
-    idle = load([UTIL], on_failure="idle")
-    assert idle.metrics == {}
-    assert "predicted for an idle device, as prometheus.on_failure says, since the load is not known" in idle.notices[0]
-    assert "reports nan" in idle.notices[0]
-    with pytest.raises(UserError, match="token_env"):  # the config is wrong, not the server
-        load([UTIL], None, on_failure="idle", token_env="HASE_NOT_SET")
-    busy = load([UTIL], "GPU-busy")
-    assert (busy.metrics, busy.notices) == ({UTIL: pytest.approx(50.0)}, ())
-    assert "trained without metrics" in load([]).notices[0]
-
-
 @pytest.mark.parametrize("command", [
     ("inference/predict_model_latency.py", "--model", "anet_c16.onnx"),
     ("evaluator.py", "anet_c16.onnx", "--rounds", "1", "--budget-s", "0.02", "--patience-s", "0")])
@@ -413,7 +365,6 @@ def test_predictor_and_evaluator_ask(port: int, command: tuple[str, ...], tmp_pa
     failed = shell("node1")
     assert failed.returncode == 1
     assert failed.stderr.startswith("error: prometheus: no metrics of Hostname node1, but of node7 (host node7), ")
-    idle = shell("node1", "idle")
-    assert answer(idle)["load"] == "idle"
-    assert answer(idle)["warnings"][0].startswith("predicted for an idle device, as prometheus.on_failure says")
-    assert "warning: predicted for an idle device" in idle.stderr
+    idle = answer(shell("node1", "idle"))
+    assert idle["load"] == "idle"
+    assert idle["warnings"][0].startswith("predicted for an idle device, as prometheus.on_failure says, since the load is not")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 from pathlib import Path
 
@@ -14,29 +13,19 @@ import pytest
 from command import run_script
 from forgotten_types import forget
 from onnx import numpy_helper
-from trained_workspace import METRIC, conv_net
+from trained_workspace import conv_net
 
 from hase.inference import Predictor, predict
 from hase.inference.prediction.answers import Prediction, make_monotonic
-from hase.inference.prediction.targets import fitted_for
 from hase.inference.prediction.uncertainty import (
     BEYOND_POWER,
-    CERTAIN,
     FAR_OFF,
-    Span,
-    is_rough,
-    joined,
     shortness,
     source_warnings,
 )
-from hase.inference.reporting.printed import print_predictions
-from hase.learned import target_files
 from hase.learned.composition.fitted import read_composition
 from hase.learned.composition.intervals import Sources
-from hase.learned.kernels.sidecar import copy_predictors
-from hase.learned.kernels.uncertainty import NOTHING_LEARNED
 from hase.runtimes import local_target
-from hase.utils import files
 from hase.utils.cli import EXIT_ROUGH
 from hase.utils.paths import SHIPPED, Workspace
 
@@ -77,43 +66,18 @@ def test_an_operator_that_was_never_measured_is_a_rough_estimate(tmp_path: Path)
     done = command(*options, "--json", "--fail-on-rough")
     assert done.returncode == EXIT_ROUGH, done.stderr
     (answer,) = json.loads(done.stdout)
-    assert answer["rough_estimate"]
-    assert answer["estimated_operators"] == ["LRN"]
+    assert (answer["rough_estimate"], answer["estimated_operators"]) == (True, ["LRN"])
     low, high = answer["interval_ms"]
     assert low < answer["latency_ms"] < high / 1.5
     assert "rough estimate: LRN: never measured" in done.stderr
-    table = command(*options)
-    assert table.returncode == 0
-    heading, row = (line.split("\t") for line in table.stdout.splitlines()[:2])
+    heading, row = (line.split("\t") for line in command(*options).stdout.splitlines()[:2])
     assert row[heading.index("rough estimate")] == "yes"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strict", [False, True])
-def test_known_models_are_not_marked(torch_models: dict[str, Path], strict: bool) -> None:
-    for prediction in Predictor(target=H200, strict=strict).predict_many(list(torch_models.values())):
-        assert not prediction.rough_estimate
-        assert prediction.estimated_operators == prediction.doubtful_operators == ()
-
-
-@pytest.mark.slow
-def test_an_operator_known_at_another_rank_is_doubtful(tmp_path: Path) -> None:
-    """With predictors as if BatchNormalization, which no Conv takes in here, had only been measured at rank 4."""
-    workspace = Workspace(tmp_path)
-    copy_predictors(SHIPPED / H200, workspace.predictors(H200))
-    uncertainty = target_files.UNCERTAINTY.read(SHIPPED / H200) or NOTHING_LEARNED
-    forms = {name: tuple(form for form in of if name != "BatchNormalization" or form.endswith("rank 4"))
-             for name, of in (uncertainty.forms or {}).items()}
-    files.write_json(target_files.UNCERTAINTY.path(workspace.predictors(H200)), uncertainty.model_copy(
-        update={"forms": forms, "form_ranges": {}}))
-    usual, odd = (predict(parsed(shape, "s = Sigmoid(x) y = BatchNormalization(s, a, b, c, d)", **dict.fromkeys(
-        "abcd", np.ones(channels))), target=H200, workspace=workspace)
-        for shape, channels in (("256, 64, 56, 56", 64), ("65536, 4096", 4096)))
-    assert (usual.doubtful_operators, odd.doubtful_operators) == ((), ("BatchNormalization",))
-    assert odd.kernel_count["estimated"] == 0
-    assert odd.rough_estimate
-    assert not usual.rough_estimate
-    assert odd.interval_ms[1] / odd.latency_ms > 2 * usual.interval_ms[1] / usual.latency_ms
+def test_known_models_are_not_marked(torch_models: dict[str, Path]) -> None:
+    for prediction in Predictor(target=H200, strict=True).predict_many(list(torch_models.values())):
+        assert (prediction.rough_estimate, prediction.estimated_operators, prediction.doubtful_operators) == (False, (), ())
 
 
 @pytest.mark.slow
@@ -126,10 +90,6 @@ def test_a_small_share_only_widens(workspace: Workspace) -> None:
     odd, usual = Prediction.model_validate(json.loads(done.stdout)[0]), predict(plain, target=TARGET, workspace=workspace)
     assert (odd.estimated_operators, odd.kernel_count["estimated"]) == (("Erf",), 1)
     assert 0 < odd.time_share["estimated"] < 1
-    assert any("Erf" in warning for warning in odd.warnings)
-    assert next(kernel for kernel in odd.kernels if kernel.type == "Erf").latency_ms > 0
-    for prediction in (usual, odd):
-        assert prediction.interval_ms[0] < prediction.latency_ms < prediction.interval_ms[1]
     assert odd.interval_ms[1] / odd.interval_ms[0] > usual.interval_ms[1] / usual.interval_ms[0]
 
 
@@ -137,49 +97,11 @@ def test_a_small_share_only_widens(workspace: Workspace) -> None:
 def test_sizes_beyond_the_data_widen(workspace: Workspace) -> None:
     within, beyond = (predict(conv_net(workspace.root / f"wide{channels}.onnx", channels=channels), target=TARGET,
                               workspace=workspace, strict=True) for channels in (40, 1024))
-    assert not within.rough_estimate
+    assert (within.rough_estimate, beyond.rough_estimate, beyond.estimated_operators) == (False, True, ())
     assert not any("beyond what was measured" in text for text in within.warnings)
-    assert beyond.rough_estimate
-    assert beyond.estimated_operators == ()
     assert any("far beyond what was measured" in text for text in beyond.warnings)
     assert any("of its kernels, " in text and "are beyond what was measured" in text for text in beyond.warnings)
     assert beyond.interval_ms[1] / beyond.latency_ms > within.interval_ms[1] / within.latency_ms
-
-
-@pytest.mark.slow
-def test_an_interval_is_given_under_load_too(workspace: Workspace, torch_models: dict[str, Path]) -> None:
-    loaded = predict("anet_c16.onnx", target=TARGET, workspace=workspace, load={METRIC: 0.5})
-    assert loaded.interval_ms[0] < loaded.latency_ms < loaded.interval_ms[1]
-    path = torch_models["resnet18"]
-    idle, beside = (predict(path, target=H200, load=load)
-                    for load in ({}, {"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 0.5}))
-    widths = [prediction.interval_ms[1] / prediction.latency_ms for prediction in (idle, beside)]
-    assert 1.0 < widths[0] < widths[1]
-
-
-@pytest.mark.slow
-def test_few_models_give_an_interval_too(workspace: Workspace) -> None:
-    """Of four models, left out by three families, the errors are ±10 %: Student's t for three degrees of freedom."""
-    used = fitted_for(workspace, TARGET).composition
-    models = tuple(model.model_copy(update={"model": name, "group": name[0], "predicted_ms": model.measured_ms * error})
-                   for model, name, error in zip(used.models, ("a1", "a2", "b1", "c1"), (1.1, 1 / 1.1) * 2, strict=False))
-    four_models = used.model_copy(update={"interval": None, "models": models})
-    prediction = predict("anet_c16.onnx", target=TARGET, workspace=workspace, composition=four_models)
-    off = float(shortness(four_models, np.array(prediction.latency_ms))) ** BEYOND_POWER  # the shortest model has been moved
-    assert prediction.interval_ms[1] / prediction.latency_ms == pytest.approx(
-        joined([Span(1.0, 1.1 ** (2.3534 * math.sqrt(4 / 3))), Span(1.0 / off, off)]).high, rel=1e-3)
-    of_one_model = predict("anet_c16.onnx", target=TARGET, workspace=workspace,
-                           composition=four_models.model_copy(update={"left_out": "nothing", "models": models[:1]}))
-    assert of_one_model.interval_ms[1] / of_one_model.latency_ms == pytest.approx(2.0, rel=1e-3)
-
-
-def test_errors_add_up_in_quadrature() -> None:
-    assert joined([]) == CERTAIN
-    low, high = joined([Span(0.5, 2.0), Span(0.5, 2.0), Span(1.1, 0.9)])  # the last one is empty, so it counts as 1
-    assert (low, high) == (pytest.approx(0.5 ** math.sqrt(2)), pytest.approx(2 ** math.sqrt(2)))
-    assert is_rough(Span(1.0, 1.11))
-    assert is_rough(Span(0.89, 1.0))
-    assert not is_rough(Span(0.91, 1.09))
 
 
 @pytest.mark.slow
@@ -193,29 +115,24 @@ def test_a_larger_batch_takes_no_less(workspace: Workspace) -> None:
     assert raised.interval_ms == (sunk.interval_ms[0], single.interval_ms[1])
     assert raised.items_per_second == pytest.approx(2 / single.latency_ms * 1e3)
     assert "less than dynnet@batch=1,dynamic" in raised.warnings[-1]
-    unchanged = [one.model_copy(update={"time_share": {"measured": 1.0, "predicted": 0.0, "estimated": 0.0}})
-                 for one in (single, sunk)]
-    assert make_monotonic(unchanged) == unchanged
+    measured = [one.model_copy(update={"time_share": single.time_share | {"measured": 1.0}}) for one in (single, sunk)]
+    assert make_monotonic(measured) == measured
 
 
-def test_a_model_that_does_not_fit_has_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_does_not_fit_has_a_warning() -> None:
     """An H200 has no memory for input and output of 125 GiB each. Those of 50 GiB may run, since the arena takes smaller
-    regions where it must; but their peak is more than an H200 has, and that is the figure of the table."""
+    regions where it must; but their peak is more than an H200 has."""
     huge = parsed("batch, 8, 2048, 2048", "y = Sigmoid(x)")
     fitting, doubtful, too_large = (predict(huge, dims={"batch": batch}, target=H200) for batch in (100, 400, 1000))
     for prediction in (fitting, doubtful, too_large):
         assert prediction.device_memory_mib == pytest.approx(143771)
         assert prediction.fits_memory == (prediction.peak_memory_mib <= 143771)
-        assert ("more memory than the device has" in str(prediction)) != prediction.fits_memory
         assert prediction.latency_ms >= prediction.kernel_sum_ms > 0.1  # though the fitted lead of a run is negative
     assert (fitting.fits_memory, doubtful.fits_memory, too_large.fits_memory) == (True, False, False)
     assert any("it can't run there: it needs at least 250.1 GiB" in text for text in too_large.warnings)
     assert any("it does not fit in the memory: its peak is 178.1 GiB, and the device has 140.4 GiB" in text and
                "100.1 GiB at least" in text for text in doubtful.warnings)
     assert not any("memory" in text for text in fitting.warnings)
-    print_predictions([fitting, doubtful], top=0)
-    header, *rows = capsys.readouterr().out.splitlines()
-    assert [dict(zip(header.split("\t"), row.split("\t"), strict=True))["fits in memory"] for row in rows] == ["yes", "no"]
 
 
 def test_a_model_shorter_than_any_of_the_fit_is_a_rough_estimate() -> None:
@@ -229,7 +146,6 @@ def test_a_model_shorter_than_any_of_the_fit_is_a_rough_estimate() -> None:
     assert tiny.interval_ms[1] / tiny.latency_ms > (shortest_ms / tiny.latency_ms) ** BEYOND_POWER
     assert not net.rough_estimate
     assert shortness(used, np.array([0.5, 2.0, 0.0]) * shortest_ms).tolist() == [2.0, 1.0, 1.0]
-    assert shortness(used.model_copy(update={"models": ()}), np.array([0.001])).tolist() == [1.0]
 
 
 def test_a_kernel_near_a_cliff_makes_a_rough_estimate() -> None:
@@ -241,7 +157,6 @@ def test_a_kernel_near_a_cliff_makes_a_rough_estimate() -> None:
     assert (near.rough_estimate, usual.rough_estimate) == (True, False)
     assert any("rest on kernels like these were off by" in text for text in near.warnings)
     assert near.interval_ms[1] / near.interval_ms[0] > 2 * usual.interval_ms[1] / usual.interval_ms[0]
-    assert source_warnings(Sources(doubt=FAR_OFF - 0.001)) == ()
 
 
 def test_a_form_that_was_never_measured_makes_a_rough_estimate() -> None:
@@ -253,4 +168,4 @@ def test_a_form_that_was_never_measured_makes_a_rough_estimate() -> None:
     assert new.interval_ms[1] / new.latency_ms > 1.1 * known.interval_ms[1] / known.latency_ms
     (brief,) = Predictor(target=H200).predict_briefly([wide], host_pace=1.0)
     assert (brief.rough_estimate, brief.interval_ms) == (True, pytest.approx(new.interval_ms))
-    assert source_warnings(Sources(other_form=0.1)) == ()
+    assert source_warnings(Sources(other_form=0.1, doubt=FAR_OFF - 0.001)) == ()
