@@ -30,7 +30,6 @@ from hase.training.composition.formulas import (
     can_fit,
     fit_pipeline,
     latencies_ms,
-    left_out_ms,
     paced_runs,
 )
 from hase.training.composition.measured_models import MeasuredTracks
@@ -104,9 +103,7 @@ def test_the_gpu_works_on_a_nodes_first_launches_while_the_host_makes_the_others
 
 @pytest.mark.parametrize(("op_type", "shapes", "kind"), [
     ("Conv", ((1, 3, 8, 8), (4, 3, 3, 3)), NodeKind.CONVOLUTION), ("MatMul", ((2, 3), (3, 4)), NodeKind.PRODUCT),
-    ("Einsum", ((2, 3), (3, 4)), NodeKind.EINSUM),
-    ("ReduceMean", ((2, 3),), NodeKind.REDUCING), ("SkipLayerNormalization", ((2, 3),) * 3, NodeKind.REDUCING),
-    ("MaxPool", ((1, 3, 8, 8),), NodeKind.REDUCING), ("Softmax", ((2, 3),), NodeKind.REDUCING),
+    ("Einsum", ((2, 3), (3, 4)), NodeKind.EINSUM), ("SkipLayerNormalization", ((2, 3),) * 3, NodeKind.REDUCING),
     ("Relu", ((2, 3),), NodeKind.OWN), ("Reshape", ((2, 3), (2,)), NodeKind.VIEW)])
 def test_the_kind_of_a_node(op_type: str, shapes: tuple[tuple[int, ...], ...], kind: NodeKind) -> None:
     """Kernels on the CPU provider call no library of the GPU."""
@@ -156,16 +153,6 @@ def test_a_slower_host_by_hand() -> None:
     assert runs.hosts_ms(BY_HAND).tolist() == [35.0, 35.0]
 
 
-@pytest.mark.parametrize("pace", [1.0, 1.5])
-def test_a_slower_host_takes_longer_for_what_it_does_off_the_gpu(pace: float) -> None:
-    """A node of the CPU provider between two kernels."""
-    tracks = Tracks(np.array([1.0, 0.0, 1.0]), np.array([1.0, 0.0, 1.0]), np.array([NodeKind.OWN] * 3))
-    off_gpu = OffGpu(np.array([0.0, 20.0, 0.0]), np.array([False, False, False]))
-    host_ms, gpu_ms = 10.0 + 3.0 + (2.0 + 20.0) + 3.0 + 4.0, 1.0 + 0.25
-    costs = BY_HAND.model_copy(update={"lead_ms": 0.0}).at_pace(pace)
-    assert pipeline_ms(tracks, costs, off_gpu) == pytest.approx(pace * host_ms + gpu_ms)
-
-
 @pytest.mark.parametrize("scale", [0.0001, 0.01, 1.0])
 def test_many_runs_at_once_are_as_one_by_one(scale: float) -> None:
     """Hosts of several paces, a run without nodes, one of views only, and one with nodes off the GPU."""
@@ -195,16 +182,6 @@ def test_the_fit_finds_the_costs() -> None:
     for name in ("node_ms", "view_ms", "launch_ms", "start_ms", "gap_ms", "convolution_ms"):
         assert getattr(fitted, name) == pytest.approx(getattr(COSTS, name), rel=0.02)
     assert (fitted.lead_ms, fitted.end_ms) == pytest.approx((COSTS.lead_ms, COSTS.end_ms), abs=5e-4)
-
-
-def test_left_out_predictions_at_the_usual_and_the_measured_pace() -> None:
-    draw = np.random.default_rng(7)
-    models = [made_up(draw, scale, 1.5 if place == 0 else 1.0) for scale in (0.0005, 0.002, 0.01, 0.05) for place in range(3)]
-    found = left_out_ms(models, [str(place % 3) for place in range(len(models))])
-    measured, usual = np.array([(m.latency_ms, pipeline_ms(m.tracks, COSTS)) for m in models]).T
-    assert found.paced_ms == pytest.approx(measured, rel=0.01)
-    assert found.usual_ms == pytest.approx(usual, rel=0.01)
-    assert usual[0] < 0.75 * measured[0]
 
 
 def test_a_fit_without_some_host_times_and_with_one_disturbed_model() -> None:
