@@ -92,8 +92,3 @@ def test_no_other_module_names_openvino() -> None:
     """Graph networks in stages also run under OpenVINO, but without this runtime."""
     outside = {name for name in naming("openvino") if not name.startswith(("runtimes/openvino/", "extras/"))}
     assert outside == {"runtimes/__init__.py", "utils/lazy.py"}
-
-
-def test_a_compared_name_is_found() -> None:
-    text = 'a = runtime == "tvm"\nb = {"ort": 1}[runtime]\nc = table["tvm"]\nd = runtime in ("ort", other)\ne = "tvm"\n'
-    assert sorted(compared_texts(ast.parse(text))) == [(1, "tvm"), (2, "ort"), (3, "tvm"), (4, "ort")]
