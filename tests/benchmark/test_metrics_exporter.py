@@ -18,7 +18,7 @@ import pytest
 import requests
 from command import run_script
 from prometheus_client.parser import text_string_to_metric_families
-from prometheus_stand import INTERVAL_S, Exporter, free_port, recorded, start_exporter
+from prometheus_stand import INTERVAL_S, Exporter, free_port, recorded, start_exporter, wait_for
 
 from hase.benchmark import metrics_exporter
 from hase.benchmark.metrics.names import LATENCY, MODE, PHASE, TAKEN, Probed, ProbeSample, probed_of
@@ -40,24 +40,10 @@ def families(text: str) -> dict[str, Any]:
     return {name: family for name, family in by_name.items() if not name.startswith("process_")}
 
 
-def until(wanted: Callable[[], Any]) -> Any:
-    """The first true answer."""
-    end_s = time.monotonic() + PATIENCE_S
-    while not (found := wanted()):
-        assert time.monotonic() < end_s
-        time.sleep(0.05)
-    return found
-
-
 def answer(url: str, status: int) -> requests.Response:
     """The first answer of that status."""
     got: list[requests.Response] = []
-
-    def asked() -> bool:
-        got.append(requests.get(url, timeout=5))
-        return got[-1].status_code == status
-
-    until(asked)
+    wait_for(lambda: got.append(requests.get(url, timeout=5)) or got[-1].status_code == status)  # type: ignore[func-returns-value]
     return got[-1]
 
 
@@ -136,7 +122,7 @@ def test_invalid_readings_are_never_served(export: Export) -> None:
         assert (refused.status_code, "no sound sample so far" in refused.text) == (503, True)
         return "stuck at 0" in refused.text
 
-    until(refused_with_reason)
+    wait_for(refused_with_reason)
 
 
 def probe_samples(by_name: Mapping[str, Any]) -> list[ProbeSample]:
@@ -156,18 +142,18 @@ def test_the_probe_beside_the_metrics_of_a_cpu(tmp_path: Path) -> None:
         assert process.stdout
         process.stdout.readline()
 
-        def probed() -> dict[str, Any] | None:
-            served = families(answer(f"http://127.0.0.1:{port}/metrics", 200).text)
-            return served if TAKEN in served else None
+        def probed() -> dict[str, Any]:
+            return families(answer(f"http://127.0.0.1:{port}/metrics", 200).text)
 
-        served = until(probed)
+        wait_for(lambda: TAKEN in probed())
+        served = probed()
         assert served["DCGM_FI_DEV_CPU_UTIL_TOTAL"].samples[0].labels == labels
         assert all(labels.items() <= sample.labels.items() for sample in probe_samples(served))
         assert all(served[name].type == "gauge" and served[name].documentation for name in (LATENCY, PHASE, TAKEN))
         summary, taken_s = probed_of(probe_samples(served))
         assert (summary.sharing, served[TAKEN].samples[0].labels[MODE]) == (None, "cpu")
         assert began < taken_s <= time.time()
-        until(lambda: probed_of(probe_samples(until(probed))).taken_s > taken_s)
+        wait_for(lambda: probed_of(probe_samples(probed())).taken_s > taken_s)
         process.send_signal(signal.SIGINT)
         assert process.wait(PATIENCE_S) == 0
     finally:
@@ -182,9 +168,6 @@ def test_a_reading_that_is_old_is_not_served(export: Export) -> None:
     assert not probe_samples(families(answer(url, 200).text))  # none so far
     probes.read()
     assert probes.latest
-    summary, taken_s = probed_of(probe_samples(families(answer(url, 200).text)))
-    assert taken_s == probes.latest.taken_s
-    assert summary.latencies_ms == pytest.approx(probes.latest.summary.latencies_ms)
     for age_s, served in ((5.0 * STALE - 2.0, True), (5.0 * STALE + 1.0, False)):
         probes.latest = probes.latest._replace(taken_s=time.time() - age_s)
         served_now = families(answer(url, 200).text)
@@ -208,14 +191,13 @@ def test_a_failing_probe_leaves_the_metrics_alone(export: Export, log_lines: lis
         assert set(families(answer(url, 200).text)) == {*READING, LAST_SAMPLE, *served}
         probes.read()
         assert probes.error == ""
-    assert [line.startswith(f"the sharing probe: {shown}") for line, shown in zip(
-        log_lines, ("MemoryError", "division"), strict=True)] == [True, True]
-    assert ["Traceback" in line for line in log_lines] == [False, True]
+    assert log_lines[0] == "the sharing probe: MemoryError"
+    assert log_lines[1].startswith("the sharing probe: division\nTraceback")
 
 
 @pytest.mark.slow
 def test_the_count_of_processes(export: Export, log_lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a pretended GPU. A count that fails is logged once and leaves the metrics alone; an old one is not served."""
+    """Of a pretended GPU. A count that fails is logged once and leaves the metrics alone."""
     probes = ProbeSampler("cuda", every_s=5.0)
     counts = ProcessSampler("cuda", every_s=5.0, probing=[probes])
     url = export([READING] * 600, counts=counts)
@@ -237,9 +219,6 @@ def test_the_count_of_processes(export: Export, log_lines: list[str], monkeypatc
     count.assert_called_with(own=True)
     assert log_lines == ["the count of processes: the driver does not list this process"]
     assert len(served()) == 1
-    assert counts.latest
-    counts.latest = counts.latest._replace(taken_s=time.time() - 5.0 * STALE - 1.0)
-    assert served() == []
 
 
 @pytest.mark.parametrize(("options", "message"), [

@@ -18,7 +18,6 @@ from prometheus_stand import READINGS, Exporter, MadeUpExporter, Page, device_la
 from hase.benchmark.metrics import names
 from hase.benchmark.metrics.names import Probed, ProbeSample, Unreadable, probed_of, samples_of
 from hase.benchmark.metrics_exporter import ProbeSampler
-from hase.inference.evaluation.evaluate import EvaluationLoads
 from hase.inference.library.predictor import predict
 from hase.inference.live.load import InferenceConfig, LoadReading, current_load, fields_asked
 from hase.inference.live.prometheus import PrometheusConfig, PrometheusError
@@ -107,16 +106,11 @@ def port(readings: dict[float, ProbeReading], tmp_path_factory: pytest.TempPathF
     exporters = {name: Exporter(replay, device_labels(f"GPU-{name}"), probes=None if name == "unprobed" else ProbeSampler(
         "cuda", every_s=MAX_AGE_S, latest=probed[name])) for name in (*probed, "unprobed")}
 
-    def page(name: str, change: Change) -> Page:
-        labels = device_labels(f"GPU-{name}")
-        return Page(labels, dict(METRICS), more=[(labels | dict(sample.labels), {sample.name: sample.value})
-                                                 for sample in change(list(samples_of(half)))])
-
-    made_up = MadeUpExporter({
-        "nan": page("nan", with_value(math.nan, names.LATENCY, names.ALL, "0.5")),
-        "part": page("part", lambda samples: samples[5:])})
+    labels = device_labels("GPU-part")
+    made_up = MadeUpExporter({"part": Page(labels, dict(METRICS), more=[
+        (labels | dict(sample.labels), {sample.name: sample.value}) for sample in list(samples_of(half))[5:]])})
     targets = {name: (served.address, "metrics") for name, served in exporters.items()}
-    targets |= {name: (made_up.address, name) for name in made_up.pages} | {"again": targets["level_0.5"]}
+    targets |= {name: (made_up.address, name) for name in made_up.pages}
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("NO_PROXY", "127.0.0.1,localhost")
         with prometheus(folder / "prometheus", targets) as server:
@@ -173,27 +167,18 @@ def test_a_reading_that_is_old_or_missing_or_not_wanted(port: int, name: str, mo
                                                         model: Path, workspace: Workspace) -> None:
     load = load_of(config(port, name, **more), workspace)
     prediction = predicted(load, model, workspace)
-    assert load.probe is None
-    assert prediction.under_load
-    assert prediction.under_load.told_by == "metrics"
+    assert (load.probe, prediction.under_load and prediction.under_load.told_by) == (None, "metrics")
     assert any("metrics do not show" in warning and "--probe-every" in warning for warning in prediction.warnings)
     assert all(any(warning.startswith(notice) for warning in prediction.warnings) for notice in notices)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "more", "message"), [
-    ("nan", {}, r"reading of GPU-nan \(index 0, host node7\) can't be used: latencies_ms\.10: Input should be a finite"),
-    ("part", {}, r"can't be used: 5 of its samples are missing, .*; mend its exporter .*probe_max_age_s: null"),
-    ("level_0.5", {"job": None}, "several exporters report GPU-level_0.5"),
-])
-def test_what_is_no_reading_is_an_error(port: int, name: str, more: dict[str, object], message: str,
-                                        workspace: Workspace) -> None:
-    with pytest.raises(PrometheusError, match=message):
-        load_of(config(port, name, **more), workspace)
-    if name == "nan":
-        load = load_of(config(port, name, on_failure="idle"), workspace)
-        assert (load.metrics, load.probe) == ({}, None)
-        assert "predicted for an idle device" in load.notices[0]
+def test_what_is_no_reading_is_an_error(port: int, workspace: Workspace) -> None:
+    with pytest.raises(PrometheusError, match=r"reading of GPU-part \(.*\) can't be used: 5 of its samples are missing"):
+        load_of(config(port, "part"), workspace)
+    load = load_of(config(port, "part", on_failure="idle"), workspace)
+    assert (load.metrics, load.probe) == ({}, None)
+    assert "predicted for an idle device" in load.notices[0]
 
 
 @pytest.mark.slow
@@ -226,7 +211,3 @@ def test_the_commands(port: int, readings: dict[float, ProbeReading], model: Pat
     finally:
         watched.kill()
         watched.communicate()
-    load, co_runner = EvaluationLoads(settings).now(fitted_for(workspace, TARGET), 0.0, None)  # an evaluator
-    assert load.probe
-    assert co_runner
-    assert co_runner.busy_ms == pytest.approx(load.probe.busy_ms)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 from command import printed
 
-from hase.benchmark import sharing_probe
 from hase.benchmark.load.stress import stress
 from hase.benchmark.measuring import quiet_host
 from hase.benchmark.measuring.quiet_host import HostProbe, HostSamples, StallWatch, quiet_samples_ms
@@ -25,7 +23,7 @@ from hase.records.measurement import COMPUTE, DISTURBANCE_ADMITTED, Effort
 from hase.records.probe_reading import ProbedRuns, ProbeReading, read_reading
 from hase.utils import files, timing
 from hase.utils.errors import UserError
-from hase.utils.fingerprint import SharingMode, machine
+from hase.utils.fingerprint import machine
 from hase.utils.paths import Workspace
 
 pytestmark = pytest.mark.measuring
@@ -36,7 +34,7 @@ EFFORT = Effort(budget_s=0.05, least_runs=5, most_runs=1000)
 
 
 class Host:
-    """Stands in for a host and for the clock. Disturbed for the first part of every period: what it dispatches takes longer."""
+    """Stands in for a host and the clock. Disturbed for the first part of every period: what it dispatches takes longer."""
 
     def __init__(self, period_s: float, disturbed_share: float) -> None:
         self.now_s, self.period_s, self.disturbed_share = 0.0, period_s, disturbed_share
@@ -94,20 +92,6 @@ def test_a_host_that_is_never_undisturbed(start_host: StartHost) -> None:
     assert (len(samples) >= EFFORT.least_runs, set(samples)) == (True, {1.5})
 
 
-def test_several_in_turn(start_host: StartHost) -> None:
-    host = start_host()
-    order: list[str] = []
-
-    def noted(name: str) -> float:
-        order.append(name)
-        return host.run_s()
-
-    timed = {name: partial(noted, name) for name in ("a", "b")}
-    results = quiet_samples_ms(HostProbe(host.dispatch_s, [FAST_S] * 100), timed, EFFORT)
-    assert {name: samples.disturbance for name, samples in results.items()} == {"a": 0.0, "b": 0.0}
-    assert len([1 for before, after in pairwise(order) if before != after]) >= 3
-
-
 SLOW_S = SLOWER * FAST_S
 DRAW = random.Random(0)
 
@@ -135,11 +119,11 @@ def test_stalls_are_noted() -> None:
     assert watch.dispatched_s == pytest.approx(16.5e-3)
 
 
-def made_up(tiny_ms: list[float], long_ms: list[float], sharing: SharingMode | None = "time_slices") -> ProbeReading:
+def made_up(tiny_ms: list[float], long_ms: list[float]) -> ProbeReading:
     """A reading with these latencies (the starts do not matter)."""
     tiny, long = (ProbedRuns(starts_ms=tuple(range(len(taken))), latencies_ms=tuple(taken)) for taken in (tiny_ms, long_ms))
-    return ProbeReading(machine_uuid="GPU-0", device="cuda", sharing=sharing,
-                        started="2026-01-01T00:00:00+00:00", seconds=0.1, tiny=tiny, long=long)
+    return ProbeReading(machine_uuid="GPU-0", device="cuda", sharing="time_slices", started="2026-01-01T00:00:00+00:00",
+                        seconds=0.1, tiny=tiny, long=long)
 
 
 def check_order(reading: ProbeReading) -> None:
@@ -206,16 +190,3 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
 ])
 def test_how_long_was_waited(tiny_ms: list[float], long_ms: list[float], waited: tuple[float, float]) -> None:
     assert made_up(tiny_ms, long_ms).waited == {"tiny": pytest.approx(waited[0]), "long": pytest.approx(waited[1])}
-
-
-def test_the_script_warns_where_waiting_was_not_measured(
-        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """With a made-up reading, since this machine may have no GPU."""
-    monkeypatch.setattr(sharing_probe, "probe", lambda device, seconds: made_up([0.016] * 97 + [0.74] * 3, [0.5], "mps"))
-    monkeypatch.setattr(sys, "argv", ["sharing_probe.py", "--workspace", str(tmp_path)])
-    assert sharing_probe.main() == 0
-    captured = capsys.readouterr()
-    assert "sharing mode mps" in captured.err
-    tiny, long = captured.out.splitlines()[1:3]
-    assert (tiny.split("\t")[:4], tiny.split("\t")[4][:5]) == (["tiny", "100", "0.016", "0.016"], "0.588")
-    assert long == "long\t1\t0.5\t0.5\t0"

@@ -18,11 +18,10 @@ import psutil
 import pytest
 from command import run_script
 from conftest import small_model
-from pydantic import ValidationError
 
 from hase.benchmark.load import burners
 from hase.benchmark.load.burners import AHEAD_S, BurstWork, as_work, bursts
-from hase.benchmark.load.stress import Stress, _end, _wait_until_ready, options, stress
+from hase.benchmark.load.stress import Stress, _end, _wait_until_ready, stress
 from hase.records.measurement import BACKGROUND_QUEUES, COMPUTE, Background, BackgroundQueue
 from hase.utils import files
 from hase.utils.errors import UserError
@@ -55,15 +54,12 @@ def model_background(folder: Path, **changes: Any) -> Background:
 
 def test_reaches_its_share_and_ends_with_the_block(workspace: Workspace) -> None:
     before = set(psutil.Process().children(recursive=True))
-    with stress(0.0, COMPUTE, "cpu") as nothing:
-        assert nothing.reached() == {"duty": 0.0}
     with stress(0.5, COMPUTE, "cpu", workspace=workspace) as stressor:
         children = list(set(psutil.Process().children(recursive=True)) - before)
         assert len(children) > len(os.sched_getaffinity(0))
         time.sleep(0.6)
         reached = stressor.reached()
     assert 0.0 < reached["duty"] < 0.8  # beside other work on the machine; the exact share is tested on a fake clock below
-    assert 0.0 < reached[TOTAL] <= 1.0
     assert gone(children)
 
 
@@ -86,7 +82,7 @@ def test_several_processes_each_with_the_given_environment(workspace: Workspace)
 
 
 def test_reports_that_never_come_or_are_torn_by_a_kill(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of shells that stand in for stressors: like a stressor, each leads its own process group."""
+    """Of shells that stand in for stressors: each leads its own process group."""
     monkeypatch.setattr("hase.benchmark.load.stress.REPORT_PATIENCE_S", 0.3)
     silent, torn = (subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, text=True, process_group=0) for script in (
         """echo '{"event": "ready"}'; sleep 60""",
@@ -180,21 +176,6 @@ def test_dimensions_are_1_or_as_given_or_the_models_own(tmp_path: Path) -> None:
     assert burners.model_dims(background) == {"batch": 4}
 
 
-@pytest.mark.parametrize("description", [
-    {"name": "NULL"}, {"name": "two words"}, {"name": "a,b"}, {"name": "a", "model": "net.onnx"}, {"name": "a", "burst_ms": 0},
-    {"name": "a", "dims": {"batch": 1}}, {"name": "a", "kind": "model", "model": "net.onnx", "dims": {"batch": 0}}])
-def test_impossible_backgrounds(description: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError):
-        Background.model_validate(description)
-
-
-def test_options_describe_a_whole_background() -> None:
-    background = Background(name="b", kind="model", queue="deep", burst_ms=2, period_ms=50, model=Path("net.onnx"),
-                            dims={"batch": 4, "width": 8})
-    assert options(background) == ["--kind", "model", "--queue", "deep", "--burst-ms", "2.0", "--period-ms", "50.0", "--model",
-                                   "net.onnx", "--dim", "batch=4", "--dim", "width=8"]
-
-
 BURST_S = 5e-4
 
 
@@ -237,14 +218,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     return fake
 
 
-def burn(gpu: FakeGpu, queue: BackgroundQueue, intensity: float, periods: int = 50) -> tuple[float, float]:
+def burn(gpu: FakeGpu, queue: BackgroundQueue, intensity: float) -> tuple[float, float]:
     """Runs periods of 20 ms; the share of the time that the fake GPU was busy, and the share that the burner reports."""
     work = as_work(Background(name="a", queue=queue), gpu.launch, gpu.mark, gpu.wait)
     turns = bursts(work, intensity, 0.02)
     next(turns)  # begins at the next period's beginning
     gpu.busy_s, gpu.most_ahead_s, began = 0.0, 0.0, gpu.now_s
     gpu.gaps_s.clear()
-    busy_s = [next(turns) for _ in range(periods)]
+    busy_s = [next(turns) for _ in range(50)]
     return gpu.busy_s / (gpu.now_s - began), sum(busy_s) / (gpu.now_s - began)
 
 
@@ -253,13 +234,6 @@ def test_a_deep_queue_never_runs_dry_when_steady(gpu: FakeGpu) -> None:
     assert gpu.gaps_s == []
     assert AHEAD_S - BURST_S <= gpu.most_ahead_s <= AHEAD_S + BURST_S
     assert (busy, reported) == pytest.approx((1.0, 1.0), abs=0.01)
-    gpu.burst_s = 1.5 * AHEAD_S  # a queue of long bursts holds the next one
-    burn(gpu, "deep", 1.0)
-    assert gpu.gaps_s == []
-    assert gpu.most_ahead_s == pytest.approx(2 * gpu.burst_s, rel=0.01)
-
-
-def test_synchronised_bursts_are_waited_for(gpu: FakeGpu) -> None:
     burn(gpu, "synchronised", 1.0)
     assert gpu.most_ahead_s == pytest.approx(BURST_S)
     assert len(gpu.gaps_s) > 1000  # the GPU waits for the host after each

@@ -123,13 +123,6 @@ def test_a_wait_for_the_gpu_is_hidden_where_the_host_is_slow(pace: float, slowdo
     assert served([case], np.random.default_rng(7), host=host)[0][0].run_ms == pytest.approx(2.0 * pace * slowdown, rel=1e-3)
 
 
-def test_cases_get_the_same_arrivals() -> None:
-    cases = [Case([300.0], [1], [np.array([run_ms])], ALONE) for run_ms in (2.0, 2.0, 2.5)]
-    first, same, slower = served(cases, np.random.default_rng(6), 2000, 20)
-    assert first == same
-    assert slower[0].mean_ms > first[0].mean_ms
-
-
 COSTS = PipelineCosts(node_ms=0.001, view_ms=0.0, launch_ms=0.001, start_ms=0.0, gap_ms=0.0, lead_ms=0.0, end_ms=0.0)
 RULES = MpsRules(wave_ms=0.1, last_wave=1.0, slowdown=0.0, bandwidth_slowdown=0.0, switch_ms=0.0, share_slowdown=1.0)
 

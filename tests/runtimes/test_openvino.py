@@ -17,12 +17,12 @@ from optional_packages import needs
 from hase.benchmark.collecting.collect import collect
 from hase.benchmark.collecting.config import CollectorConfig
 from hase.benchmark.dataset import repeat
-from hase.inference.sum_and_path import comparison, target_rows
+from hase.inference.sum_and_path import target_rows
 from hase.kernel_model.building.dummy_data import dummy_inputs
 from hase.ort_analysis.graph.source import built_kernel
 from hase.records.dataset_files import kernel_table_path, read_header, read_table
 from hase.records.kernel_record import ModelOrigin, ModelRecord
-from hase.records.kernel_record_files import read_model_record, read_model_records, record_path, update_index
+from hase.records.kernel_record_files import read_model_records, update_index
 from hase.records.measurement import Effort, Measurement
 from hase.runtimes import runtime_named
 from hase.runtimes.openvino.compiling import compile_model, openvino_flavour
@@ -95,11 +95,6 @@ def test_fused_kernels_have_the_types_of_their_operators(tmp_path: Path) -> None
     assert (conv.op_type, conv.domain, conv.attributes["kernel_shape"]) == ("Conv", DOMAIN, [3, 3])
     assert conv.flops == 32 * 32 * 16 * (2 * 16 * 9 + 1)  # with the bias
     assert [part["op_type"] for part in conv.attributes[NODES]] == ["Conv", "Add", "Relu"]
-    # a convolution reads and writes channels last on this CPU; copies to other layouts are separate kernels
-    for node in (node for node in record.nodes if record.kernel_of(node).type == "Reorder"):
-        kernel = record.kernel_of(node)
-        assert (kernel.op_type, node.origins) == ("Transpose", ())
-        assert kernel.bytes_read == kernel.bytes_written == 16 * 32 * 32 * 4
 
 
 def test_a_kernel_has_one_id_in_all_models(tmp_path: Path) -> None:
@@ -152,13 +147,11 @@ def test_sizes_that_are_computed_are_folded(tmp_path: Path) -> None:
     record = parse(model, {"batch": 3}).record
     assert record.model == "sizes@batch=3"
     assert set(types(record)) == {"Relu", "MatMul"}
-    assert [kernel.flops for kernel in record.kernels.values() if kernel.op_type == "MatMul"] == [2 * 3 * 128 * 10]
     with pytest.raises(UserError, match="batch"):
         parse(model)
-    model = saved(tmp_path / "unknown.onnx", [helper.make_node("NoSuchOperator", ["x"], ["y"], domain="nowhere")],
-                  {"x": [1, 4]}, {"y": [1, 4]}, {})
-    with pytest.raises(UserError, match="unknown: OpenVINO can't take this model"):
-        parse(model)
+    odd = saved(tmp_path / "odd.onnx", [helper.make_node("None", ["x"], ["y"], domain="nowhere")], {"x": [1]}, {"y": [1]}, {})
+    with pytest.raises(UserError, match="odd: OpenVINO can't take this model"):
+        parse(odd)
 
 
 @pytest.mark.slow
@@ -173,15 +166,6 @@ def test_each_kernel_is_a_separate_model(tmp_path: Path) -> None:
         assert [output.shape for output in outputs] == [tensor.shape for tensor in kernel.outputs]
         if kernel.type.endswith("Relu"):
             assert min(output.min() for output in outputs) >= 0
-
-
-def test_a_record_is_written_with_its_origin(workspace: Workspace) -> None:
-    model, runtime = residual(workspace.root), runtime_named("openvino")
-    [record] = runtime.write_records(workspace, model, "cpu", {}, True, ModelOrigin("resnet", "zoo"))
-    assert read_model_record(record_path(workspace, record.flavour, "residual")) == record
-    assert (record.group, record.collection) == ("resnet", "zoo")
-    with pytest.raises(UserError, match="device cuda: OpenVINO is supported on cpu only"):
-        runtime.write_records(workspace, model, "cuda", {}, True, ModelOrigin())
 
 
 def convolutions(path: Path, channels: int = 16, side: int = 32) -> Path:
@@ -219,9 +203,6 @@ def test_the_time_of_a_layer_is_known_to_a_microsecond(usual: float) -> None:
     times = np.random.default_rng(1).normal(usual, 0.1 * usual, RUNS)
     times[0] = 20 * usual + 3000.0  # code is generated
     assert read_back(times) == pytest.approx(times[FIRST:].mean(), abs=1.0)
-    disturbed = np.full(RUNS, 50.4)
-    disturbed[[10, 60, 61]] = 4000.0  # by other work
-    assert read_back(disturbed) == pytest.approx(50.4, abs=4.0)
 
 
 @pytest.mark.slow
@@ -234,22 +215,17 @@ def test_a_model_has_a_latency_and_the_times_of_its_kernels(tmp_path: Path) -> N
     assert (latency.subject, latency.id, latency.place) == ("model", "two", "alone")
     assert {(measured.id, measured.place) for measured in labels["kernel_time"]} == {
         (node.kernel_id, "in_model") for node in record.nodes if record.kernel_of(node).moves_data}
+    paths = [build_kernel(kernel, tmp_path) for kernel in record.kernels.values()]
+    [alone] = by_label(ask("alone", paths[0]))["run"]
+    assert (alone.id, alone.place) == (next(iter(record.kernels)), "alone")
+    carried = by_label(ask("carrier", *paths))["kernel_time"]
+    assert sorted((measured.id, measured.place) for measured in carried) == sorted((name, "carrier") for name in record.kernels)
     session = ask("session", model)
     assert (by_label(session).keys(), session.memory_mib is not None) == ({"latency"}, True)
     files.write_json(record_file, parse(convolutions(tmp_path / "other.onnx", side=16)).record)
     assert "OpenVINO's graph is not the one in its record" in ask("model", model, record=str(record_file)).error
     assert "memory_limit_mib" in ask("session", model, setting=RuntimeSetting(level="fused", memory_limit_mib=10)).error
     assert "cores: 4096" in ask("session", model, setting=RuntimeSetting(level="fused", cores=4096)).error
-
-
-@pytest.mark.slow
-def test_kernels_alone_and_in_a_carrier(tmp_path: Path) -> None:
-    kernels = list(parse(convolutions(tmp_path / "two.onnx")).record.kernels.values())
-    paths = [build_kernel(kernel, tmp_path) for kernel in kernels]
-    [alone] = by_label(ask("alone", paths[0]))["run"]
-    assert (alone.id, alone.place) == (kernels[0].id, "alone")
-    carried = by_label(ask("carrier", *paths))["kernel_time"]
-    assert sorted((measured.id, measured.place) for measured in carried) == sorted((kernel.id, "carrier") for kernel in kernels)
 
 
 def test_it_computes_in_float32(tmp_path: Path) -> None:
@@ -275,6 +251,8 @@ def test_the_collector_measures_and_measures_again(workspace: Workspace) -> None
     for name, width in (("small", 128), ("large", 1024)):
         model = layers(workspace.models / f"{name}.onnx", 2, width, last_relu=False)
         runtime_named("openvino").write_records(workspace, model, "cpu", {}, True, ModelOrigin())
+    with pytest.raises(UserError, match="device cuda: OpenVINO is supported on cpu only"):
+        runtime_named("openvino").write_records(workspace, model, "cuda", {}, True, ModelOrigin())
     for kernel in update_index(workspace, openvino_flavour()).all_kernels():
         build_kernel(kernel, workspace.kernel_onnx / openvino_flavour().name)
     config = validate(CONFIG, CollectorConfig, "test")
@@ -294,11 +272,3 @@ def test_the_collector_measures_and_measures_again(workspace: Workspace) -> None
     assert {row["model"]: row["nodes"] for row in rows} == {
         record.model: len(record.nodes) for record in read_model_records(workspace, openvino_flavour())}
     assert all(row["sum_ms"] == pytest.approx(row["critical_path_ms"]) for row in rows)  # a chain
-
-
-def test_two_runtimes_are_compared_in_one_row() -> None:
-    of_targets = {"ort": [{"model": "a", "whole_ms": 2.0}, {"model": "b", "whole_ms": 3.0}],
-                  "openvino": [{"model": "a", "whole_ms": 1.0, "predicted_ms": 1.1, "predicted_error_%": 10.0}]}
-    assert comparison(of_targets) == [{
-        "model": "a", "ort_ms": 2.0, "ort_predicted_ms": None, "ort_error_%": None, "openvino_ms": 1.0,
-        "openvino_predicted_ms": 1.1, "openvino_error_%": 10.0}]

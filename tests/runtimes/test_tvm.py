@@ -22,7 +22,7 @@ from optional_packages import needs
 from hase.records.kernel_record_files import read_index, read_model_record, record_path
 from hase.records.operators import VIEWS
 from hase.runtimes.tvm import compiling, tune_kernels
-from hase.runtimes.tvm.compiling import FUSED, UNFUSED, built_function, function_path, gpu_target, kept_cubin, tvm_flavour
+from hase.runtimes.tvm.compiling import FUSED, UNFUSED, built_function, function_path, gpu_target, tvm_flavour
 from hase.runtimes.tvm.lowering import onnx_name
 from hase.runtimes.tvm.recording import TvmModel, parse, write_parsed
 from hase.utils.errors import UserError
@@ -192,20 +192,6 @@ def test_a_rule_that_fails_leaves_the_function_to_the_next_one(tmp_path: Path) -
         tvm.s_tir.dlight.gpu.Matmul().apply(function, gpu_target(), False)
     [code] = built_function(function, gpu_target()).imports
     assert "threadIdx.x" in code.inspect_source("cuda")
-
-
-@pytest.mark.slow
-def test_machine_code_is_compiled_once(tmp_path: Path) -> None:
-    needs("tvm", "requirements-tvm.txt")
-    compiling.check_tvm()
-    source = 'extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= 2; }'
-    code = kept_cubin(source, "sm_90", tmp_path)
-    assert code.startswith(b"\x7fELF")
-    [path] = tmp_path.glob("*.cubin")
-    path.write_bytes(b"kept")
-    assert kept_cubin(source, "sm_90", tmp_path) == b"kept"
-    with pytest.raises(RuntimeError, match=r"identifier .y. is undefined"):
-        kept_cubin('extern "C" __global__ void wrong() { y = 1; }', "sm_90", tmp_path)
 
 
 @pytest.mark.slow
