@@ -356,6 +356,7 @@ def test_dcgm_gives_the_mean_of_a_windows_readings(dcgm: FakeDcgm) -> None:
         gpu_sources.DcgmSource([SM])
 
 
+@pytest.mark.slow
 def test_dcgm_that_is_blank_or_not_here_or_goes_away(dcgm: FakeDcgm, monkeypatch: pytest.MonkeyPatch) -> None:
     source = gpu_sources.DcgmSource([SM])
     window = source.start()

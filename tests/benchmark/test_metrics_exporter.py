@@ -161,6 +161,7 @@ def test_the_probe_beside_the_metrics_of_a_cpu(tmp_path: Path) -> None:
         process.communicate()
 
 
+@pytest.mark.slow
 def test_a_reading_that_is_old_is_not_served(export: Export) -> None:
     """An exporter of a replay, with a probe of this CPU that is read when asked to."""
     probes = ProbeSampler("cpu", every_s=5.0)
@@ -174,6 +175,7 @@ def test_a_reading_that_is_old_is_not_served(export: Export) -> None:
         assert (bool(probe_samples(served_now)), served_now[SM].samples[0].value) == (served, READING[SM])
 
 
+@pytest.mark.slow
 def test_a_failing_probe_leaves_the_metrics_alone(export: Export, log_lines: list[str],
                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretended: at first a device without memory for the probe's sessions, then a fault of the program, which alone is shown

@@ -124,6 +124,7 @@ def test_the_table_has_the_energy_only_where_it_was_measured(model: Path, sensor
     assert joined_header(folder, plain).energy  # a later run without energy keeps the columns
 
 
+@pytest.mark.slow
 def test_kernels_are_measured_in_batches_of_one_operator_and_never_singly(model: Path, sensor: None, tmp_path: Path) -> None:
     workspace = Workspace(tmp_path)
     build_workspace(workspace, {f"anet_{channels}": small_model(channels) for channels in (16, 24, 32)})

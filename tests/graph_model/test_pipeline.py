@@ -135,6 +135,7 @@ def test_many_runs_at_once_are_as_one_by_one(scale: float) -> None:
     assert paced_runs([]).latencies_ms(costs).size == 0
 
 
+@pytest.mark.slow
 def test_the_fit_finds_the_costs() -> None:
     """At any pace of the host. Host times of models that are bound by the GPU do not count."""
     draw = np.random.default_rng(5)
@@ -145,10 +146,11 @@ def test_the_fit_finds_the_costs() -> None:
     for name in ("node_ms", "view_ms", "launch_ms", "start_ms", "gap_ms", "convolution_ms"):
         assert getattr(fitted, name) == pytest.approx(getattr(COSTS, name), rel=0.02)
     assert (fitted.lead_ms, fitted.end_ms) == pytest.approx((COSTS.lead_ms, COSTS.end_ms), abs=5e-4)
-    latencies = np.array([m.latency_ms for m in models])
-    disturbed = fit_pipeline([*models[:3], replace(models[3], latency_ms=3 * models[3].latency_ms), *models[4:]])
-    assert np.median(np.abs(latencies_ms(models, disturbed) / latencies - 1)) < 0.02
     assert [can_fit(known) for known in (models, [replace(m, host_ms=math.nan) for m in models])] == [True, False]
+    draw = np.random.default_rng(9)  # one of these models is disturbed
+    models = [made_up(draw, scale) for scale in (0.0005, 0.002, 0.005, 0.01, 0.05) for _ in range(6)]
+    fitted = fit_pipeline([*models[:3], replace(models[3], latency_ms=3 * models[3].latency_ms), *models[4:]])
+    assert np.median(np.abs(latencies_ms(models, fitted) / [m.latency_ms for m in models] - 1)) < 0.02
 
 
 def test_the_work_of_a_node_at_which_the_host_waits_counts_once() -> None:

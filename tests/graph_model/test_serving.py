@@ -75,6 +75,7 @@ def test_busy_share(rate_per_s: float, batch: int) -> None:
     assert [busy_share(rate, 2.0, 1) for rate in (300.0, 600.0, 0.0)] == pytest.approx([0.6, 1.0, 0.0])
 
 
+@pytest.mark.slow
 def test_more_requests_than_can_be_served() -> None:
     found = one(1000.0, 2.0, requests=4000)
     assert (found.stable, found.percentile_ms(95), found.busy) == (False, np.inf, pytest.approx(1.0, abs=0.01))
