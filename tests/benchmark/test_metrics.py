@@ -1,22 +1,26 @@
-"""Metrics: means over windows, their limits, and the sources behind the one interface."""
+"""Metrics: means over windows, their limits, and their sources: the machine's own counters, a replay, DCGM."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import json
+import logging
 import math
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import psutil
 import pytest
 
-from hase.benchmark.metrics import gpu_sources
-from hase.benchmark.metrics.names import FIELDS
+from hase.benchmark.metrics import gpu_sources, sources
+from hase.benchmark.metrics.names import FIELDS, IDS, NAMES, NEW_NAMES, MetricName, in_unit, names_of, new_name
 from hase.benchmark.metrics.source import MANY, History, MetricMean, check_together, checked, values
-from hase.benchmark.metrics.sources import CpuSource, open_source
+from hase.benchmark.metrics.sources import CpuSource, ReplaySource, open_source
 from hase.utils.errors import UserError
 
 pytestmark = pytest.mark.measuring
@@ -24,10 +28,15 @@ pytestmark = pytest.mark.measuring
 TOTAL, USER = "DCGM_FI_DEV_CPU_UTIL_TOTAL", "DCGM_FI_DEV_CPU_UTIL_USER"
 ENGINE, SM, POWER = "DCGM_FI_PROF_GR_ENGINE_ACTIVE", "DCGM_FI_PROF_SM_ACTIVE", "DCGM_FI_DEV_POWER_USAGE"
 UTIL, CLOCK, BYTES = "DCGM_FI_DEV_GPU_UTIL", "DCGM_FI_DEV_SM_CLOCK", "DCGM_FI_PROF_PCIE_TX_BYTES"
+NEW_SM = "DCGM_FI_PROF_SM_UTIL_RATIO"
 
 
 def test_a_busy_cpu_is_measured() -> None:
+    with pytest.raises(UserError, match=f"metric {ENGINE}: psutil can't read it here; it has {TOTAL}"):
+        open_source("cpu", [TOTAL, ENGINE])
     source = open_source("cpu")
+    with pytest.raises(UserError, match="too short to be valid: psutil needs 200 ms"):
+        source.stop(source.start())
     one_core = 1 / (psutil.cpu_count() or 1)
     for _ in range(5):  # the system's counters lag at times on a busy machine, and then show nothing of a window
         window = source.start()
@@ -40,15 +49,6 @@ def test_a_busy_cpu_is_measured() -> None:
     assert set(means) == set(source.fields) <= set(FIELDS)
     assert 0.3 * one_core < means[USER] <= means[TOTAL] + 1e-6 <= 1.0 + 1e-6
     assert means[TOTAL] == pytest.approx(sum(value for field, value in means.items() if field != TOTAL), abs=0.15)
-
-
-def test_only_what_was_asked_for_and_what_there_is() -> None:
-    source = open_source("cpu", [TOTAL])
-    assert set(source.window(0.25)) == {TOTAL}
-    with pytest.raises(UserError, match="too short to be valid: psutil needs 200 ms"):
-        source.stop(source.start())
-    with pytest.raises(UserError, match=f"metric {ENGINE}: psutil can't read it here; it has {TOTAL}"):
-        open_source("cpu", [TOTAL, ENGINE])
 
 
 def test_windows_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,18 +66,25 @@ def test_windows_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (means[TOTAL], means[USER]) == (pytest.approx(0.25), pytest.approx(0.1875))
 
 
-@pytest.mark.parametrize(("field", "value", "wrong"), [
-    *((SM, value, "the device reports") for value in (math.nan, math.inf, -0.1, 1.1, 4294967295.0)),
-    *((BYTES, value, r".*stands for no value \(blank\)") for value in (
-        4294967295, 0x7FFFFFF2, 0x7FFFFFFFFFFFFFF0, 2**64 - 1, 140737488355329.0))])
-def test_an_impossible_value_is_no_feature(field: str, value: float, wrong: str) -> None:
-    with pytest.raises(UserError, match=f"metric {field}: {wrong}"):
-        checked(field, value)
+def test_an_impossible_value_is_no_feature() -> None:
+    blanks = (4294967295, 0x7FFFFFF2, 0x7FFFFFFFFFFFFFF0, 2**64 - 1, 140737488355329.0)
+    for field, values_of, wrong in ((SM, (math.nan, math.inf, -0.1, 1.1, 4294967295.0), "the device reports"),
+                                    (BYTES, blanks, r".*stands for no value \(blank\)")):
+        for value in values_of:
+            with pytest.raises(UserError, match=f"metric {field}: {wrong}"):
+                checked(field, value)
+    assert (checked(SM, 1.001), checked(BYTES, 4294967294.0)) == (1.0, 4294967294.0)  # a hair above the limit; next to a blank
 
 
-def test_values_next_to_impossible_ones() -> None:
-    assert checked(SM, 1.001) == 1.0  # a hair above the limit
-    assert checked(BYTES, 4294967294.0) == 4294967294.0
+def test_a_name_says_its_unit() -> None:
+    for name, meant in ((UTIL, MetricName(UTIL, "per cent")), (f"{UTIL}_RATIO", MetricName(UTIL, "ratio", 100.0)),
+                        (f"{CLOCK}_HERTZ", MetricName(CLOCK, "Hz", 1e-6)), (NEW_SM, MetricName(SM, "ratio"))):
+        assert NAMES[name] == meant
+    assert in_unit(f"{CLOCK}_HERTZ", 1.98e9) == pytest.approx(1980.0)
+    assert in_unit(f"{CLOCK}_HERTZ", 0x7FFFFFF0) == 0x7FFFFFF0  # a blank, not 2147 MHz
+    assert (names_of(SM), new_name(SM), new_name(BYTES)) == ([SM, NEW_SM], NEW_SM, BYTES)  # the last one is not renamed
+    for known in NEW_NAMES.values():  # the units differ where the scale does
+        assert (known.scale == 1.0) == (known.unit == FIELDS[known.field].unit)
 
 
 class FakeNvml(SimpleNamespace):
@@ -150,17 +157,12 @@ def test_gpm_gives_ratios_and_bytes(fake: FakeNvml) -> None:
         source.window(0.11)
 
 
-@pytest.mark.parametrize("late", [True, False])
-def test_a_driver_that_fails_is_reported(fake: FakeNvml, monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
-    """A GPU that is lost while a window is open, whether its sample or the means of two are asked for."""
+def test_a_driver_that_fails_is_reported(fake: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that is lost while a window is open."""
     source = gpu_sources.NvmlSource([SM])
     opened = source.start()
     opened.reading.gpm.value()
-
-    def lost(*_: object) -> None:
-        raise fake.NVMLError("GPU is lost")
-
-    monkeypatch.setattr(fake, "nvmlGpmSampleGet" if late else "nvmlGpmMetricsGet", lost, raising=False)
+    monkeypatch.setattr(fake, "nvmlGpmSampleGet", Mock(side_effect=fake.NVMLError("GPU is lost")))
     with pytest.raises(UserError, match=r"NVML with GPM: the driver does not answer \(GPU is lost\)"):
         source.stop(opened)
 
@@ -180,7 +182,6 @@ def test_a_gpm_window_is_the_right_time_although_samples_lag(fake: FakeNvml, mon
 
 @pytest.mark.parametrize("fake", [False, True], indirect=True)
 def test_plain_nvml_has_no_profiling_metrics(fake: FakeNvml, request: pytest.FixtureRequest) -> None:
-    """Also where there are counters that were not asked for."""
     with pytest.raises(UserError, match=f"metric {SM}: NVML can't read it here; it has {UTIL}"):
         gpu_sources.NvmlSource([SM], counters=False)
     source = gpu_sources.NvmlSource(counters=False)
@@ -194,31 +195,24 @@ def test_plain_nvml_has_no_profiling_metrics(fake: FakeNvml, request: pytest.Fix
 MOVING = [0.3 + 0.01 * i for i in range(MANY)]
 
 
-def test_a_field_is_frozen_if_another_one_moves() -> None:
-    with pytest.raises(UserError, match=f"metric {SM}: frozen: {MANY} readings of exactly 0.4 ratio while {ENGINE} moved"):
-        check_together({SM: [0.4] * MANY, ENGINE: MOVING})
-
-
 @pytest.mark.parametrize("readings", [
     pytest.param({SM: [0.4] * (MANY - 1), ENGINE: MOVING[1:]}, id="too few to tell"),
     pytest.param({SM: [0.4] * MANY, ENGINE: [0.5] * MANY}, id="nothing moves"),
-    pytest.param({SM: [0.4] * MANY, ENGINE: [0.5] * 5 + [0.6] * 5}, id="two readings, each asked for five times"),
-    pytest.param({SM: [1.0] * MANY, ENGINE: MOVING}, id="saturated"),
     pytest.param({SM: [0.005] * MANY, ENGINE: MOVING}, id="hardly anything"),
     pytest.param({"DCGM_FI_PROF_PIPE_FP64_ACTIVE": [0.0] * MANY, ENGINE: MOVING}, id="nobody computes in fp64"),
-    pytest.param({CLOCK: [1980.0] * MANY, ENGINE: MOVING}, id="a clock may well stand still"),
-    pytest.param({SM: [0.0], ENGINE: [0.0], UTIL: [0.0]}, id="idle")])
+    pytest.param({CLOCK: [1980.0] * MANY, ENGINE: MOVING}, id="a clock may well stand still")])
 def test_readings_that_may_well_stand_still(readings: dict[str, list[float]]) -> None:
     check_together(readings)
 
 
-def test_a_profiled_field_at_zero_while_the_gpu_is_busy() -> None:
+def test_a_profiled_field_that_is_frozen_or_at_zero_while_the_gpu_is_busy() -> None:
+    with pytest.raises(UserError, match=f"metric {SM}: frozen: {MANY} readings of exactly 0.4 ratio while {ENGINE} moved"):
+        check_together({SM: [0.4] * MANY, ENGINE: MOVING})
     with pytest.raises(UserError, match=f"metric {SM}: stuck at 0 while {ENGINE} says that the GPU is busy"):
         check_together({SM: [0.0], ENGINE: [0.5]})
     with pytest.raises(UserError, match=f"metric {ENGINE}: stuck at 0 while {UTIL} says that the GPU is busy"):
         check_together({ENGINE: [0.0] * 3, UTIL: [97.0] * 3}, lasted_s=2.0)
     check_together({ENGINE: [0.0] * 3, UTIL: [97.0] * 3}, lasted_s=1.5)  # utilisation looks back: load that is over
-    check_together({ENGINE: [0.0] * 3, UTIL: [97.0]}, lasted_s=2.0)
     check_together({ENGINE: [0.0] * 3, UTIL: [97.0, 97.0, 0.0]}, lasted_s=2.0)
 
 
@@ -228,10 +222,190 @@ def test_a_counter_that_freezes_is_detected_over_windows() -> None:
         history.add({SM: 0.4, ENGINE: 0.5 + 0.01 * i})
     with pytest.raises(UserError, match="frozen"):
         history.add({SM: 0.4, ENGINE: 0.7})
-    for i in range(MANY):  # once it moves again, all is well
-        with contextlib.suppress(UserError):
-            history.add({SM: 0.3 + 0.01 * i, ENGINE: 0.5 + 0.01 * i})
-    history.add({SM: 0.35, ENGINE: 0.8})
     after_loads = History()
     for _ in range(MANY):  # each window begins when a load is just over, which utilisation still shows
         after_loads.add({SM: 0.0, ENGINE: 0.0, UTIL: 40.0})
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A clock that the test turns."""
+    turned = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(time, "monotonic", lambda: turned.now)
+    return turned
+
+
+def recorded(folder: Path, readings: str | Sequence[Mapping[str, Any]]) -> Path:
+    text = readings if isinstance(readings, str) else "".join(json.dumps(reading) + "\n" for reading in readings)
+    (folder / "readings.jsonl").write_text(text, encoding="utf-8")
+    return folder / "readings.jsonl"
+
+
+def test_a_replay_keeps_the_times_of_its_readings(tmp_path: Path, clock: SimpleNamespace) -> None:
+    stamps = (50.0, 51.0, 51.5, 60.0)
+    source = ReplaySource(recorded(tmp_path, [{"time_s": stamp, SM: 0.1 * i} for i, stamp in enumerate(stamps, 1)]))
+    assert source.times_s == [1.0, 2.0, 2.5, 11.0]
+    window = source.start()
+    clock.now += 2.25
+    later = source.start()
+    assert source.stop(window) == {SM: (pytest.approx(0.15), 2)}
+    clock.now += 0.5
+    assert source.stop(later) == {SM: (pytest.approx(0.3), 1)}
+    clock.now += 20.0
+    with pytest.raises(UserError, match=r"readings.jsonl: the replay is over: its last reading came after 11 s"):
+        source.stop(source.start())
+
+
+@pytest.mark.parametrize(("readings", "wrong"), [
+    ("{", "line 1: not valid JSON"),
+    ("[1]", "line 1: not a reading: an object with \"time_s\""),
+    ([{SM: "0.5"}], f"line 1: {SM}: '0.5' is not a number"),
+    ([{SM: 0.5}, {SM: 0.5, "time_s": 0}], "line 2: time_s 0 is not later"),
+    ([{SM: 0.5}, {SM: None}], f"metric {SM}: the device reports nan"),
+    ([{f"{UTIL}_RATIO": 0.5}, {f"{UTIL}_RATIO": 57}], f"metric {UTIL}: the device reports 5700 per cent"),
+    ([{f"{CLOCK}_HERTZ": 2147483632}], "stands for no value"),
+    ([{SM: 0.4, ENGINE: 0.5 + 0.01 * i} for i in range(12)], f"metric {SM}: frozen: 12 readings")])
+def test_what_can_not_be_replayed(readings: str | list[dict[str, Any]], wrong: str, tmp_path: Path,
+                                  clock: SimpleNamespace) -> None:
+    def replay() -> None:
+        source = ReplaySource(recorded(tmp_path, readings if isinstance(readings, str) else [
+            {"time_s": i} | reading for i, reading in enumerate(readings)]))
+        window = source.start()
+        clock.now += 12.5
+        source.stop(window)
+
+    with pytest.raises(UserError, match=wrong):
+        replay()
+
+
+class FakeDcgm:
+    """A pretended DCGM with its Python bindings and one GPU: this machine has neither. The test puts the readings in."""
+
+    class DCGMError(Exception):
+        pass
+
+    def __init__(self) -> None:
+        self.refused: set[int] = set()  # fields that can't be watched
+        self.queue: list[tuple[int, float, float | None]] = []  # field, time, value; None is a blank
+        self.down = False
+        self.handle = Mock(side_effect=self.answer)
+        system = self.handle.return_value.GetSystem.return_value
+        gpus = {3: "GPU-other", 7: "GPU-0"}
+        system.discovery.GetAllGpuIds.return_value = list(gpus)
+        system.discovery.GetGpuAttributes.side_effect = lambda gpu: SimpleNamespace(identifiers=SimpleNamespace(uuid=gpus[gpu]))
+        system.GetGroupWithGpuIds.side_effect = lambda name, ids: Mock(
+            **{"GetId.return_value": ids, "samples.WatchFields.side_effect": self.watch})
+        self.modules = {"pydcgm": Mock(DcgmHandle=self.handle, DcgmFieldGroup=lambda handle, name, ids: Mock(ids=ids)),
+                        "dcgm_structs": Mock(DCGMError=self.DCGMError),
+                        "dcgm_field_helpers": Mock(DcgmFieldValueCollection=self.collection)}
+
+    def answer(self, **_: object) -> Any:
+        if self.down:
+            raise self.DCGMError("Connection not valid")
+        return DEFAULT
+
+    def watch(self, group: Any, update_us: int, keep_s: float, keep_samples: int) -> None:
+        if set(group.ids) & self.refused:
+            raise self.DCGMError("Profiling is not supported")
+        assert (update_us, keep_samples) == (100_000, 0)
+        self.queue += [(number, time.time(), 0.5) for number in group.ids]
+
+    def collection(self, handle: str, group: list[int]) -> Any:
+        assert group == [7]  # the GPU of this machine's UUID, not the first
+        found = SimpleNamespace(values={}, EmptyValues=lambda: found.values.clear())
+
+        def get_all(fields: Any) -> None:
+            self.answer()
+            for number, time_s, value in [entry for entry in self.queue if entry[0] in fields.ids]:
+                series = found.values.setdefault(7, {}).setdefault(number, SimpleNamespace(values=[]))
+                series.values.append(SimpleNamespace(ts=int(time_s * 1e6), isBlank=value is None, value=value))
+            self.queue = [entry for entry in self.queue if entry[0] not in fields.ids]
+
+        found.GetAllSinceLastCall = get_all
+        return found
+
+    def read(self, field: str, *values: float | None, since_s: float) -> None:
+        """Readings every 0.1 s, the first 0.1 s after a time."""
+        self.queue += [(IDS[field], since_s + 0.1 * i, value) for i, value in enumerate(values, 1)]
+
+
+@pytest.fixture
+def dcgm(monkeypatch: pytest.MonkeyPatch) -> FakeDcgm:
+    made = FakeDcgm()
+    for name, module in made.modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(gpu_sources, "gpu_facts", lambda: {"uuid": "GPU-0"})
+    return made
+
+
+def test_dcgm_gives_the_mean_of_a_windows_readings(dcgm: FakeDcgm) -> None:
+    source = gpu_sources.DcgmSource([SM, UTIL])
+    dcgm.handle.assert_called_with(ipAddress=None)  # within this process
+    window = source.start()
+    dcgm.read(SM, 0.2, 0.3, 0.4, since_s=window.reading)
+    dcgm.read(SM, 0.9, since_s=window.reading - 0.15)  # a reading from before the window
+    dcgm.read(SM, 0.9, since_s=window.reading + 3.0)  # and one from after it
+    dcgm.read(UTIL, 50, 60, since_s=window.reading)
+    time.sleep(0.3)
+    assert source.stop(window) == {SM: (pytest.approx(0.3), 3), UTIL: MetricMean(55.0, 2)}
+    dcgm.refused = {IDS[SM]}
+    source = gpu_sources.DcgmSource(address="node7:5555")
+    dcgm.handle.assert_called_with(ipAddress="node7:5555")
+    assert (source.name, UTIL in source.fields, SM in source.fields) == ("DCGM at node7:5555", True, False)
+    with pytest.raises(UserError, match=f"metric {SM}: DCGM can't read it here"):
+        gpu_sources.DcgmSource([SM])
+
+
+@pytest.mark.slow
+def test_dcgm_that_is_blank_or_not_here_or_goes_away(dcgm: FakeDcgm, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = gpu_sources.DcgmSource([SM])
+    window = source.start()
+    dcgm.read(SM, 0.2, None, 0.4, since_s=window.reading)
+    time.sleep(0.3)
+    with pytest.raises(UserError, match="1 of 3 readings of DCGM are blank; does a profiler hold the counters"):
+        source.stop(window)
+    window = source.start()
+    time.sleep(0.3)
+    dcgm.down = True
+    with pytest.raises(UserError, match="DCGM does not answer any more: Connection not valid"):
+        source.stop(window)
+    with pytest.raises(gpu_sources.DcgmMissing, match="DCGM at node8 does not answer: Connection not valid; is nv-hostengine"):
+        gpu_sources.DcgmSource(address="node8")
+    monkeypatch.setitem(sys.modules, "pydcgm", None)  # as where it is not installed
+    with pytest.raises(gpu_sources.DcgmMissing, match="source dcgm: no pydcgm in /usr/share/datacenter-gpu-manager-4"):
+        gpu_sources.DcgmSource()
+
+
+@pytest.mark.parametrize(("has_gpm", "installed", "chosen", "why"), [
+    (True, True, "NVML with GPM", "the exact mean of a window"),
+    (False, True, "DCGM", "no GPM, and DCGM is here"),
+    (False, False, "NVML", "no GPM, and there is no DCGM"),
+])
+def test_auto_reports_its_choice_and_why(has_gpm: bool, installed: bool, chosen: str, why: str, dcgm: FakeDcgm,
+                                         monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def nvml(fields: Sequence[str] | None, counters: bool) -> Any:
+        if counters and not has_gpm:
+            raise gpu_sources.CountersMissing("no GPM")
+        return SimpleNamespace(name="NVML with GPM" if counters else "NVML", fields=())
+
+    monkeypatch.setattr(sources, "resolve_device", lambda name: "cuda")
+    monkeypatch.setattr(sources, "NvmlSource", nvml)
+    if not installed:
+        monkeypatch.setitem(sys.modules, "pydcgm", None)
+    monkeypatch.setattr(logging.getLogger("hase"), "propagate", True)
+    with caplog.at_level(logging.INFO):
+        assert open_source().name == chosen
+    assert f"metrics: from {chosen}: " in caplog.text
+    assert why in caplog.text
+
+
+@pytest.mark.parametrize(("device", "options", "message"), [
+    ("cpu", {"source": "dcgm"}, "source dcgm reads a GPU, and the device here is the CPU; use psutil or auto"),
+    ("cpu", {"source": "replay"}, "source replay needs a file to replay"),
+    ("cpu", {"dcgm_address": "node7"}, "source auto on cpu: it does not ask the DCGM at node7"),
+    ("cuda", {"source": "psutil"}, "source psutil reads the CPU, and the device here is a GPU")])
+def test_a_source_for_another_device(device: str, options: dict[str, Any], message: str,
+                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "resolve_device", lambda name: device)
+    with pytest.raises(UserError, match=message):
+        open_source(**options)

@@ -18,12 +18,10 @@ import psutil
 import pytest
 from command import run_script
 from conftest import small_model
-from pydantic import ValidationError
 
 from hase.benchmark.load import burners
 from hase.benchmark.load.burners import AHEAD_S, BurstWork, as_work, bursts
-from hase.benchmark.load.stress import Stress, _end, _wait_until_ready, options, stress
-from hase.benchmark.stressor import EXAMPLES
+from hase.benchmark.load.stress import Stress, _end, _wait_until_ready, stress
 from hase.records.measurement import BACKGROUND_QUEUES, COMPUTE, Background, BackgroundQueue
 from hase.utils import files
 from hase.utils.errors import UserError
@@ -44,11 +42,6 @@ with stress(0.3, device="cpu", workspace=Workspace(Path(sys.argv[1]))):
 """
 
 
-def start(root: Path, *options: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "benchmark/stressor.py", "--workspace", str(root), "--device", "cpu", *options],
-                            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
 def gone(processes: list[psutil.Process]) -> bool:
     return not psutil.wait_procs(processes, timeout=5)[1]
 
@@ -61,18 +54,12 @@ def model_background(folder: Path, **changes: Any) -> Background:
 
 def test_reaches_its_share_and_ends_with_the_block(workspace: Workspace) -> None:
     before = set(psutil.Process().children(recursive=True))
-    with stress(0.0, COMPUTE, "cpu") as nothing:
-        assert nothing.reached() == {"duty": 0.0}
-        assert set(psutil.Process().children(recursive=True)) == before
     with stress(0.5, COMPUTE, "cpu", workspace=workspace) as stressor:
-        children = sorted(set(psutil.Process().children(recursive=True)) - before, key=lambda child: child.pid)
+        children = list(set(psutil.Process().children(recursive=True)) - before)
         assert len(children) > len(os.sched_getaffinity(0))
         time.sleep(0.6)
         reached = stressor.reached()
-    # other work on the machine takes time from the stressor, and adds to the device's own figure; the exact share is tested
-    # on a fake clock below
-    assert 0.0 < reached["duty"] < 0.8
-    assert 0.0 < reached[TOTAL] <= 1.0
+    assert 0.0 < reached["duty"] < 0.8  # beside other work on the machine; the exact share is tested on a fake clock below
     assert gone(children)
 
 
@@ -82,8 +69,7 @@ def test_several_processes_each_with_the_given_environment(workspace: Workspace)
     twice = Background(name="twice", processes=2)
     with stress(0.1, twice, "cpu", workspace=workspace, environment={"HASE_TEST": "given"}) as stressor:
         started = set(psutil.Process().children()) - before
-        assert len(started) == 2
-        assert {process.environ()["HASE_TEST"] for process in started} == {"given"}
+        assert [process.environ()["HASE_TEST"] for process in started] == ["given"] * 2
         assert 0.0 < stressor.reached()["duty"] < 0.8
         first = min(started, key=lambda process: process.pid)
         workers = first.children(recursive=True)
@@ -95,27 +81,12 @@ def test_several_processes_each_with_the_given_environment(workspace: Workspace)
     assert gone(list(started))
 
 
-def start_shell(script: str) -> subprocess.Popen[str]:
-    """A shell that stands in for a stressor. Like a stressor, it leads its own process group."""
-    return subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, text=True, process_group=0)
-
-
-def test_a_stressor_killed_as_its_workers_start_is_reported_at_once_and_they_end() -> None:
-    process = start_shell("sleep 60 & kill -9 $$")  # the child holds the pipe, like a worker that is still starting
-    with pytest.raises(UserError, match="the stressor ended with exit code -9"):
-        _wait_until_ready(process)
-    (sleeper,) = [child for child in psutil.process_iter() if os.getpgid(child.pid) == process.pid]  # the child holds the pipe
-    _end(process)
-    assert process.stdout is not None
-    assert process.stdout.read() == ""  # nobody holds the pipe any more
-    assert gone([sleeper])
-
-
 def test_reports_that_never_come_or_are_torn_by_a_kill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of shells that stand in for stressors: each leads its own process group."""
     monkeypatch.setattr("hase.benchmark.load.stress.REPORT_PATIENCE_S", 0.3)
-    silent = start_shell("""echo '{"event": "ready"}'; sleep 60""")
-    torn = start_shell("""echo '{"event": "ready"}'; echo '{"event": "load", "duty": 0.5}'
-                         printf '{"event": "lo'; sleep 60""")
+    silent, torn = (subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, text=True, process_group=0) for script in (
+        """echo '{"event": "ready"}'; sleep 60""",
+        """echo '{"event": "ready"}'; echo '{"event": "load", "duty": 0.5}'; printf '{"event": "lo'; sleep 60"""))
     for process in (silent, torn):
         _wait_until_ready(process)
     with pytest.raises(UserError, match=r"has not reported its load for 0\.3 s"):
@@ -142,34 +113,33 @@ def test_dies_with_its_parent(tmp_path: Path) -> None:
 
 
 def test_it_ends_with_a_report_after_a_signal_or_its_time(tmp_path: Path) -> None:
-    options = ("--kind", "mixed", "--intensity", "0.2", "--json")
-    timed = start(tmp_path, "--kind", "memory", *options[2:], "--duration", "1", "--report-every", "0.3")
-    started = {number: start(tmp_path, *options) for number in (signal.SIGTERM, signal.SIGINT)}
-    for number, process in started.items():
-        assert process.stdout is not None
-        ready = json.loads(process.stdout.readline())
-        assert (ready["event"], ready["kind"], ready["pid"]) == ("ready", "mixed", process.pid)
-        workers = psutil.Process(process.pid).children(recursive=True)
-        time.sleep(0.4)
-        process.send_signal(number)
-        stdout, errors = process.communicate(timeout=10)
-        end = json.loads(stdout)
-        assert (process.returncode, errors.count("Traceback"), end["event"]) == (0, 0, "end")
-        assert 0.0 < end["duty"] < 1.0
-        assert TOTAL in end
-        assert gone(workers)
+    def start(kind: str, *options: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "benchmark/stressor.py", "--workspace", str(tmp_path), "--device", "cpu", "--kind", kind,
+             "--intensity", "0.2", "--json", *options], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    timed, process = start("memory", "--duration", "1", "--report-every", "0.3"), start("mixed")
+    assert process.stdout is not None
+    ready = json.loads(process.stdout.readline())
+    assert (ready["event"], ready["kind"], ready["pid"]) == ("ready", "mixed", process.pid)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    time.sleep(0.4)
+    process.send_signal(signal.SIGTERM)
+    stdout, errors = process.communicate(timeout=10)
+    end = json.loads(stdout)
+    assert (process.returncode, "Traceback" in errors, end["event"], TOTAL in end) == (0, False, "end", True)
+    assert 0.0 < end["duty"] < 1.0
+    assert gone(workers)
     out, errors = timed.communicate(timeout=30)
     events = [json.loads(line) for line in out.splitlines()]
     assert timed.returncode == 0, errors
     assert [event["event"] for event in (*events[:2], events[-1])] == ["ready", "load", "end"]
-    assert events[-1]["seconds"] > 0.9
 
 
 @pytest.mark.parametrize(("options", "message"), [
     (["--period-ms", "5000"], "error: the load asked for: period_ms: input should be less than"),
     (["--queue", "deep"], "queue deep: only a GPU has a queue to fill, and this is a CPU target"),
     (["--kind", "model"], "error: the load asked for: model: kind model needs one, an ONNX file"),
-    (["--dim", "batch=2"], "dims: these are sizes of a model's dimensions, and there is no model"),
     (["--kind", "model", "--model", "gone.onnx"], "gone.onnx: no such model"),
     (["--report-every", "0.01"], "error: --report-every 0.01: psutil needs 0.2 s at least"),
 ])
@@ -178,58 +148,33 @@ def test_impossible_options(tmp_path: Path, options: list[str], message: str) ->
     assert (done.returncode, message in done.stderr) == (1, True)
 
 
-def test_a_model_runs_in_a_loop_until_the_block_ends(workspace: Workspace) -> None:
+def test_a_model_runs_in_a_loop_until_the_block_ends(workspace: Workspace, capfd: pytest.CaptureFixture[str]) -> None:
     """In one process, which runs the real model."""
     before = set(psutil.Process().children(recursive=True))
-    with stress(0.5, model_background(workspace.models, model=Path("net.onnx")), "cpu", workspace=workspace) as stressor:
-        children = sorted(set(psutil.Process().children(recursive=True)) - before, key=lambda child: child.pid)
-        burning = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+    background = model_background(workspace.models, model=Path("net.onnx"))
+    with stress(0.5, background, "cpu", workspace=workspace) as stressor:
+        children = list(set(psutil.Process().children(recursive=True)) - before)
+        assert len([child for child in children if "spawn_main" in " ".join(child.cmdline())]) == 1
         time.sleep(0.4)
-        reached = stressor.reached()
-    assert len(burning) == 1
-    assert 0.0 < reached["duty"] <= 1.0
+        assert 0.0 < stressor.reached()["duty"] <= 1.0
     assert gone(children)
-
-
-def test_dimensions_are_1_or_as_given_or_the_models_own(tmp_path: Path) -> None:
-    """The exporter writes all its usual sizes into a model, even if only its batch is open."""
-    assert burners.model_dims(model_background(tmp_path)) == {"batch": 1}
-    assert burners.model_dims(model_background(tmp_path, dims={"batch": 3})) == {"batch": 3}
-    proto = onnx.load(tmp_path / "net.onnx")
-    onnx.helper.set_model_props(proto, {DEFAULT_DIMS_KEY: json.dumps({"batch": 4, "height": 224})})
-    background = model_background(tmp_path)
-    onnx.save(proto, tmp_path / "net.onnx")
-    assert burners.model_dims(background) == {"batch": 4}
-
-
-def test_a_model_that_can_not_run_is_reported(workspace: Workspace, capfd: pytest.CaptureFixture[str]) -> None:
-    background = model_background(workspace.models)
     (workspace.models / "net.onnx").write_text("no model")
     with pytest.raises(UserError, match="ended with exit code 1"), stress(0.5, background, "cpu", workspace=workspace):
         pass
     errors = capfd.readouterr().err
-    assert "net.onnx: not an ONNX model" in errors
-    assert "Traceback" not in errors
+    assert ("net.onnx: not an ONNX model" in errors, "Traceback" in errors) == (True, False)
 
 
-@pytest.mark.parametrize("description", [
-    {"name": ""}, {"name": "NULL"}, {"name": "two words"}, {"name": "a,b"}, {"name": "a", "model": "net.onnx"},
-    {"name": "a", "burst_ms": 0}, {"name": "a", "period_ms": 2000}, {"name": "a", "kind": "model"},
-    {"name": "a", "dims": {"batch": 1}}, {"name": "a", "kind": "model", "model": "net.onnx", "dims": {"batch": 0}}])
-def test_impossible_backgrounds(description: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError):
-        Background.model_validate(description)
+def test_dimensions_are_1_or_as_given_or_the_models_own(tmp_path: Path) -> None:
+    """The exporter writes all its usual sizes into a model, even if only its batch is open."""
+    background = model_background(tmp_path)
+    given = background.model_copy(update={"dims": {"batch": 3}})
+    assert (burners.model_dims(background), burners.model_dims(given)) == ({"batch": 1}, {"batch": 3})
+    proto = onnx.load(tmp_path / "net.onnx")
+    onnx.helper.set_model_props(proto, {DEFAULT_DIMS_KEY: json.dumps({"batch": 4, "height": 224})})
+    onnx.save(proto, tmp_path / "net.onnx")
+    assert burners.model_dims(background) == {"batch": 4}
 
-
-def test_options_describe_a_whole_background() -> None:
-    background = Background(name="b", kind="model", queue="deep", burst_ms=2, period_ms=50, model=Path("net.onnx"),
-                            dims={"batch": 4, "width": 8})
-    assert options(background) == ["--kind", "model", "--queue", "deep", "--burst-ms", "2.0", "--period-ms", "50.0", "--model",
-                                   "net.onnx", "--dim", "batch=4", "--dim", "width=8"]
-    assert all(f"--kind {kind}" in EXAMPLES for kind in ("compute", "memory", "model"))
-
-
-# a GPU's queue: no GPU here, so a fake one on a fake clock ------------------------------------------------------------------
 
 BURST_S = 5e-4
 
@@ -267,20 +212,20 @@ class FakeGpu:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     fake = FakeGpu()
-    monkeypatch.setattr(burners.time, "monotonic", lambda: fake.now_s)
-    monkeypatch.setattr(burners.time, "perf_counter", lambda: fake.now_s)
+    for name in ("monotonic", "perf_counter"):
+        monkeypatch.setattr(burners.time, name, lambda: fake.now_s)
     monkeypatch.setattr(burners.time, "sleep", lambda seconds: fake.wait_until(fake.now_s + seconds))
     return fake
 
 
-def burn(gpu: FakeGpu, queue: BackgroundQueue, intensity: float, periods: int = 50) -> tuple[float, float]:
+def burn(gpu: FakeGpu, queue: BackgroundQueue, intensity: float) -> tuple[float, float]:
     """Runs periods of 20 ms; the share of the time that the fake GPU was busy, and the share that the burner reports."""
     work = as_work(Background(name="a", queue=queue), gpu.launch, gpu.mark, gpu.wait)
     turns = bursts(work, intensity, 0.02)
     next(turns)  # begins at the next period's beginning
     gpu.busy_s, gpu.most_ahead_s, began = 0.0, 0.0, gpu.now_s
     gpu.gaps_s.clear()
-    busy_s = [next(turns) for _ in range(periods)]
+    busy_s = [next(turns) for _ in range(50)]
     return gpu.busy_s / (gpu.now_s - began), sum(busy_s) / (gpu.now_s - began)
 
 
@@ -289,13 +234,6 @@ def test_a_deep_queue_never_runs_dry_when_steady(gpu: FakeGpu) -> None:
     assert gpu.gaps_s == []
     assert AHEAD_S - BURST_S <= gpu.most_ahead_s <= AHEAD_S + BURST_S
     assert (busy, reported) == pytest.approx((1.0, 1.0), abs=0.01)
-    gpu.burst_s = 1.5 * AHEAD_S  # a queue of long bursts holds the next one
-    burn(gpu, "deep", 1.0)
-    assert gpu.gaps_s == []
-    assert gpu.most_ahead_s == pytest.approx(2 * gpu.burst_s, rel=0.01)
-
-
-def test_synchronised_bursts_are_waited_for(gpu: FakeGpu) -> None:
     burn(gpu, "synchronised", 1.0)
     assert gpu.most_ahead_s == pytest.approx(BURST_S)
     assert len(gpu.gaps_s) > 1000  # the GPU waits for the host after each
@@ -312,9 +250,6 @@ def test_part_time_keeps_to_its_share(gpu: FakeGpu, intensity: float) -> None:
         next(turns)
         assert gpu.free_s <= gpu.now_s
         assert gpu.now_s % 0.02 < intensity * 0.02 + BURST_S
-        assert work.ahead_s() == 0.0
     turns = bursts(BurstWork(lambda: gpu.wait_until(gpu.now_s + 2e-5)), intensity, 0.02)  # work that a CPU does
     next(turns)
-    began_s = gpu.now_s
     assert [next(turns) for _ in range(20)] == pytest.approx([intensity * 0.02] * 20, abs=5e-5)
-    assert gpu.now_s - began_s == pytest.approx(20 * 0.02, abs=0.02)
