@@ -1,4 +1,5 @@
-"""Models with dynamic dimensions: run by a session that takes any sizes, or exported at the given sizes."""
+"""Models with dynamic dimensions: run by a session that takes any sizes, or exported at the given sizes; and decoders, whose
+attention reads how many tokens it attends to."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import numpy as np
 import onnx
 import pytest
 from conftest import small_model
+from decoders import DecoderSize, write_decoder
 from onnx import helper
 from small_graphs import model, node, value
 
@@ -19,6 +21,7 @@ from hase.kernel_model.building.kernel_models import build_model
 from hase.ort_analysis.graph import parsing
 from hase.ort_analysis.graph.analysis import analyze, kernel_of
 from hase.ort_analysis.graph.parsing import kept_in, parse_graph
+from hase.records.attention import kernel_grouped_query_sizes
 from hase.records.measurement import Effort
 from hase.utils.ort_sessions import open_session
 
@@ -55,9 +58,7 @@ def decoder() -> onnx.ModelProto:
 @pytest.mark.parametrize("past", [5, 0])
 def test_shapes_are_those_of_a_run(past: int) -> None:
     """Every tensor of a real session against the computed shapes and values."""
-    graph = parse_graph(decoder(), "cpu", SIZES | {"past": past})
-    traced = onnx.ModelProto()
-    traced.CopyFrom(decoder())
+    graph, traced = parse_graph(decoder(), "cpu", SIZES | {"past": past}), decoder()
     outputs = {value.name for value in traced.graph.output}
     traced.graph.output.extend(helper.ValueInfoProto(name=name) for made_by in traced.graph.node for name in made_by.output
                                if name in graph.tensors and name not in outputs)
@@ -74,17 +75,14 @@ def test_shape_computations_are_part_of_the_graph_unless_static(provider: str) -
     opened, fixed = (analyze(decoder(), provider, SIZES, static=static) for static in (False, True))
     assert (opened.static, fixed.static) == (False, True)
     assert (opened.model, fixed.model) == ("decoder@batch=2,new=3,past=5,dynamic", "decoder@batch=2,new=3,past=5")
-    kinds = [{record.kernel_of(entry).op_type for entry in record.nodes} for record in (opened, fixed)]
-    assert {"Shape", "Slice"} <= kinds[0]
-    assert not {"Shape", "Slice"} & kinds[1]
-    assert len(opened.nodes) > len(fixed.nodes)
+    assert [{"Shape", "Slice"} & {kernel.op_type for kernel in record.kernels.values()} for record in (opened, fixed)] == [
+        {"Shape", "Slice"}, set()]
     assert opened.outputs == fixed.outputs
 
 
 def test_fixed_sizes_are_the_same_both_ways() -> None:
     dynamic, static_record = (analyze(small_model(), "cpu", static=static) for static in (False, True))
-    assert dynamic == static_record
-    assert dynamic.static
+    assert (dynamic, dynamic.static) == (static_record, True)
     opened = analyze(small_model(batch="batch"), "cuda", {"batch": 1})  # keeps all kernels that take time
     assert {name for name, kernel in analyze(small_model(), "cuda").kernels.items() if kernel.moves_data} <= set(opened.kernels)
     assert not opened.static
@@ -96,9 +94,6 @@ def test_kernels_whose_inputs_set_sizes_run_alone() -> None:
         session = open_session(build_model(kernel).SerializeToString(), "cpu", optimize="none", name=kernel.id)
         made = session.run(None, dummy_inputs(kernel))
         assert [out.shape for out in made] == [out.shape for out in kernel.outputs], kernel.id
-    rows = next(kernel for kernel in record.kernels.values()
-                if kernel.op_type == "Slice" and kernel.outputs[0].shape[2:] == (3, 64))
-    assert [tensor.values for tensor in rows.inputs] == [None, (5,), (8,), (2,)]
 
 
 def test_sessions_match_their_analysis(tmp_path: Path) -> None:
@@ -128,3 +123,33 @@ def test_several_sizes_of_one_model_are_optimised_once(tmp_path: Path, monkeypat
     with kept_in(tmp_path / "kept"):
         together = [analyze(proto, "cpu", {"batch": batch}) for batch in (1, 2, 8)]
     assert (len(runs), together) == (1, apart)
+
+
+TINY = DecoderSize(layers=1, hidden=64, intermediate=64, heads=4, key_heads=2, words=64, positions=4096)
+CASES = {  # sizes of batch, sequence, past and total, and the tokens for which the present has room
+    "a prompt, empty cache": ((1, 1024, 0, 1024), 1024), "decoding in a buffer": ((2, 1, 2048, 1025), 2048),
+    "decoding, cache of its length": ((2, 1, 1024, 1025), 1025), "a part in a buffer": ((1, 16, 64, 32), 64)}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_lengths_are_those_of_the_dimensions_and_a_run_writes_into_the_buffer_of_the_past(tmp_path: Path, case: str) -> None:
+    """However the model is optimised, the kernel is the same."""
+    (batch, queries, past, total), present = CASES[case]
+    path, shares = write_decoder(tmp_path, TINY, "fp32"), past >= total
+    dims = TINY.dims(batch, queries, past) | {"total_sequence_length": total}
+    kernel, other = (next(kernel for kernel in analyze(path, device, dims, static=static).kernels.values()
+                          if kernel.op_type == "GroupQueryAttention") for device, static in (("cpu", False), ("cuda", True)))
+    assert kernel.id == other.id
+    assert [tensor.values for tensor in kernel.inputs[5:7]] == [(total - 1,) * batch, (total,)]
+    assert [tensor.shape for tensor in kernel.outputs] == [
+        (batch, queries, TINY.hidden), *[(batch, TINY.key_heads, present, TINY.head)] * 2]
+    sizes = kernel_grouped_query_sizes(kernel)
+    assert sizes is not None
+    assert (sizes.total, sizes.cache, sizes.rotary, sizes.shares_buffer) == (total, past, TINY.head, shares)
+    runner = open_runner(path, "cpu", dims=dims)
+    assert runner.shared == ({f"present.0.{name}": f"past_key_values.0.{name}" for name in ("key", "value")} if shares else {})
+    before = {name: array.copy() for name, array in runner.feed.items()}
+    runner.run_once()
+    for name in ("past_key_values.0.key", "past_key_values.0.value"):  # a bound input on the CPU is the array itself
+        changed = (runner.feed[name] != before[name]).any(axis=(0, 1, 3))
+        assert changed.tolist() == [shares and total - queries <= place < total for place in range(past)]
