@@ -35,23 +35,21 @@ def gemm(rows: int, columns: int, depth: int, dtype: str = "float32") -> Kernel:
     return kernel("Gemm", [tensor(dtype, rows, depth), weights], [(rows, columns)], transB=1)
 
 
-def lstm(rows: int, hidden: int, directions: int = 1, dtype: str = "float32") -> Kernel:
-    return recurrent_layer("LSTM", dtype, 50, rows, hidden, hidden, directions)
+def lstm(rows: int, hidden: int, dtype: str = "float32") -> Kernel:
+    return recurrent_layer("LSTM", dtype, 50, rows, hidden, hidden, 1)
 
 
 def test_numbers_of_a_product() -> None:
     batched = kernel("MatMul", [tensor("float16", 2, 8, 49, 64), tensor("float16", 2, 8, 64, 49)], [(2, 8, 49, 49)])
     assert product_numbers(batched) == (16, 49, 49, 64, 0, 2, 1, 1, 64)
-    planned = kernel("Einsum", [tensor("float32", 8, 64), tensor("float32", 64, 8)], [(8, 8)], equation="ij,jk->ik")
     of_a_vector = kernel("MatMul", [tensor("float32", 64), tensor("float32", 64, 8)], [(8,)])
-    assert [product_numbers(other) for other in (planned, of_a_vector, lstm(1, 64))] == [None] * 3
+    assert [product_numbers(other) for other in (of_a_vector, lstm(1, 64))] == [None] * 2
     assert recurrent_numbers(gemm(16, 128, 128)) is None
 
 
 @pytest.mark.parametrize(("layer", "expected"), [
     (lstm(1, 256), False),  # a product with a vector
     (lstm(4, 256), True),
-    (lstm(16, 128, directions=2), True),
     (lstm(16, 512, dtype="float16"), False),  # a kernel of CUTLASS
     (gemm(64, 4096, 4096, "float16"), True),  # nvjet
 ])
@@ -75,9 +73,6 @@ def test_the_command_learns_from_a_dataset(tmp_path: Path) -> None:
     drawn = [*(gemm(rows, 256, 256) for rows in range(1, 129)), *(lstm(rows, 64) for rows in range(1, 33))]
     owners = {each.id: ["sampled:anet"] for each in drawn[::3]}
     write_dataset(workspace, {each.id: each for each in drawn}, owners, {"anet0": 1.0}, {0.0: 0.0})
-    missing = run_script(LEARN, "--workspace", tmp_path, "--target", TARGET.name, "--out", out)
-    assert (missing.returncode, missing.stderr.strip()) == (
-        1, f"error: {TARGET.name}: has no label gpu, hence no names of CUDA kernels")
     path = kernel_table_path(workspace.dataset(TARGET.name))
     table = pd.read_csv(path, dtype=str, keep_default_na=False)
     rows = {each.id: each.inputs[0].shape[each.op_type == "LSTM"] for each in drawn}
