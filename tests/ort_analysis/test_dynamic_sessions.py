@@ -1,5 +1,5 @@
-"""Models with dynamic dimensions: run by a session that takes any sizes, or exported at the given sizes; decoders, whose attention
-reads how many tokens it attends to; and models exported at a fixed batch, predicted at another one."""
+"""Models with dynamic dimensions: run by a session that takes any sizes, or exported at the given sizes; decoders, whose
+attention reads how many tokens it attends to; and models exported at a fixed batch, predicted at another one."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_constant_shapes_grow_with_the_batch(target: list[int], made: list[int],
 
 
 BRANCHES = [graph([node(op, ["x"], op)], [], [value(op, 2, 3)]) for op in ("Relu", "Neg")]
-REFUSED: dict[str, Any] = {  # what holds the batch: the nodes, shapes of the input and the output, constants, part of the message
+REFUSED: dict[str, Any] = {  # the nodes, shapes of the input and the output, constants, and a part of the message
     "a token for each item": ([node("Concat", ["token", "x"], axis=1)], [2, 3, 4], [2, 4, 4],
                               {"token": np.zeros((2, 1, 4), np.float32)}, "Concat"),
     "the first item": ([node("Gather", ["x", "first"])], [2, 3], [3], {"first": np.array(0)},

@@ -1,5 +1,5 @@
-"""Sizes that depend on data (the given one, else the largest that ONNX allows, else an error), and sizes of open dimensions: the
-message about a missing one suggests some that fit."""
+"""Sizes that depend on data (the given one, else the largest that ONNX allows, else an error), and sizes of open dimensions:
+the message about a missing one suggests some that fit."""
 
 from __future__ import annotations
 
