@@ -18,18 +18,9 @@ from conftest import TORCH_MODELS, small_model
 from onnx import helper, numpy_helper
 from small_graphs import BOOL, INT32, INT64, graph, model, node, value
 
+from hase.kernel_model.building import kernel_models
 from hase.kernel_model.building.dummy_data import dummy_inputs, dummy_tensor, input_name, output_name
-from hase.kernel_model.building.kernel_models import (
-    INLINE_BYTES,
-    build_carrier,
-    build_model,
-    carrier_bytes,
-    check_kernel,
-    node_name,
-    open_kernel,
-    read_built,
-    write_kernel,
-)
+from hase.kernel_model.building.kernel_models import INLINE_BYTES, build_model, check_kernel, write_kernel
 from hase.kernel_model.sampling.free_shapes.sizes import tensor as input_of
 from hase.ort_analysis.graph.analysis import analyze, record_of
 from hase.ort_analysis.graph.parsing import parse_graph
@@ -158,14 +149,14 @@ def test_a_kernel_with_a_subgraph_is_refused() -> None:
 @pytest.mark.parametrize("name", TORCH_MODELS)
 def test_a_carrier_runs_all_kernels(traced: dict[tuple[str, str], Traced], name: str) -> None:
     kernels = list(traced[name, "cpu"][0].kernels.values())
-    carrier, feed, weights, _ = build_carrier(kernels, "cpu")
+    carrier, feed, weights, _ = kernel_models.build_carrier(kernels, "cpu")
     session = open_session(carrier.SerializeToString(), "cpu", optimize="none", name="carrier", weights=weights)
     shapes = session.run(None, feed)
     wanted = [tensor.shape for kernel in kernels for tensor in kernel.outputs if tensor.present]
     assert [tuple(shape.tolist()) for shape in shapes] == wanted
     names = {entry.name: entry.op_type for entry in carrier.graph.node}
-    assert [names[node_name(number)] for number in range(len(kernels))] == [kernel.op_type for kernel in kernels]
-    assert sum(map(carrier_bytes, kernels)) >= sum(tensor.nbytes for tensor in feed.values())
+    assert [names[kernel_models.node_name(number)] for number in range(len(kernels))] == [kernel.op_type for kernel in kernels]
+    assert sum(map(kernel_models.carrier_bytes, kernels)) >= sum(tensor.nbytes for tensor in feed.values())
 
 
 def test_a_file_needs_no_other_one(tmp_path: Path) -> None:
@@ -181,13 +172,13 @@ def test_a_file_needs_no_other_one(tmp_path: Path) -> None:
     plain.optimized_model_filepath = str(tmp_path / "optimized.onnx")
     outputs = onnxruntime.InferenceSession(path, plain).run(None, inputs)
     assert not {"Tile", "Reshape"} & {node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node}
-    session = open_kernel(path, "cpu", kernel, save_to=tmp_path / "unchanged.onnx")
+    session = kernel_models.open_kernel(path, "cpu", kernel, save_to=tmp_path / "unchanged.onnx")
     unchanged = onnx.load(tmp_path / "unchanged.onnx", load_external_data=False)
     assert [node.op_type for node in unchanged.graph.node] == [kernel.op_type]
     for output, output_of_hase in zip(outputs, session.run(None, inputs), strict=True):
         assert output == pytest.approx(output_of_hase, rel=1e-3, abs=1e-3)
     stored = onnx.numpy_helper.to_array(next(
-        tensor for tensor in read_built(path)[0].graph.initializer if tensor.name == input_name(1)))
+        tensor for tensor in kernel_models.read_built(path)[0].graph.initializer if tensor.name == input_name(1)))
     assert len(np.unique(stored)) >= 64
     check_kernel(path, kernel, "cpu")
 
@@ -261,6 +252,6 @@ def test_a_kernel_has_the_same_output_shapes_as_in_its_model(tmp_path: Path) -> 
         [made] = run_kernel(kernel, list(dummy_inputs(kernel).values()) + [None] * sum(
             x.constant for x in kernel.inputs), "cpu")[:1]
         assert made.shape == kernel.outputs[0].shape, kernel.type
-    model, feed, weights, _ = build_carrier(kernels, "cpu")
+    model, feed, weights, _ = kernel_models.build_carrier(kernels, "cpu")
     shapes = open_session(model.SerializeToString(), "cpu", optimize="none", name="carrier", weights=weights).run(None, feed)
     assert [tuple(shape) for shape in shapes] == [kernel.outputs[0].shape for kernel in kernels]

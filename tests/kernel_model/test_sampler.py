@@ -124,19 +124,6 @@ def test_kernels_of_models_are_drawn_in_half_precision_too() -> None:
     assert all(kernel.id == name == describe_again(kernel).id for name, (kernel, _) in drawn.items())
 
 
-@pytest.mark.slow
-def test_free_kernels_are_described_like_those_of_models(torch_models: dict[str, Path]) -> None:
-    """They have the attributes and input ranks of models' kernels, so equal kernels have the same id."""
-    def form(kernel: Kernel) -> Any:
-        return (kernel.op_type, kernel.domain, kernel.opset, *sorted(set(kernel.attributes) - {"pads", "group"}),
-                *((len(each.shape), each.constant, each.values is not None) for each in kernel.inputs))
-
-    models = [analyze(torch_models[name], "cuda") for name in TORCH_MODELS]
-    of_models = {form(kernel) for model in models for kernel in model.kernels.values()}
-    free = {form(kernel) for kernel, _ in sample_free(2000, np.random.default_rng(0), [1, 4], 1.0)[0].values()}
-    assert {name for name, *_ in of_models & free} >= {"Conv", "Relu", "Add", "Gemm", "ReduceMean"}
-
-
 def run_sampler(workspace: Workspace, *options: str) -> subprocess.CompletedProcess[str]:
     return run_script("kernel_model/kernel_sampler.py", "--workspace", workspace.root, "--json", *options)
 
@@ -341,17 +328,6 @@ def test_bfloat16_is_built_and_bound(tmp_path: Path) -> None:
     assert path.stat().st_size < 100_000 < table.weight_bytes
     check_kernel(path, table, "cpu")
     open_runner(path, "cpu").run_once()
-
-
-def test_packed_weights_are_random_and_repeat(tmp_path: Path) -> None:
-    packed = kernel_of("MatMulNBits", [tensor("float32", 2, 512), tensor("uint8", 1024, 16, 16, constant=True),
-                                    tensor("float32", 1024, 16, constant=True)], [(2, 1024)], CONTRIB, K=512, N=1024, bits=4,
-                    block_size=32, accuracy_level=4)
-    path = write_kernel(packed, tmp_path)
-    assert path.stat().st_size < 100_000 < packed.weight_bytes
-    check_kernel(path, packed, "cpu")
-    [weight] = [value for name, value in build_carrier([packed], "cpu").weights.items() if name.endswith("_x1")]
-    assert len(np.unique(weight)) == 256
 
 
 @pytest.mark.parametrize(("shape", "wanted"), [((2,), [9, 9]), ((4,), [9, 9, 0, 0]), ((8,), [9, 9, 0, 6, 12, 0, 9, 18]),

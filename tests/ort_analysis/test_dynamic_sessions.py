@@ -223,14 +223,6 @@ def test_a_graph_that_holds_its_batch_is_refused_by_name(case: str, tmp_path: Pa
     assert message.endswith("; export it with an open batch, or at this one")
 
 
-def test_weights_in_a_file_are_not_read_for_another_batch(tmp_path: Path) -> None:
-    onnx.save(small_model(), tmp_path / "net.onnx", save_as_external_data=True, location="weights", size_threshold=16)
-    with_weights = record_at(tmp_path / "net.onnx", rebatch=8)
-    (tmp_path / "weights").unlink()
-    without = record_of(tmp_path / "net.onnx", flavour_of("cuda"), {"rebatch": 8}, no_weights=True)
-    assert without.kernels.keys() == with_weights.kernels.keys()
-
-
 def test_an_open_batch_and_a_record_are_refused(tmp_path: Path) -> None:
     onnx.save(small_model(batch="n"), tmp_path / "open.onnx")
     with pytest.raises(UserError, match="no fixed batch"):

@@ -12,13 +12,8 @@ from made_up_dataset import TARGET, write_dataset
 
 from hase.kernel_model.sampling.free_shapes.layers import recurrent_layer
 from hase.kernel_model.sampling.free_shapes.sizes import kernel, tensor
-from hase.ort_analysis.cuda.kernel_choice import (
-    VERSION,
-    SlowLaunches,
-    is_slow_to_launch,
-    product_numbers,
-    recurrent_numbers,
-)
+from hase.ort_analysis.cuda import kernel_choice
+from hase.ort_analysis.cuda.kernel_choice import is_slow_to_launch, product_numbers, recurrent_numbers
 from hase.recipes.cuda_kernels.learn_slow_launches import step_product
 from hase.records.dataset_files import kernel_table_path, note_tables
 from hase.records.kernel_record import Kernel
@@ -84,6 +79,6 @@ def test_the_command_learns_from_a_dataset(tmp_path: Path) -> None:
     done = run_script(LEARN, "--workspace", tmp_path, "--target", TARGET.name, "--out", out, "--json")
     assert [(row["operator"], row["kernels"], row["right_%"]) for row in json.loads(done.stdout)] == [
         ("Gemm", 43, 100.0), ("LSTM", 11, 100.0)]
-    learned = files.read_record(out, SlowLaunches, VERSION, LEARN)
+    learned = files.read_record(out, kernel_choice.SlowLaunches, kernel_choice.VERSION, LEARN)
     assert [learned.products.answer(product_numbers(gemm(rows, 256, 256)) or ()) for rows in (60, 70)] == [False, True]
     assert [learned.recurrent.answer(recurrent_numbers(lstm(rows, 64)) or ()) for rows in (6, 11)] == [False, True]
