@@ -198,8 +198,7 @@ SMALL = chain("small", *["Abs"] * 30)  # takes longer than a product on a GPU
 def test_the_interval_of_an_if_holds_both_branches(either: onnx.ModelProto) -> None:
     unsure, *sure = (predict(either, target=H200, dims=dims) for dims in ({}, {"then": 1}, {"else": 1}))
     assert all(unsure.interval_ms[0] <= each.latency_ms <= unsure.interval_ms[1] for each in sure)
-    assert [any("--branch choose=then" in warning for warning in each.warnings) for each in (unsure, *sure)] == [
-        True, False, False]
+    assert [any("--branch choose=" in warning for warning in each.warnings) for each in (unsure, *sure)] == [True, False, False]
 
 
 def test_bodies_have_providers_and_copies_in_a_cuda_session() -> None:
