@@ -1,8 +1,9 @@
-"""The exporter: the names, contents and outputs of its files; resuming; and failures, which cost only themselves."""
+"""The exporters: the names, contents and outputs of their files; resuming; failures, which cost only themselves; and networks
+beside torchvision's classification models."""
 
 from __future__ import annotations
 
-import errno
+import importlib.util
 import json
 import subprocess
 import sys
@@ -16,17 +17,20 @@ import onnx
 import onnxruntime
 import psutil
 import pytest
+import torch
 from command import run_script
+from torch import Tensor, nn
 
-from hase.model_zoo.exporting import onnx_export
-from hase.model_zoo.exporting.onnx_export import Exporter, ExportProcess, check_outputs, trace
+from hase.model_zoo.exporting import network_export, onnx_export
+from hase.model_zoo.exporting.network_export import network_source, outputs_of, write_network
+from hase.model_zoo.exporting.onnx_export import ExportProcess, check_outputs, trace
 from hase.model_zoo.exporting.torch_models import build, reference
-from hase.model_zoo.exporting.zoo_config import Export, ZooConfig
-from hase.model_zoo.torchvision_exporter import export_all
+from hase.model_zoo.exporting.zoo_config import COLLECTIONS, Export, PoolConfig, ZooConfig, read_pool
+from hase.model_zoo.networks import drawn, other
 from hase.runtimes import flavour_of
-from hase.utils import fingerprint
 from hase.utils.config import read_config
 from hase.utils.errors import UserError
+from hase.utils.model_files import read_metadata
 from hase.utils.paths import ROOT, Workspace, model_files
 
 MODEL, SIZE = "squeezenet1_1", (64, 96)
@@ -35,17 +39,13 @@ FIXED = f"{MODEL}_fp32_b2_64x96"
 Exported = tuple[Workspace, list[dict[str, Any]]]
 
 
-def run_exporter(root: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "model_zoo/torchvision_exporter.py", "--workspace", str(root), "--device", "cpu", "--json", *options],
-        cwd=ROOT, capture_output=True, text=True)
-
-
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
     """A workspace with one small model, at a batch of 2 and with open sizes; and the exporter's report."""
     root = tmp_path_factory.mktemp("exported")
-    done = run_exporter(root, "--model", MODEL, "--image-size", "64x96", "--batch-size", "2")
+    command = [sys.executable, "model_zoo/torchvision_exporter.py", "--workspace", str(root), "--device", "cpu", "--json",
+               "--model", MODEL, "--image-size", "64x96", "--batch-size", "2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, "leaked" in done.stderr) == (0, False), done.stderr  # semaphores of a killed process
     return Workspace(root), json.loads(done.stdout)
 
@@ -83,7 +83,6 @@ def test_metadata_describes_a_file(exported: Exported) -> None:
                         for suffix in (".onnx", f".{FLAVOUR}.ort.onnx"))
     assert (plain["hase.model"], plain["hase.dtype"], plain["hase.batch"], plain["hase.size"]) == (MODEL, "fp32", "2", "64x96")
     assert json.loads(optimized["hase.flavour"]) == flavour_of("cpu").model_dump()
-    assert optimized["hase.target"].endswith(FLAVOUR)
     assert plain.items() <= optimized.items()
     assert b"stack_trace" not in (workspace.models / f"{MODEL}.onnx").read_bytes()
 
@@ -124,20 +123,6 @@ def test_a_process_that_dies_is_an_error_and_is_replaced(exported: Exported) -> 
 
 
 @pytest.mark.slow
-def test_fp16_with_only_the_batch_open(tmp_path: Path) -> None:
-    config = ZooConfig(models=(MODEL,), image_sizes=((64, 64), (64, 96)), batch_sizes=(2,), dynamic="batch", fixed=False,
-                       dtypes=("fp16",))
-    first, second = config.exports()
-    assert (first.stem, second.stem) == (f"{MODEL}_fp16", f"{MODEL}_fp16_64x96")
-    [row] = Exporter(Workspace(tmp_path), "cpu", force=False).write(second)
-    assert Path(row["file"]).stem == second.stem
-    assert row["difference"] < 0.01
-    images = onnx.load(row["file"]).graph.input[0].type.tensor_type
-    assert images.elem_type == onnx.TensorProto.FLOAT16
-    assert [dim.dim_param or dim.dim_value for dim in images.shape.dim] == ["batch", 3, 64, 96]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["googlenet", "mobilenet_v3_small", "vit_b_32"])
 def test_random_models_behave_like_trained_ones(name: str) -> None:
     """Activations stay in range, and auxiliary heads are gone. No parameter stays zero: a bias of zeros would be dropped on
@@ -151,28 +136,10 @@ def test_random_models_behave_like_trained_ones(name: str) -> None:
         assert 0.01 < float(model.get_parameter("heads.head.weight").detach().std()) < 0.03
 
 
-def test_the_same_weights_every_time() -> None:
-    first, second = (build(MODEL, "fp32", SIZE).state_dict() for _ in range(2))
-    assert all(bool((first[name] == second[name]).all()) for name in first)
-
-
 def test_a_model_over_2_gb_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onnx_export, "LARGEST_FILE", 1e6)
     with pytest.raises(UserError, match=r"weights in fp32; one ONNX file holds 2 GB at most"):
         trace(build(MODEL, "fp32", SIZE), Export(MODEL, "fp32", 1, SIZE), {})
-
-
-@pytest.mark.slow
-def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The full disk is pretended: saving raises its error."""
-    def save(proto: onnx.ModelProto, path: Path) -> None:
-        path.write_bytes(b"half")
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
-
-    monkeypatch.setattr(onnx, "save", save)
-    with pytest.raises(OSError, match="No space left"):
-        Exporter(Workspace(tmp_path), "cpu", force=False).write(Export(MODEL, "fp32", 1, SIZE))
-    assert list(Workspace(tmp_path).models.iterdir()) == []
 
 
 @pytest.mark.parametrize(("text", "message"), [
@@ -187,20 +154,6 @@ def test_a_config_that_does_not_fit(tmp_path: Path, text: str, message: str) -> 
     with pytest.raises(UserError, match=message) as caught:
         read_config(path, ZooConfig)
     assert str(path) in str(caught.value)
-
-
-def test_cuda_without_a_gpu(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fingerprint, "has_cuda", lambda: False)
-    with pytest.raises(UserError, match="device cuda: no NVIDIA GPU"):
-        export_all(workspace, ZooConfig(device="cuda"))
-
-
-@pytest.mark.slow
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    done = run_script("model_zoo/torchvision_exporter.py", "--workspace", tmp_path / "file", "--model", MODEL)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("error: ")
 
 
 @pytest.mark.slow
@@ -219,3 +172,125 @@ def test_the_exporting_process_ends_with_the_one_that_started_it(tmp_path: Path)
     parent.wait()
     child.wait(20)
     assert not child.is_running()
+
+
+RANDOM = "random_conv_10"  # the smallest of the pool
+
+
+@pytest.fixture(scope="module")
+def exported_random(tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    """A workspace with a small random network in both data types, and the exporter's report."""
+    workspace = Workspace(tmp_path_factory.mktemp("networks"))
+    return workspace, network_export.export_networks(workspace, "random", {RANDOM: "random_conv"}, ["fp32", "fp16"], "cpu", 1)
+
+
+@pytest.mark.slow
+def test_files_compute_what_torch_computes_at_any_batch(exported_random: Exported) -> None:
+    _, rows = exported_random
+    assert [(Path(row["file"]).name, row["status"]) for row in rows] == [
+        (f"{RANDOM}.onnx", "written"), (f"{RANDOM}_fp16.onnx", "written")]
+    network = drawn.build_network(RANDOM, "random_conv")
+    for dtype, row, tolerance in zip(("fp32", "fp16"), rows, (1e-4, 2e-2), strict=True):
+        session = onnxruntime.InferenceSession(row["file"], providers=["CPUExecutionProvider"])
+        inputs = network.draw({"batch": 5}, dtype)
+        [wanted], [output] = outputs_of(network, inputs), session.run(None, inputs)
+        assert output.dtype == (np.float16 if dtype == "fp16" else np.float32)
+        assert output.shape == (5, drawn.CLASSES)
+        assert np.abs(output - wanted).max() / np.abs(wanted).max() < tolerance
+
+
+@pytest.mark.slow
+def test_a_file_describes_itself_and_is_kept(exported_random: Exported, tmp_path: Path) -> None:
+    """A damaged file says nothing."""
+    workspace, rows = exported_random
+    metadata = read_metadata(Path(rows[1]["file"]))
+    assert metadata == {prop.key: prop.value for prop in onnx.load(rows[1]["file"]).metadata_props}
+    assert (metadata["hase.model"], metadata["hase.dtype"]) == (RANDOM, "fp16")
+    assert (metadata["hase.collection"], metadata["hase.group"]) == ("random", "random_conv")
+    assert json.loads(metadata["hase.pool_sizes"]) == {"batch": [1, 16]}
+    before = [Path(row["file"]).stat().st_mtime_ns for row in rows]
+    rows_again = network_export.export_networks(workspace, "random", {RANDOM: "random_conv"}, ["fp32", "fp16"], "cpu", jobs=1)
+    assert [row["status"] for row in rows_again] == ["kept", "kept"]
+    assert [Path(row["file"]).stat().st_mtime_ns for row in rows_again] == before
+    model_bytes = Path(rows[0]["file"]).read_bytes()
+    for content in (b"", b"\xff" * 50, model_bytes[:len(model_bytes) // 2]):
+        (tmp_path / "part.onnx").write_bytes(content)
+        assert read_metadata(tmp_path / "part.onnx") == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["conv", "transformer", "mixed"])
+def test_the_name_of_a_random_network_fixes_it(kind: str) -> None:
+    first, second = (drawn.build_network(f"random_{kind}_11", "x") for _ in range(2))
+    inputs = first.draw(first.default_sizes, "fp32")
+    [output], [second_output] = outputs_of(first, inputs), outputs_of(second, inputs)
+    assert np.isfinite(output).all()
+    np.testing.assert_array_equal(output, second_output)
+
+
+@pytest.mark.slow
+def test_a_recurrent_network_is_exported_for_any_length(tmp_path: Path) -> None:
+    network = other.build_network("gru_128_both", "recurrent")
+    assert write_network(network, "fp32", tmp_path / "gru.onnx", "cpu") < 1e-4
+    assert [node.op_type for node in onnx.load(tmp_path / "gru.onnx").graph.node].count("GRU") == 2
+    session = onnxruntime.InferenceSession(tmp_path / "gru.onnx", providers=["CPUExecutionProvider"])
+    assert session.run(None, network.draw({"batch": 3, "steps": 7}, "fp32"))[0].shape == (3, 7, 100)
+
+
+class Odd(nn.Module):
+    """Its output is wrong once it is exported: torch traces the value of a random number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * float(np.random.default_rng().uniform(1, 100))
+
+
+@pytest.mark.slow
+def test_a_file_that_computes_something_else_is_not_put_in_place(tmp_path: Path) -> None:
+    inputs = (network_export.NetworkInput("x", ("batch", 4)),)
+    odd = network_export.Network("odd", "other", "odd", Odd(), inputs, {"batch": (1,)})
+    with pytest.raises(UserError, match="differ from torch's"):
+        write_network(odd, "fp32", tmp_path / "odd.onnx", "cpu")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_the_pool_names_models_that_exist() -> None:
+    pool = read_pool()
+    names = [name for collection in COLLECTIONS for name in pool.family_of(collection)]
+    assert len(names) == len(set(names))
+    for collection in COLLECTIONS:
+        assert pool.family_of(collection)
+        if importlib.util.find_spec(network_export.OPTIONAL_PACKAGES.get(collection, "torch")):
+            network_source(collection).check_names(pool.family_of(collection))
+
+
+def test_errors_name_what_is_wrong() -> None:
+    with pytest.raises(UserError, match=r"random_conv_x: a random network is called random_conv_N"):
+        drawn.check_names(["random_conv_x"])
+    with pytest.raises(UserError, match="lists no models of timm"):
+        PoolConfig().chosen("timm", [])
+    with pytest.raises(UserError, match="lstm: no such network; there are recommender_crossed"):
+        other.check_names(["lstm"])
+
+
+def test_without_its_package_a_collection_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *options: None if name == "timm" else real(name, *options))
+    done = run_script("model_zoo/pool_exporter.py", "--collection", "timm", "--workspace", str(tmp_path))
+    assert done.stderr == "error: timm is not installed here; install it with: pip install -r requirements-pool.txt\n"
+
+
+@pytest.mark.slow
+def test_a_decoder_of_transformers_continues_its_prompt(tmp_path: Path) -> None:
+    """The token after a prompt has the same scores with the prompt as with its keys and values."""
+    pytest.importorskip("transformers")
+    source = network_source("transformers")
+    prefill, token = (source.build_network(name, "llama") for name in ("qwen2_prefill", "qwen2_token"))
+    words = torch.arange(2 * 9).reshape(2, 9)
+    with torch.inference_mode():
+        _, *past = prefill.module(words[:, :8])
+        wanted = prefill.module(words)[0]
+        scores = token.module(words[:, 8:], *past)[0]
+    assert [tuple(cache.shape) for cache in past] == [(2, 2, 8, 64)] * 8
+    torch.testing.assert_close(scores, wanted, rtol=1e-3, atol=1e-4)
+    assert write_network(token, "fp32", tmp_path / "token.onnx", "cpu") < 1e-3

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
-from small_graphs import BOOL, FLOAT, HALF, INT64, graph, model, node, unranked, value
+from small_graphs import BOOL, INT64, graph, model, node, unranked, value
 
 from hase.benchmark.ort.profile import CONDITION_MS, CUDA_TRIP_MS, labels_of, profile_model
 from hase.benchmark.ort.runner import open_runner
 from hase.graph_model.simulation.dag import build_dag, longest_path
-from hase.inference import Predictor, predict
-from hase.inference.prediction.run import trace_of
+from hase.inference import predict
 from hase.learned.composition.fitted import working_nodes
 from hase.ort_analysis.graph.analysis import analyze, kernel_of
 from hase.ort_analysis.isolated.analysis import own_sizes
@@ -27,29 +27,21 @@ from hase.utils.errors import UserError
 H200 = "nvidia-h200-cuda-ort1.31-all"
 WIDTH = 256
 WEIGHT = np.full((WIDTH, WIDTH), 0.001, np.float32)
-GO_ON = node("Identity", ["go_on"], "go_on_out")
 STEP = [node("MatMul", ["state", "w"], "product"), node("Tanh", ["product"], "next")]
 
 
-def body(nodes: Sequence[onnx.NodeProto], go_on: str = "go_on_out", state: onnx.ValueInfoProto | None = None,
-         kind: int = FLOAT, **constants: object) -> onnx.GraphProto:
+def body(nodes: Sequence[onnx.NodeProto], go_on: str = "go_on_out", **constants: object) -> onnx.GraphProto:
     """A Loop's body, which makes `next` of `state`."""
-    return graph([*nodes, GO_ON], [value("step", kind=INT64), value("go_on", kind=BOOL), state or unranked("state", kind)],
-                 [value(go_on, kind=BOOL), unranked("next", kind)], constants)
+    return graph([*nodes, node("Identity", ["go_on"], "go_on_out")],
+                 [value("step", kind=INT64), value("go_on", kind=BOOL), unranked("state")],
+                 [value(go_on, kind=BOOL), unranked("next")], constants)
 
 
-def loop(trips: int | None = 12, inside: onnx.GraphProto | None = None, rows: int = 8) -> onnx.ModelProto:
+def loop(trips: int | None = 12, inside: onnx.GraphProto | None = None) -> onnx.ModelProto:
     """A Loop whose number of trips is a constant, or the input `trips`. A trip is: state ← tanh(state · w)."""
     return model([node("Loop", ["trips", "true", "x"], name="again", body=inside or body(STEP))],
-                 [value("x", rows, WIDTH), *([value("trips", kind=INT64)] if trips is None else [])], ["y"],
+                 [value("x", 8, WIDTH), *([value("trips", kind=INT64)] if trips is None else [])], ["y"],
                  {"w": WEIGHT, "true": True} | ({} if trips is None else {"trips": trips}), 18)
-
-
-def unrolled(trips: int) -> onnx.ModelProto:
-    names = ["x", *(f"s{trip}" for trip in range(trips))]
-    nodes = [made for trip in range(trips) for made in (
-        node("MatMul", [names[trip], "w"], f"p{trip}"), node("Tanh", [f"p{trip}"], names[trip + 1]))]
-    return model(nodes, [value("x", 8, WIDTH)], names[-1:], {"w": WEIGHT}, 18)
 
 
 def chain(name: str, *operators: str) -> onnx.GraphProto:
@@ -60,7 +52,6 @@ def chain(name: str, *operators: str) -> onnx.GraphProto:
 
 
 def choice(if_true: onnx.GraphProto, if_false: onnx.GraphProto) -> onnx.ModelProto:
-    """An If on the input `deep`."""
     return model([node("If", ["deep"], name="choose", then_branch=if_true, else_branch=if_false)],
                  [value("x", 8, WIDTH), value("deep", kind=BOOL)], ["y"], {"w": WEIGHT}, 18)
 
@@ -79,7 +70,6 @@ def test_a_loops_body_runs_as_often_as_its_constant_says() -> None:
     inside = [entry for entry in record.nodes if entry.inside]
     assert {entry.inside for entry in inside} == {"again"}
     assert all(entry.runs == 12.0 and entry.name.startswith("again/") for entry in inside)
-    assert {record.kernel_of(entry).op_type for entry in inside} >= {"Identity"}
     product = next(entry for entry in inside if "MatMul" in record.kernel_of(entry).type)
     assert product.inputs == ("again/state", "w")
     assert record.kernel_of(product).inputs[1].constant
@@ -99,13 +89,6 @@ def test_trips_that_are_given_or_guessed(caplog: pytest.LogCaptureFixture) -> No
     assert not caplog.text
     assert runs(analyze(loop(5), "cpu", {"trips": 7})) == {5.0}
     assert "trips=7 changes nothing" in caplog.text
-
-
-def test_a_timeline_shows_every_trip() -> None:
-    record = analyze(loop(3), "cuda")
-    names = [event["name"] for event in trace_of(Predictor(target=H200).run(record))["traceEvents"] if event["ph"] == "X"]
-    assert sum(name.startswith("again/MatMul_0") for name in names) == 2 * 3  # dispatched by the host, run by the GPU
-    assert sum(name.startswith("again (Loop)") for name in names) == 3
 
 
 def test_a_loop_that_data_may_end_runs_at_most_its_constant_of_trips() -> None:
@@ -140,27 +123,15 @@ def test_a_scan_runs_as_often_as_its_inputs_are_long(axis: int) -> None:
 
 
 def test_an_ifs_branch() -> None:
-    def multiplied(record: ModelRecord) -> int:
-        return sum("MatMul" in record.kernel_of(entry).type for entry in record.nodes)
-
-    record = analyze(products(), "cpu")
-    assert (multiplied(record), record.guessed["choose"].taken) == (3, "else")
-    assert record.guessed["choose"].low == pytest.approx(1 / 3)
-    for dims in ({"then": 1}, {"choose.then": 1}, {"else": 0}):
+    for dims, products_run in (({}, 3), ({"then": 1}, 1), ({"choose.then": 1}, 1), ({"else": 0}, 1)):
         record = analyze(products(), "cpu", dims)
-        assert (multiplied(record), record.guessed) == (1, {})
+        assert sum("MatMul" in record.kernel_of(entry).type for entry in record.nodes) == products_run
+        assert {name: (guess.taken, guess.low) for name, guess in record.guessed.items()} == (
+            {} if dims else {"choose": ("else", pytest.approx(1 / 3))})
     parser = cli.parser("A test.", "x")
     cli.add_dim(parser)
     args = parser.parse_args(["--dim", "batch=2", "--branch", "choose=else", "--branch", "then"])
     assert cli.parse_dims(args.dim) == {"batch": [2], "choose.else": [1], "then": [1]}
-
-
-def test_a_branch_of_sequences() -> None:
-    counted = model([node("SequenceConstruct", ["x", "x"], "both"), node(
-        "If", ["c"], name="choose", then_branch=graph([node("SequenceLength", ["both"], "a")], [], [value("a", kind=INT64)]),
-        else_branch=graph([node("Constant", [], "b", value_int=3)], [], [value("b", kind=INT64)]))],
-        [value("x", 2, 3), value("c", kind=BOOL)], opset=18)
-    assert "choose/SequenceLength_0" in {entry.name for entry in analyze(counted, "cpu", {"then": 1}).nodes}
 
 
 def test_nested_bodies_multiply(tmp_path: Path) -> None:
@@ -177,8 +148,8 @@ def test_nested_bodies_multiply(tmp_path: Path) -> None:
     assert by_operator["Loop"] == (12.0, "again")
     assert by_operator["Add" if "Add" in by_operator else "Gemm"] == (12.0, "again/within")
     order = [record.kernel_of(record.nodes[place]).op_type for place in run_order(record)]
-    assert len(order) == runs_in_order(record) == sum(entry.runs for entry in record.nodes)
     assert (order.count("Sigmoid"), order.count("Loop"), order[-1]) == (3, 3 + 12, "Loop")
+    assert len(order) == runs_in_order(record)
     length, path = longest_path(build_dag(record), {entry.name: entry.runs for entry in record.nodes})
     assert path[0] == "again"
     assert length >= 3 + 12 + 12
@@ -189,17 +160,18 @@ def test_nested_bodies_multiply(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_what_a_loop_costs() -> None:
     """On the shipped H200: as much as its nodes unrolled, and the host's wait to read the condition in each iteration."""
-    looped, flat = predict(loop(12), target=H200), predict(unrolled(12), target=H200)
+    names = ["x", *(f"s{trip}" for trip in range(12))]
+    unrolled = model([made for before, after in pairwise(names) for made in (
+        node("MatMul", [before, "w"], f"p{after}"), node("Tanh", [f"p{after}"], after))], [value("x", 8, WIDTH)], names[-1:],
+        {"w": WEIGHT}, 18)
+    looped, flat = predict(loop(12), target=H200), predict(unrolled, target=H200)
     assert sum(kernel.total_ms for kernel in looped.kernels if "MatMul" in kernel.type) == pytest.approx(
         sum(kernel.total_ms for kernel in flat.kernels if "MatMul" in kernel.type))
     assert CUDA_TRIP_MS["Loop"] <= (looped.latency_ms - flat.latency_ms) / 12 <= CUDA_TRIP_MS["Loop"] + 0.03
     assert not looped.rough_estimate
-    none, ten, twenty, many, twice = (predict(loop(None), target=H200, dims={"trips": trips}).latency_ms
-                                      for trips in (0, 10, 20, MOST_RUNS, 2 * MOST_RUNS))
+    none, ten, many = (predict(loop(None), target=H200, dims={"trips": trips}).latency_ms for trips in (0, 10, 2 * MOST_RUNS))
     assert none < CUDA_TRIP_MS["Loop"] + CONDITION_MS  # an H200 took 0.017 ms for such a run
-    assert (twenty - none) / (ten - none) == pytest.approx(2.0, rel=0.05)
-    assert many / (twenty - ten) == pytest.approx(MOST_RUNS / 10, rel=0.02)
-    assert twice / many == pytest.approx(2.0, rel=0.01)
+    assert many / (ten - none) == pytest.approx(2 * MOST_RUNS / 10, rel=0.05)
 
 
 def test_long_loops_are_cut_short() -> None:
@@ -216,21 +188,17 @@ def test_guesses_are_reported_and_widen_the_interval() -> None:
                for warning in prediction.warnings)
     assert prediction.interval_ms[0] < prediction.latency_ms / 3
     assert prediction.interval_ms[1] > prediction.latency_ms * 5
-    either, shorter = predict(products(), target=H200), predict(products(), target=H200, dims={"then": 1})
-    assert either.rough_estimate
-    assert any("--branch choose=then" in warning for warning in either.warnings)
-    assert shorter.latency_ms < either.latency_ms
-    assert not any("choose" in warning for warning in shorter.warnings)
 
 
 SMALL = chain("small", *["Abs"] * 30)  # takes longer than a product on a GPU
 
 
-@pytest.mark.parametrize("either", [choice(chain("p", "MatMul", "Tanh"), SMALL), choice(chain("p", "Tanh", "MatMul"), SMALL),
-                                    products(1, 3), products(3, 1)], ids=["dear first", "dear last", "1 or 3", "3 or 1"])
+@pytest.mark.parametrize("either", [choice(chain("p", "MatMul", "Tanh"), SMALL), products(1, 3), products(3, 1)],
+                         ids=["dear", "1 or 3", "3 or 1"])
 def test_the_interval_of_an_if_holds_both_branches(either: onnx.ModelProto) -> None:
-    low, high = predict(either, target=H200).interval_ms
-    assert all(low <= predict(either, target=H200, dims={branch: 1}).latency_ms <= high for branch in ("then", "else"))
+    unsure, *sure = (predict(either, target=H200, dims=dims) for dims in ({}, {"then": 1}, {"else": 1}))
+    assert all(unsure.interval_ms[0] <= each.latency_ms <= unsure.interval_ms[1] for each in sure)
+    assert [any("--branch choose=" in warning for warning in each.warnings) for each in (unsure, *sure)] == [True, False, False]
 
 
 def test_bodies_have_providers_and_copies_in_a_cuda_session() -> None:
@@ -242,16 +210,6 @@ def test_bodies_have_providers_and_copies_in_a_cuda_session() -> None:
     assert (placed["Det"].provider, placed["Mul"].provider) == ("cpu", "cuda")
     assert (placed["MemcpyFromHost"].inside, placed["MemcpyFromHost"].runs) == ("again", 4.0)
     assert working_nodes(record) == sum(entry.runs for entry in record.nodes if record.kernel_of(entry).moves_data) - 4
-
-
-def test_a_body_in_half_precision_is_derived_for_cuda() -> None:
-    inside = body([node("MatMul", ["state", "w"], "product"), node("Add", ["product", "bias"], "next")], kind=HALF,
-                  state=value("state", 4, 8, kind=HALF), bias=np.ones(8, np.float16))
-    record = analyze(model([node("Loop", ["trips", "true", "x"], name="again", body=inside)], [value("x", 4, 8, kind=HALF)],
-                           ["y"], {"w": np.ones((8, 8), np.float16), "trips": 3, "true": True}, 18), "cuda")
-    product = next(record.kernel_of(entry) for entry in record.nodes if record.kernel_of(entry).op_type == "Gemm")
-    assert [tensor.dtype for tensor in (*product.inputs, *product.outputs)] == ["float16"] * 4
-    assert record.outputs["y"].dtype == "float16"
 
 
 def test_a_run_does_the_given_trips_and_the_branch_that_is_counted(tmp_path: Path) -> None:
