@@ -312,7 +312,8 @@ class FakeDcgm:
 
     def collection(self, handle: str, group: list[int]) -> Any:
         assert group == [7]  # the GPU of this machine's UUID, not the first
-        found = SimpleNamespace(values={}, EmptyValues=lambda: found.values.clear())
+        values: dict[Any, Any] = {}
+        found = SimpleNamespace(values=values, EmptyValues=values.clear)
 
         def get_all(fields: Any) -> None:
             self.answer()

@@ -359,9 +359,11 @@ def test_wrong_usage_is_reported(workspace: Workspace, options: list[str], statu
 
 
 def test_marks_in_words() -> None:
-    rows = [Comparison.model_construct(  # the other fields are not read
-        error=error, rough_estimate=rough, measured_ms=1.0, interval_low_ms=0.9, interval_high_ms=high)
-        for error, rough, high in ((0.5, True, 2.0), (0.1, False, 1.2), (-0.2, False, 0.95))]
+    rows = []
+    for error, rough, high in ((0.5, True, 2.0), (0.1, False, 1.2), (-0.2, False, 0.95)):
+        read: dict[str, Any] = {"error": error, "rough_estimate": rough, "measured_ms": 1.0, "interval_low_ms": 0.9,
+                                "interval_high_ms": high}  # the other fields are not read
+        rows.append(Comparison.model_construct(**read))
     assert marks_in_words(marks_of(rows)) == (
         "1 of 3 predictions are marked as rough estimates; the others err by 15.0% on the mean, 15.0% in the median, 20.0% at "
         "most; 66.7% of the 90 % intervals hold what was measured")

@@ -31,6 +31,7 @@ from hase.inference.memory.buffers import Arena
 from hase.learned import target_files
 from hase.learned.composition.fitted import read_composition
 from hase.learned.llm import GenerationLoop, LearnedGeneration, PowerLimit
+from hase.records.generations import Phase
 from hase.runtimes import local_target
 from hase.utils import files
 from hase.utils.errors import UserError
@@ -125,9 +126,9 @@ def test_sizes_that_do_not_fit_or_are_not_known(tmp_path: Path) -> None:
 
 
 def test_models_that_are_refused(tmp_path: Path, folders: Path) -> None:
-    def refused(message: str, *paths: Path) -> None:
+    def refused(message: str, path: Path, decode: Path | None = None) -> None:
         with pytest.raises(UserError, match=message):
-            language_model(*paths)
+            language_model(path, decode)
 
     refused("no such model", tmp_path / "none")
     refused(r"neither genai_config.json nor an .onnx file", tmp_path)
@@ -208,9 +209,9 @@ def test_runs_are_those_of_the_plain_predictor(folders: Path, predictor: Predict
     analysed, request = AnalysedModel(predictor, language_model(folders / "int4")), LlmRequest(1, 100, 60, 2048)
     learned, file = analysed.learned, analysed.model.decode
     past = {"batch_size": 1, "kv_cache_dim": 16, "past_sequence_length": 2048}
+    steps: tuple[tuple[Phase, int, int], ...] = (("first", 100, 100), ("token", 1, 101))
     prompt, token = (predictor.run(path, composition=learned.compositions[step], dims={
-        **past, "sequence_length": count, "total_sequence_length": total}) for step, count, total in (
-            ("first", 100, 100), ("token", 1, 101)))
+        **past, "sequence_length": count, "total_sequence_length": total}) for step, count, total in steps)
     first_ms, loop_ms = (learned.loop_ms(step, file) or math.nan
                          for step in (analysed.prompt_step(request), analysed.token_step(request, 100)))
     assert answer.ttft.ms == pytest.approx(prompt.prediction.latency_ms + first_ms)

@@ -218,7 +218,8 @@ def test_the_way_with_the_most_headroom_wins(predictor: Predictor, monkeypatch: 
     first, second = advice.ways
     assert [model.percent for model in first.models] == [75, 25]
     assert [model.run_ms for model in first.models] == pytest.approx([2.0, 4.0])
-    assert (second.headroom or 0.0) < first.headroom == min(1.0 - (of.p95_ms or math.inf) / of.slo_ms for of in first.models)
+    assert first.headroom == min(1.0 - (model.p95_ms or math.inf) / model.slo_ms for model in first.models)
+    assert (second.headroom or 0.0) < (first.headroom or 0.0)
     assert advice.not_learned == (MPS,)
 
 

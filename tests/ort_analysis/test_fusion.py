@@ -141,10 +141,11 @@ def test_the_file_names_the_group_and_collection_of_a_model(tmp_path: Path) -> N
     """Or that the caller names; a model without either is its own group."""
     plain, stamped, path = small_model(), small_model(), tmp_path / "net@b.onnx"
     helper.set_model_props(stamped, {GROUP_KEY: "wide|nets", COLLECTION_KEY: "timm"})
-    for proto, asked, named in ((plain, {}, ("net@b", "")), (stamped, {}, ("wide_nets", "timm")),  # "|" separates groups
-                                (stamped, {"group": "mine", "collection": "ours"}, ("mine", "ours"))):
+    for proto, group, collection, named in (
+            (plain, "", "", ("net@b", "")), (stamped, "", "", ("wide_nets", "timm")),  # "|" separates groups
+            (stamped, "mine", "ours", ("mine", "ours"))):
         onnx.save(proto, path)
-        record = analyze(path, "cpu", **asked)
+        record = analyze(path, "cpu", group=group, collection=collection)
         assert (record.group, record.collection, record.file_stem) == (*named, "net@b")
 
 

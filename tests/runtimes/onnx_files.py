@@ -18,7 +18,7 @@ def saved(path: Path, nodes: Sequence[onnx.NodeProto], inputs: Mapping[str, Shap
     described = [[helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in tensors.items()]
                  for tensors in (inputs, outputs)]
     constants = [numpy_helper.from_array(value, name) for name, value in weights.items()]
-    graph = helper.make_graph(nodes, path.stem, *described, constants)
+    graph = helper.make_graph(nodes, path.stem, described[0], described[1], constants)
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10), path)
     return path
 
