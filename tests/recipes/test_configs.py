@@ -57,6 +57,7 @@ def test_the_models_of_a_script_exist(script: str, variable: str, collection: st
     assert set(named.split()) <= listed
 
 
+@pytest.mark.slow
 def test_rays_cluster_launcher_reads_the_template() -> None:
     needs("ray", "requirements-ray.txt")
     from ray.autoscaler._private.util import prepare_config, validate_config

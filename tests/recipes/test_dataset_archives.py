@@ -70,6 +70,7 @@ def test_a_further_collection_adds_only_itself(workspace: Workspace, archives: P
     assert {json.loads(line)["kernel"]["id"] for line in held["kernels.jsonl"]} == {SHARED.id, gemm().id}
 
 
+@pytest.mark.slow
 def test_archives_together_are_the_workspace(workspace: Workspace, archives: Path, tmp_path: Path) -> None:
     """To the last row of its tables. Packing again adds nothing; a third archive follows the second. Unpacking into a dataset
     keeps the blocks that no archive holds."""

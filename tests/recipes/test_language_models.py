@@ -172,6 +172,7 @@ def captured_step(family: str, nodes: int, words: int, pace: float) -> MeasuredS
                         measured_ms=float(run_ms) + 0.05 * pace + 0.08e-6 * words, pace=pace)
 
 
+@pytest.mark.slow
 def test_what_a_captured_token_takes_is_learned() -> None:
     replay = GraphReplay(models=1, costs=REPLAYED)
     steps = [captured_step(f"m{number % 4}", 5 + 40 * (number % 9), 64000 * (1 + 3 * (number % 3)), 1.0 + 0.25 * (number % 7))

@@ -37,6 +37,7 @@ def table(shipped_energy: Workspace) -> pd.DataFrame:
     return pd.read_csv(model_table_path(shipped_energy.dataset(TARGET)))
 
 
+@pytest.mark.slow
 def test_predictions_from_before_the_measurements(table: pd.DataFrame) -> None:
     """The blind test of docs/energy.md: the first measurement of each model counts."""
     measured = table.drop_duplicates("Model").set_index("Model")[["energy_j", "power_w"]]
