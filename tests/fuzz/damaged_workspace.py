@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import hashlib
-import io
 import json
 import math
 import random
@@ -18,22 +15,19 @@ import numpy as np
 import yaml
 
 from fuzz.damaged_models import flipped, torn
-from fuzz.reading import Reader
-from fuzz.reporting import Outcome, Parts
+from fuzz.reading import Outcome, Parts, Reader
 from fuzz.small_workspace import trained_workspace
 from hase.benchmark.collecting.config import CollectorConfig
 from hase.inference import predict
 from hase.inference.evaluation.evaluate import evaluate
 from hase.inference.live.load import InferenceConfig
 from hase.kernel_model.sampling.usefulness import read_errors
-from hase.learned import target_files
 from hase.learned.kernels.interface import TrainingConfig
 from hase.model_zoo.exporting.zoo_config import ZooConfig
-from hase.records.dataset_files import digests_path, read_journal, read_kernels
+from hase.records.dataset_files import read_journal, read_kernels
 from hase.records.kernel_record_files import kernels_in_file, read_model_records, update_index
 from hase.runtimes import flavour_of, local_target
 from hase.training.kernels.training_set import read_training_set
-from hase.utils import files
 from hase.utils.config import Config, read_config
 from hase.utils.paths import ROOT, Workspace
 
@@ -44,8 +38,6 @@ ODD_NAMES = ("", "a/b", "..", "\x01", "\x7f", "\ud800", "x" * 5000, "name")
 SCHEMAS: dict[str, type[Config]] = {"collector": CollectorConfig, "training": TrainingConfig, "inference": InferenceConfig,
                                     "zoo": ZooConfig}
 
-
-# who reads files of a workspace ------------------------------------------------------------------------------------------
 
 def read(what: str, path: str, root: str, target: str) -> list[float]:
     """What a part of Hase reads of a file of the workspace at `root`: numbers that must be right."""
@@ -77,22 +69,14 @@ def read(what: str, path: str, root: str, target: str) -> list[float]:
 
 def readers(path: Path, root: str, target: str) -> list[tuple[str, ...]]:
     """The calls that read a file of the workspace at `root`."""
-    place, text = path.relative_to(root).as_posix(), str(path)
-    parts: tuple[str, ...] = ("evaluation", "training set", "journal", "kernels of a dataset")
-    if path.suffix == ".yaml":
-        parts = tuple(SCHEMAS)
-    elif place.endswith("index.json"):
-        parts = ("kernels",)
-    elif place.startswith("ort_analysis"):
-        parts = ("latency", "kernels", "records")
-    elif place.startswith("training/predictors"):
-        parts, text = ("latency", "strict latency"), "anet_c16.onnx"
-    elif place.startswith("training/kernel_errors"):
-        parts = ("errors",)
-    return [("read", what, text, root, target) for what in parts]
+    place = path.relative_to(root).as_posix()
+    parts: dict[str, tuple[str, ...]] = {  # by how the place begins
+        "configs": tuple(SCHEMAS), "ort_analysis": ("kernels",) if path.stem == "index" else ("latency", "kernels", "records"),
+        "training/predictors": ("latency", "strict latency"), "training/kernel_errors": ("errors",),
+        "benchmark": ("evaluation", "training set", "journal", "kernels of a dataset")}
+    text = "anet_c16.onnx" if place.startswith("training/predictors") else str(path)
+    return [("read", what, text, root, target) for begin, whats in parts.items() if place.startswith(begin) for what in whats]
 
-
-# damages -----------------------------------------------------------------------------------------------------------------
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     yield path
@@ -133,118 +117,48 @@ def damaged_document(document: Any, rng: random.Random) -> tuple[str, Any]:
     return f"{damage} at {'.'.join(map(str, path))[:60]}", document
 
 
-def damaged_cell(table: bytes, rng: random.Random) -> tuple[str, bytes]:
-    """A table with another value in one of its cells."""
-    lines = table.decode().split("\n")
-    number = rng.randrange(max(len(lines) - 1, 1))
-    cells = lines[number].split(",")
-    column = rng.randrange(len(cells))
-    cells[column] = str(rng.choice(ODD_NUMBERS + ODD_VALUES)).encode("utf-8", "replace").decode()
-    return f"line {number + 1}, cell {column}: {cells[column][:20]}", "\n".join(
-        [*lines[:number], ",".join(cells), *lines[number + 1:]]).encode()
-
-
 def damaged_line(journal: bytes, rng: random.Random) -> tuple[str, bytes]:
     """A file of JSON lines, one of which is damaged or stands twice."""
     lines = journal.decode().splitlines()
     number = rng.randrange(len(lines))
     damage, document = damaged_document(json.loads(lines[number]), rng)
-    damaged = rng.choice([[json.dumps(document)], [json.dumps(document)], [lines[number]] * 2])
-    if len(damaged) > 1:
-        damage = "twice"
-    lines[number:number + 1] = damaged
+    if rng.random() < 0.33:
+        damage, lines[number:number] = "twice", [lines[number]]
+    else:
+        lines[number] = json.dumps(document)
     return f"line {number + 1}: {damage}", "\n".join([*lines, ""]).encode()
 
 
 def damaged_file(path: Path, data: bytes, rng: random.Random) -> tuple[str, bytes]:
     """The damage by name, and the damaged bytes, by the kind of the file."""
     kind = rng.random()
-    if kind < 0.2 or path.suffix in (".xz", ".gz", ".npz"):
+    if kind < 0.2 or path.suffix in (".xz", ".gz", ".npz", ".csv"):
         return "flipped", flipped(data, rng)
     if kind < 0.35:
         return "torn", torn(data, rng)
     if kind < 0.4:
         return "nested 100,000 deep", b"[" * 100_000
-    if path.suffix == ".csv":
-        return damaged_cell(data, rng)
     if path.suffix == ".jsonl":
         return damaged_line(data, rng)
     damage, document = damaged_document(yaml.safe_load(data) if path.suffix == ".yaml" else json.loads(data), rng)
     return damage, json.dumps(document).encode()  # JSON is YAML too
 
 
-def damaged_contents(path: Path, data: bytes, rng: random.Random) -> tuple[str, bytes, dict[Path, bytes]]:
-    """Damage that no digest shows, as a faulty program would write it: the damage by name, the damaged file, and other files
-    that hold its digest, with the right one."""
-    if path.suffix == ".npz":
-        with np.load(io.BytesIO(data)) as stored:
-            arrays = dict(stored)
-        name = rng.choice(sorted(arrays))
-        array = arrays[name].copy()
-        if array.size:
-            array.flat[rng.randrange(array.size)] = np.array(rng.choice([-1, 0, 2**40, -2**40, 99])).astype(array.dtype)
-        arrays[name] = rng.choice([array, array[:-1], array.astype(np.float64), array.reshape(-1, 1)])
-        packed = io.BytesIO()
-        np.savez_compressed(packed, **arrays)
-        changed = packed.getvalue()
-        return f"array {name}", changed, in_sidecar(path, changed)
-    if path.suffix == ".gz":
-        damage, document = damaged_document(json.loads(gzip.decompress(data)), rng)
-        lines = [f"{json.dumps(key)}:{json.dumps(value)}" for key, value in sorted(document.items())] if isinstance(
-            document, dict) else [json.dumps(document)]
-        changed = gzip.compress("{{\n{}\n}}".format(",\n".join(lines)).encode(), mtime=0)
-        return damage, changed, in_sidecar(path, changed)
-    if path.suffix == ".csv":
-        damage, changed = damaged_cell(data, rng)
-        noted = files.read_json(digests_path(path.parent))
-        noted["files"][path.name] = {"bytes": len(changed), "sha256": hashlib.sha256(changed).hexdigest()}
-        return damage, changed, {digests_path(path.parent): json.dumps(files.with_digest(noted)).encode()}
-    if path.suffix == ".jsonl":
-        damage, changed = damaged_line(data, rng)
-        lines = [with_right_digest(json.loads(line)) for line in changed.decode().splitlines()]
-        return damage, "".join(f"{line}\n" for line in lines).encode(), {}
-    damage, document = damaged_document(json.loads(data), rng)
-    return damage, json.dumps(files.with_digest(document) if isinstance(document, dict) else document).encode(), {}
-
-
-def with_right_digest(document: Any) -> str:
-    """A line of a journal; its digest is that of its contents."""
-    if not isinstance(document, dict) or document.keys() <= {files.DIGEST}:
-        return json.dumps(document)
-    return files.line_with_digest(json.dumps({key: value for key, value in document.items() if key != files.DIGEST}))
-
-
-def in_sidecar(path: Path, changed: bytes) -> dict[Path, bytes]:
-    """The sidecar beside a file, with the SHA-256 that the file has once it is changed."""
-    old, new = (hashlib.sha256(data).hexdigest() for data in (path.read_bytes(), changed))
-    document = json.loads(target_files.PREDICTORS.path(path.parent).read_text().replace(old, new))
-    return {target_files.PREDICTORS.path(path.parent): json.dumps(files.with_digest(document)).encode()}
-
-
 def damaged(root: Path, target: str, paths: Sequence[Path], count: int, seed: int) -> Iterator[Outcome]:
-    """The outcomes of `count` damages of each file of a workspace, which is put back each time.
-
-    Every third damage is one that no digest shows: an answer may then be another one, but no nonsense.
-    """
+    """The outcomes of `count` damages of each file of a workspace, which is put back each time."""
     with Reader("fuzz.damaged_workspace") as reader:
         for path in paths:
             calls = readers(path, str(root), target)
-            before = {holder: holder.read_bytes() for holder in (path, *path.parent.glob("*.json"))}  # these hold its digest
+            before = path.read_bytes()
             wanted = [reader.answers(call) if path.suffix != ".yaml" else None for call in calls]
             for number in range(count):
-                rng, no_digest = random.Random(f"{seed} {path.name} {number}"), number % 3 == 2 and path.suffix != ".yaml"
-                damage, changed, holders = (damaged_contents(path, before[path], rng) if no_digest else
-                                            (*damaged_file(path, before[path], rng), {}))
-                if changed == before[path]:
-                    continue
+                damage, changed = damaged_file(path, before, random.Random(f"{seed} {path.name} {number}"))
                 try:
-                    for place, contents in {**holders, path: changed}.items():
-                        place.write_bytes(contents)
+                    path.write_bytes(changed)
                     for call, right in zip(calls, wanted, strict=True):
-                        yield reader.read(call, f"{path.relative_to(root)}: {damage}: {call[1]}", None if no_digest else right)
+                        yield reader.read(call, f"{path.relative_to(root)}: {damage}: {call[1]}", right)
                 finally:
-                    for place, contents in before.items():
-                        place.write_bytes(contents)
+                    path.write_bytes(before)
 
 
 def files_of(workspace: Path, target: str) -> list[Path]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from fuzz.reporting import HANG_S, Outcome, Parts
+from fuzz.reading import HANG_S, Outcome, Parts
 from fuzz.small_workspace import conv_net, learning, make_workspace
 from hase.inference import predict
 from hase.records.dataset_files import journal_path, read_journal
@@ -36,35 +36,21 @@ SIGNALS = (signal.SIGKILL, signal.SIGINT)  # in turn; the first goes to the comm
 ENDS_WITHIN_S = 5.0  # the children of a command that was killed
 RESUMED_S = 600.0
 TARGET = local_target("cpu").name
-COLLECTOR = """
-levels: [0.0]
-window_s: 0.2
-patience_s: 0
-attempts: 1
-block_kernels: 2
-kernel: {warmup: 1, budget_s: 0.01, least_runs: 3, most_runs: 10}
-model: {warmup: 1, budget_s: 0.05, least_runs: 4, most_runs: 50}
+COLLECTOR = """{levels: [0.0], window_s: 0.2, patience_s: 0, attempts: 1, block_kernels: 2, kernel: {
+warmup: 1, budget_s: 0.01, least_runs: 3, most_runs: 10}, model: {warmup: 1, budget_s: 0.05, least_runs: 4, most_runs: 50}}
 """
 Commands = list[list[str | Path]]
 
 
 @dataclass(frozen=True)
 class Work:
-    """Work that a campaign interrupts.
-
-    Attributes:
-        commands: it by the folder of its workspace, one command after another; the first is interrupted.
-        prepare: makes the workspace.
-        state: what must be the same in the end as without an interruption.
-    """
+    """Work that a campaign interrupts: its commands by the folder of its workspace, the first of which is interrupted."""
 
     name: str
     commands: Callable[[Path], Commands]
-    prepare: Callable[[Path], object]
-    state: Callable[[Path], Any]
+    prepare: Callable[[Path], object]  # makes the workspace
+    state: Callable[[Path], Any]  # what must be the same in the end as without an interruption
 
-
-# what is interrupted -------------------------------------------------------------------------------------------------------
 
 def analysing(root: Path) -> Commands:
     return [["ort_analysis/fusion_detector.py", "--workspace", root, "--quiet"],
@@ -86,9 +72,9 @@ def collecting(root: Path) -> Commands:
     return [["benchmark/collector.py", "--workspace", root, "--config", root / "collector.yaml", "--quiet"]]
 
 
-def analysed(root: Path, models: int = 2) -> None:
-    """A workspace with some small models, their records and their kernels."""
-    with_models(root, models)
+def analysed(root: Path) -> None:
+    """A workspace with two small models, their records and their kernels."""
+    with_models(root, 2)
     (root / "collector.yaml").write_text(COLLECTOR)
     for command in analysing(root):
         subprocess.run([sys.executable, *command], cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
@@ -113,39 +99,9 @@ def predicted(root: Path) -> tuple[str, ...]:
     return *kept, *(f"{latency_ms:.9g}" for latency_ms in answers)
 
 
-def exporting(root: Path) -> Commands:
-    return [["model_zoo/torchvision_exporter.py", "--workspace", root, "--model", "squeezenet1_1", "--model", "squeezenet1_0",
-             "--image-size", "32", "--device", "cpu", "--quiet"]]
-
-
-def exported(root: Path) -> tuple[str, ...]:
-    """The models of a workspace with their sizes; everything else there is hidden or a log."""
-    return tuple(f"{path.relative_to(root)}: {path.stat().st_size}" for path in sorted((root / "model_zoo").rglob("*"))
-                 if path.is_file() and path.name not in (".writer", ".lock"))
-
-
-def measuring(root: Path) -> Commands:
-    return [["inference/predict_model_latency.py", "--workspace", root, "--model", root / "newnet.onnx", "--target", TARGET,
-             "--measure-missing", "--quiet"]]
-
-
-def looked_up(root: Path) -> tuple[Any, ...]:
-    """How often the kernel that was measured most was measured while the machine was steady; which kernels were; and which
-    share of the model's latency is measured."""
-    workspace = Workspace(root)
-    blocks = read_journal(workspace.dataset(TARGET))
-    steady = Counter((m.id, m.label, m.place) for block in blocks for m in block.measurements if not block.unsteady)
-    kernels = sorted({m.id for block in blocks for m in block.measurements})
-    prediction = predict(root / "newnet.onnx", target=TARGET, workspace=workspace)
-    return max(steady.values(), default=1), kernels, round(prediction.time_share["measured"], 6)
-
-
 WORKS = (Work("analysis", analysing, with_models, built), Work("collector", collecting, analysed, measured),
-         Work("training", learning, make_workspace, predicted), Work("exporter", exporting, Path.mkdir, exported),
-         Work("measure-missing", measuring, lambda root: conv_net(root / "newnet.onnx", channels=20, size=12), looked_up))
+         Work("training", learning, make_workspace, predicted))
 
-
-# how ---------------------------------------------------------------------------------------------------------------------
 
 def started(command: list[str | Path], temporary: Path) -> subprocess.Popen[str]:
     """Starts a command, with temporary files and locks of devices of its own: it waits for nobody else who measures."""
@@ -203,79 +159,48 @@ def journal_lines(root: Path) -> bytes:
     return path.read_bytes()[:complete_bytes(path)] if path.is_file() else b""
 
 
-def left_in(folder: Path) -> list[str]:
-    """Temporary files of Hase."""
-    return [path.name for path in folder.iterdir() if path.name.startswith((PREFIX, UNLOCKED_PREFIX))]
-
-
-def kind_of(wrong: str) -> str:
-    """The fault that a command's end is."""
-    return "traceback" if "Traceback" in wrong else "hang" if "did not end" in wrong else "crash"
-
-
-Disturb = Callable[[Path, Path], Iterator[str]]  # in a workspace, with a folder for temporary files: what is wrong each time
-
-
-def outcome_of(work: Work, prepared: Path, wanted: Any, case: str, disturb: Disturb) -> tuple[Outcome, list[bytes]]:
-    """The outcome of a work that is disturbed once or more, and then runs to its end; and the journals after each of these."""
+def outcome_of(work: Work, prepared: Path, wanted: Any, case: str, moments_s: list[float], number: signal.Signals) -> Outcome:
+    """The outcome of a work that a signal ends at some moments, and that then runs to its end."""
     with tempfile.TemporaryDirectory(dir=prepared.parent) as folder:
-        root, temporary = Path(folder) / prepared.name, Path(folder) / "temporary"
+        root, temporary, began_s, wrong = Path(folder) / prepared.name, Path(folder) / "temporary", time.monotonic(), ""
         temporary.mkdir()
         shutil.copytree(prepared, root)
-        began_s, journals = time.monotonic(), list[bytes]()
-        for wrong in disturb(root, temporary):
-            if wrong:
-                return Outcome(kind_of(wrong), case, wrong), journals
+        journals = [b""]
+        for moment_s in moments_s:
+            wrong = wrong or interrupted(work.commands(root)[0], moment_s, number, temporary)
             journals.append(journal_lines(root))
-        if wrong := resumed(work.commands(root), temporary):
-            return Outcome(kind_of(wrong), case, f"run again: {wrong}"), journals
-        journals.append(journal_lines(root))
+        if wrong := wrong or resumed(work.commands(root), temporary):
+            return Outcome("traceback" if "Traceback" in wrong else "hang" if "did not end" in wrong else "crash", case, wrong)
         what, message, state = "another answer", "", work.state(root)
-        if not all(after.startswith(before) for before, after in pairwise(journals)):
+        if not all(after.startswith(before) for before, after in pairwise([*journals, journal_lines(root)])):
             message = "lines of the journal are lost"
         elif state != wanted:
             message = f"{state} where {wanted} is right"
-        elif left := left_in(temporary):
+        elif left := [path.name for path in temporary.iterdir() if path.name.startswith((PREFIX, UNLOCKED_PREFIX))]:
             message = f"files are left: {left}"
         else:
             what = "answer"
-        return Outcome(what, case, message, seconds=time.monotonic() - began_s), journals
-
-
-def hear_interrupts() -> None:
-    """Has the commands that this process starts hear Ctrl-C, even if a shell started it in the background, where none does."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def whole_run(work: Work, prepared: Path, folder: Path) -> tuple[Any, float]:
-    """What is right in the end, by a run without interruption, and the seconds that its first command takes."""
-    whole, began_s = shutil.copytree(prepared, folder / "whole"), time.monotonic()
-    wrong, lasts_s = resumed(work.commands(whole)[:1], folder), time.monotonic() - began_s
-    if wrong := wrong or resumed(work.commands(whole)[1:], folder):
-        raise RuntimeError(f"{work.name}: {wrong}")
-    return work.state(whole), lasts_s
+        return Outcome(what, case, message, seconds=time.monotonic() - began_s)
 
 
 def interruptions(work: Work, numbers: Sequence[int], seed: int, folder: Path) -> Iterator[Outcome]:
     """The outcomes of interruptions of a work, each with a number of its own; every other one is a SIGKILL."""
-    hear_interrupts()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell started this in the background, where none hears Ctrl-C
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     prepared = folder / work.name / "workspace"
     shutil.rmtree(prepared.parent, ignore_errors=True)
     prepared.parent.mkdir(parents=True)
     work.prepare(prepared)
-    wanted, lasts_s = whole_run(work, prepared, prepared.parent)
+    whole, began_s = shutil.copytree(prepared, prepared.parent / "whole"), time.monotonic()
+    wrong, lasts_s = resumed(work.commands(whole)[:1], prepared.parent), time.monotonic() - began_s
+    if wrong := wrong or resumed(work.commands(whole)[1:], prepared.parent):
+        raise RuntimeError(f"{work.name}: {wrong}")
+    wanted = work.state(whole)  # without an interruption
     for number in numbers:
         rng, signal_number = random.Random(f"{seed} {work.name} {number}"), SIGNALS[number % len(SIGNALS)]
         moments_s = [rng.uniform(0.0, lasts_s) for _ in range(rng.choice([1, 1, 2]))]
         case = f"{work.name}, {signal_number.name} after {' and '.join(f'{moment_s:.2f} s' for moment_s in moments_s)}"
-
-        def disturb(root: Path, temporary: Path, moments_s: list[float] = moments_s,
-                    signal_number: signal.Signals = signal_number) -> Iterator[str]:
-            for moment_s in moments_s:
-                yield interrupted(work.commands(root)[0], moment_s, signal_number, temporary)
-
-        yield outcome_of(work, prepared, wanted, case, disturb)[0]
+        yield outcome_of(work, prepared, wanted, case, moments_s, signal_number)
 
 
 def parts(count: int, seed: int, folder: Path) -> Parts:

@@ -1,7 +1,5 @@
-"""A process that calls functions of a module, one after another, on what is wrong; and the outcome of each call.
-
-It has the module's name: `python -m fuzz.reading fuzz.wrong_models`.
-"""
+"""The outcomes of each case of a campaign, their counts, and a process that calls functions of a module, one after another, on
+what is wrong: `python -m fuzz.reading fuzz.damaged_models`."""
 
 from __future__ import annotations
 
@@ -15,28 +13,68 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import psutil
 
-from fuzz.reporting import HANG_S, MOST_MIB, Outcome
 from hase.utils.errors import UserError, user_can_mend
 from hase.utils.paths import ROOT
 
+HANG_S = 60.0
+MOST_MIB = 4096.0
+FAULTS = ("traceback", "crash", "hang", "memory", "another answer")  # the last: a changed answer, or one that is nonsense
 ADDRESS_SPACE = 24 << 30  # bytes: ORT and numpy map far more than they touch
+
+
+@dataclass
+class Outcome:
+    """The outcome of one case: `answer`, `error` (one for the user), or one of FAULTS; a remark says what else was found."""
+
+    what: str
+    case: str
+    message: str = ""
+    answers: tuple[float, ...] = ()
+    seconds: float = 0.0
+    peak_mib: float = 0.0
+    remark: str = ""
+
+    @property
+    def fault(self) -> bool:
+        return self.what in FAULTS
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.case}: {self.message.strip()[-1500:]}"
+
+
+Parts = Iterator[tuple[str, Iterable[Outcome]]]  # of a campaign: what each tries, and its outcomes as they come
+
+
+def counted(parts: Parts) -> list[dict[str, Any]]:
+    """A line of the report for each part of a campaign; faults are printed on stderr as they come."""
+    rows = []
+    for tried, outcomes in parts:
+        row: dict[str, Any] = {"tried": tried, "cases": 0, **dict.fromkeys(("answer", "error", *FAULTS), 0),
+                               "slowest (s)": 0.0, "most memory (MiB)": 0.0, "remark": ""}
+        for outcome in outcomes:
+            row["cases"] += 1
+            row[outcome.what] += 1
+            row["slowest (s)"] = max(row["slowest (s)"], outcome.seconds)
+            row["most memory (MiB)"] = max(row["most memory (MiB)"], outcome.peak_mib)
+            row["remark"] = outcome.remark or row["remark"]
+            if outcome.fault:
+                print(outcome, file=sys.stderr, flush=True)
+        rows.append(row)
+    return rows
 
 
 def family() -> list[psutil.Process]:
     """This process and those that it started."""
     return [psutil.Process(), *psutil.Process().children(recursive=True)]
-
-
-def ended_mib() -> float:
-    """The most memory that a child which has ended ever held."""
-    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
 
 
 def peak_mib(process: psutil.Process) -> float:
@@ -58,7 +96,7 @@ def serve(module: ModuleType) -> None:
         for process in family():  # the peak so far does not count
             with suppress(OSError):  # it has just ended
                 Path(f"/proc/{process.pid}/clear_refs").write_text("5")
-        before_mib = ended_mib()
+        before_mib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
         reply: dict[str, Any]
         try:
             reply = {"what": "answer", "answers": getattr(module, name)(*arguments) or []}
@@ -68,7 +106,8 @@ def serve(module: ModuleType) -> None:
             reply = {"what": "error" if user_can_mend(error) else "traceback", "message": traceback.format_exc()}
         except BaseException:  # noqa: BLE001 - this looks for whatever escapes
             reply = {"what": "traceback", "message": traceback.format_exc()}
-        peaks_mib = [*map(peak_mib, family()), ended_mib() if ended_mib() > before_mib else 0.0]
+        ended_mib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+        peaks_mib = [*map(peak_mib, family()), ended_mib if ended_mib > before_mib else 0.0]
         print(json.dumps(reply | {"peak_mib": max(peaks_mib)}), file=sys.__stdout__, flush=True)
 
 

@@ -14,13 +14,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from fuzz.reporting import HANG_S, Outcome, Parts
+from fuzz.reading import Outcome, Parts
 from fuzz.small_workspace import TRAINING, learning, trained_workspace
 from hase.inference import predict
 from hase.records.kernel_record_files import record_path
 from hase.runtimes import flavour_of, local_target
 from hase.utils import files
-from hase.utils.errors import UserError
 from hase.utils.paths import ROOT, Workspace
 
 CASES = 50  # processes
@@ -38,41 +37,12 @@ def latencies_ms(root: Path) -> list[float]:
             for record in records for strict in (False, True)]
 
 
-def predict_often(root: Path, answers: int) -> None:
-    """Predicts, and prints each answer as a line of JSON; an error for the user as text."""
-    for _ in range(answers):
-        try:
-            print(json.dumps(latencies_ms(root)), flush=True)
-        except UserError as error:
-            print(json.dumps(str(error)), flush=True)
-        time.sleep(PAUSE_S)
-
-
 def train(root: Path, trees: int) -> Iterator[list[float]]:
     """Trains with so many trees; yields the latencies after each of the two commands."""
     files.write_text(root / "training.yaml", TRAINING.replace(f"trees: {TREES[0]}", f"trees: {trees}"))
     for command in learning(root):
         subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
         yield latencies_ms(root)
-
-
-def outcome_of(process: subprocess.Popen[str], case: str, right: list[list[float]]) -> Outcome:
-    """The outcome of a process; `right` are all answers that a training gave."""
-    try:
-        stdout, stderr = process.communicate(timeout=HANG_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return Outcome("hang", case)
-    if process.returncode:
-        return Outcome("traceback" if "Traceback" in stderr else "crash", case, stderr)
-    answers = [json.loads(line) for line in stdout.splitlines()]
-    errors = [answer for answer in answers if isinstance(answer, str)]
-    for answer in answers:
-        if isinstance(answer, list) and not all(  # each by itself: a training may end between two of them
-                any(math.isclose(latency, known) for known in column)
-                for latency, column in zip(answer, zip(*right, strict=True), strict=True)):
-            return Outcome("another answer", case, f"{answer} where {right} are right")
-    return Outcome("error" if errors else "answer", case, "; ".join(sorted(set(errors))))
 
 
 def cases(count: int, root: Path, answers: int = ANSWERS) -> Iterator[Outcome]:
@@ -85,16 +55,23 @@ def cases(count: int, root: Path, answers: int = ANSWERS) -> Iterator[Outcome]:
     while any(process.poll() is None for process in processes) and time.monotonic() - began_s < MOST_S:
         trainings += 1
         right += train(root, TREES[trainings % 2])
-    for number, process in enumerate(processes):
-        outcome = outcome_of(process, f"process {number}", right)
-        outcome.remark = f"{trainings} trainings, {answers} answers of each process"
-        yield outcome
+    for process in processes:
+        if hangs := process.poll() is None:
+            process.kill()
+        stdout, stderr = process.communicate()
+        what = "hang" if hangs else "traceback" if "Traceback" in stderr else "crash" if process.returncode else "answer"
+        for answer in map(json.loads, stdout.splitlines()) if what == "answer" else ():
+            if not all(any(math.isclose(latency, known) for known in column)  # each by itself: a training may end between two
+                       for latency, column in zip(answer, zip(*right, strict=True), strict=True)):
+                what, stderr = "another answer", f"{answer} where {right} are right"
+        yield Outcome(what, f"process {process.pid}", stderr, remark=f"{trainings} trainings, {answers} answers of each")
 
 
 def parts(count: int, seed: int, folder: Path) -> Parts:
-    yield "processes that predict while predictors are trained", cases(
-        count, trained_workspace(folder / "workspace").root)
+    yield "processes that predict while predictors are trained", cases(count, trained_workspace(folder / "workspace").root)
 
 
 if __name__ == "__main__":
-    predict_often(Path(sys.argv[1]), int(sys.argv[2]))
+    for _ in range(int(sys.argv[2])):
+        print(json.dumps(latencies_ms(Path(sys.argv[1]))), flush=True)
+        time.sleep(PAUSE_S)

@@ -1,22 +1,24 @@
 """The recipes' scripts without what they measure on: each config is valid, as is each change that a script makes to one; models
-that are named exist; and clusters' templates can be read."""
+that are named exist; clusters' templates can be read. And the recipe of a search: an evolutionary one beside a random one."""
 
 from __future__ import annotations
 
+import csv
+import json
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
+from command import run_script
 from optional_packages import needs
 from recipe_commands import configs_of
 
 from hase.benchmark.collecting.config import CollectorConfig
-from hase.benchmark.metrics.power import WINDOW_S
-from hase.model_zoo.exporting.zoo_config import ZooConfig
+from hase.inference.search import ofa
+from hase.recipes.search.evolve import front_of
 from hase.utils.config import read_config
-from hase.utils.errors import UserError
 from hase.utils.paths import ROOT
 
 H200 = ROOT / "recipes" / "h200"
@@ -38,22 +40,6 @@ def test_a_config_that_extends_another_keeps_what_it_does_not_change() -> None:
     assert (collector.kernel_levels, pool.kernel_levels) == (None, ())
 
 
-def test_a_change_that_does_not_fit_is_named() -> None:
-    with pytest.raises(UserError, match=r"^--set level=\[0\.5\]: level: unknown key; did you mean levels\?"):
-        read_config(H200 / "collect_pool.yaml", CollectorConfig, ["tracers=2", "level=[0.5]"])
-
-
-def test_half_precision_and_other_sizes_of_the_h200(tmp_path: Path) -> None:
-    all_models, float16, other_sizes, _ = configs_of("recipes/h200/run.sh", tmp_path)
-    assert isinstance(all_models, ZooConfig)
-    assert isinstance(float16, ZooConfig)
-    assert isinstance(other_sizes, ZooConfig)
-    assert (float16.dtypes, other_sizes.dtypes) == (("fp16",), ("fp32",))
-    assert set(float16.models) | set(other_sizes.models) < set(all_models.models)
-    stems = [export.stem for export in other_sizes.exports()]
-    assert stems[:3] == ["convnext_tiny", "convnext_tiny_160x160", "convnext_tiny_288x288"]
-
-
 @pytest.mark.parametrize(("script", "variable", "collection"), [
     ("collect_energy", "timm", "timm"), ("collect_energy", "timm_fp16", "timm"), ("collect_pool", "in_half", "timm"),
     ("collect_energy", "transformers", "transformers"),
@@ -71,15 +57,7 @@ def test_the_models_of_a_script_exist(script: str, variable: str, collection: st
     assert set(named.split()) <= listed
 
 
-def test_energy_is_measured_long_enough_and_batches_stay_open(tmp_path: Path) -> None:
-    configs = configs_of("recipes/h200/collect_energy.sh", tmp_path)
-    (config,) = (config for config in configs if isinstance(config, CollectorConfig))
-    assert config.energy_s >= WINDOW_S
-    assert config.levels == (0.0,)
-    (export,) = read_config(H200 / "model_zoo.yaml", ZooConfig, ["models=[resnet50]"]).exports()
-    assert export.stem == "resnet50"  # one file for all batch sizes
-
-
+@pytest.mark.slow
 def test_rays_cluster_launcher_reads_the_template() -> None:
     needs("ray", "requirements-ray.txt")
     from ray.autoscaler._private.util import prepare_config, validate_config
@@ -91,3 +69,22 @@ def test_rays_cluster_launcher_reads_the_template() -> None:
 
 def test_the_script_for_slurm_is_sound() -> None:
     assert subprocess.run(["bash", "-n", "recipes/cluster/slurm.sh"], cwd=ROOT, capture_output=True).stderr == b""
+
+
+def test_a_front_holds_what_nothing_beats() -> None:
+    found = {"fast": (1.0, 1.0), "slower": (1.5, 1.0), "large": (2.0, 3.0), "small": (2.5, 2.0), "equal": (1.0, 0.5)}
+    assert list(front_of(found)) == ["fast", "large"]
+
+
+@pytest.mark.slow
+def test_searches_side_by_side(tmp_path: Path) -> None:
+    needs("optuna", "requirements-search.txt")
+    options = ("--count", "60", "--random-count", "40", "--out", tmp_path / "fronts.csv", "--json")
+    done = run_script("recipes/search/evolve.py", *options)
+    random, evolutionary = json.loads(done.stdout)
+    assert (random["networks"], evolutionary["networks"]) == (40, 60)
+    with (tmp_path / "fronts.csv").open(newline="") as table:
+        rows = list(csv.DictReader(table))
+    assert len(rows) == random["on the front"] + evolutionary["on the front"]
+    assert all(ofa.network_named(row["network"]) for row in rows)
+    assert 0.5 < random["hypervolume (ms · GFLOP)"] < 2.0

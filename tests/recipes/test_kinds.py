@@ -15,12 +15,9 @@ from hase.recipes.kinds.compare_on_gpu import (
     NodeList,
     NodeRow,
     compare,
-    compare_all,
     derived_nodes,
     difference_rows,
     every_node,
-    feed_of,
-    gpu_latency,
     named,
 )
 from hase.utils.ort_sessions import open_session
@@ -46,8 +43,7 @@ def test_models_are_made_listed_and_kept(made: Path) -> None:
     assert models["sklearn_linear"].dims == {"rows": 256}
     for model in models.values():
         session = open_session(made / model.file, "cpu", dims=model.dims)
-        feed = {value.name: np.ones(value.shape, np.float32) for value in session.get_inputs()}
-        assert all(np.all(np.isfinite(output)) for output in session.run(None, feed))
+        session.run(None, {value.name: np.ones(value.shape, np.float32) for value in session.get_inputs()})
     before = (made / "tiny_add.onnx").stat().st_mtime_ns
     (made / "sklearn_linear.onnx").unlink()
     assert run_script(MAKE, "--out", made, "--only", *TINY).returncode == 0
@@ -66,41 +62,6 @@ def test_a_model_that_cannot_be_made_costs_only_itself(tmp_path: Path, monkeypat
     monkeypatch.setattr(make_models, "recipes", lambda: [make_models.Recipe("bad", "tiny", fail)])
     assert make_models.make("bad", tmp_path) == "ValueError: no such operator"
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-def test_mixed_half_precision_computes_the_same(tmp_path: Path) -> None:
-    import torch
-
-    from hase.recipes.kinds import exporting, graph_kinds
-
-    class Net(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.head = torch.nn.Conv2d(3, 8, 3), torch.nn.Linear(8, 4)
-
-        def forward(self, image: torch.Tensor) -> torch.Tensor:
-            return torch.softmax(self.head(torch.relu(self.conv(image)).mean((2, 3))), -1)
-
-    torch.manual_seed(0)
-    net, path, image = Net().eval(), tmp_path / "mixed.onnx", torch.randn(1, 3, 8, 8)
-    graph_kinds.write_mixed_fp16(path, lambda plain: exporting.export(net, {"image": image}, plain, 17))
-    types = {weight.name: weight.data_type for weight in onnx.load(path).graph.initializer}
-    assert types["conv.weight"] == types["head.weight"] == onnx.TensorProto.FLOAT16
-    session = open_session(path, "cpu")
-    assert [value.type for value in (*session.get_inputs(), *session.get_outputs())] == ["tensor(float)"] * 2
-    with torch.no_grad():
-        assert np.allclose(session.run(None, {"image": image.numpy()})[0], net(image).numpy(), atol=2e-3)
-
-
-@pytest.mark.slow
-def test_the_host_is_probed_beside_each_model(made: Path) -> None:
-    """On the CPU provider, instead of a GPU."""
-    (model,) = read_manifest(made).chosen(["tiny_add"])
-    latency = gpu_latency(model, made / model.file, "static", 0.1, "cpu")
-    assert 1e-4 < (latency.latency_ms or 0.0) < 10.0
-    assert 1.0 < (latency.host_probe_us or 0.0) < 1e4
-    assert latency.runs >= 20
 
 
 def rows(*lines: str) -> tuple[NodeRow, ...]:
@@ -123,17 +84,10 @@ def test_graphs_are_compared_node_by_node() -> None:
         ("only derived", "r", "cuda", "")}
     assert {"difference": "provider", "operator": "Shape", "opset": 17, "types": "float32", "derived": "cuda", "real": "cpu",
             "nodes": 1, "models": "m"} in difference_rows([comparison])
-    # graphs of sessions that were opened alike are compared
-    static = NodeList(model="m", way="static", nodes=rows("Conv cuda a"))
-    dynamic = NodeList(model="m", way="dynamic", nodes=rows("Conv cuda a", "Shape cpu s"))
-    failed = NodeList(model="m", way="static", error="UserError: no")
-    comparisons = compare_all([static, dynamic], [dynamic, failed, NodeList(model="unknown", way="static")])
-    assert [(comparison.way, comparison.agrees, comparison.error) for comparison in comparisons] == [
-        ("dynamic", True, ""), ("static", False, "derived: UserError: no")]
 
 
 @pytest.mark.slow
-def test_a_derived_graph_agrees_with_itself_and_bodies_have_names(made: Path) -> None:
+def test_a_derived_graph_agrees_with_itself_and_bodies_have_names(made: Path, tmp_path: Path) -> None:
     models = {model.name: model for model in read_manifest(made).models}
     derived = derived_nodes(models["tiny_add"], made / "tiny_add.onnx", "static")
     assert [(node.op_type, node.provider, node.types[0]) for node in derived.nodes] == [
@@ -146,12 +100,6 @@ def test_a_derived_graph_agrees_with_itself_and_bodies_have_names(made: Path) ->
     assert len({name for name, _ in inner}) == len(inner) == 5
     loop = derived_nodes(models["loop_constant_trips"], made / "loop_constant_trips.onnx", "static")
     assert {("Loop", ""), ("Gemm", "Loop_last"), ("Tanh", "Loop_last")} <= {(node.op_type, node.inside) for node in loop.nodes}
-    session = open_session(made / "sklearn_linear.onnx", "cpu")
-    assert feed_of(session, {"rows": 3})["x"].shape == (3, 64)
-
-
-@pytest.mark.slow
-def test_without_real_nodes_the_comparison_is_an_error(made: Path, tmp_path: Path) -> None:
     done = run_script("recipes/kinds/compare_on_gpu.py", made, "--out", tmp_path, "--only", "tiny_add", "--derive-only")
     assert done.returncode == 1
     assert "real_nodes.json.gz: no such file" in done.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import onnx
@@ -21,7 +20,6 @@ from hase.model_zoo.exporting.network_export import (
 )
 from hase.model_zoo.networks.images import NormedConv
 from hase.ort_analysis.graph.analysis import analyze
-from hase.recipes.cuda_kernels.measure_copies import WAITING, WAITING_ELEMENTS, measure
 from hase.records.kernel_record_files import read_model_records, record_path
 from hase.runtimes import flavour_of, local_target
 from hase.utils import files
@@ -90,12 +88,3 @@ def test_kernels_of_the_host_are_listed_separately_and_measured_without_models(t
     work = find_work(into, local_target("cpu"), ())
     assert [(item.kernel.op_type, work.described[0].models) for item in work.kernels] == [("Sinh", (record.model,))]
     assert work.models == ()
-
-
-def test_copies_are_measured_at_several_sizes() -> None:
-    """On a CPU, where nothing is really copied."""
-    copies, waits = measure("cpu", [4, 1 << 20])
-    assert [copy.bytes for copy in copies] == [4, 1 << 20]
-    assert {name: len(samples) > 2 for name, samples in copies[1].samples_ms.items()} == dict.fromkeys(
-        ("one", "gpu", "cpu", "to_host", "to_gpu", "through_one", "through_four"), True)
-    assert {(wait.operator, wait.elements) for wait in waits} == set(itertools.product(WAITING, WAITING_ELEMENTS))

@@ -1,4 +1,5 @@
-"""The profiler on a CPU with a real model: its tables, how it resumes, what fails, and the staged scripts."""
+"""The profiler on a CPU with a real model: its tables, how it resumes, what fails, and the staged scripts. On a GPU with
+stand-ins for cuDNN's handle, CUDA's events, and the kernels."""
 
 from __future__ import annotations
 
@@ -10,32 +11,34 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torchvision
 from command import printed, run_script
+from test_forced_convolutions import PretendedCudnn, needs_cudnn
 
+from hase.benchmark.measuring import gpu_trace
 from hase.benchmark.measuring.blocks import Steadiness
-from hase.benchmark.metrics.power import PowerSample, PowerSensor
+from hase.benchmark.measuring.gpu_trace import Recording
 from hase.extras.convolutions.profiler import UnifiedProfiler, described
+from hase.extras.convolutions.profiling import engines, measure
 from hase.extras.convolutions.profiling.algorithms import ON_CPU, ON_GPU, NotSupported
-from hase.extras.convolutions.profiling.engines import ForcedModel, LayerPlan, TorchEngine
-from hase.extras.convolutions.profiling.listing import state_of_all, status_rows
+from hase.extras.convolutions.profiling.engines import CudnnEngine, ForcedModel, LayerPlan, TorchEngine
+from hase.extras.convolutions.profiling.listing import status_rows
 from hase.extras.convolutions.profiling.measure import (
+    SHORTEST_HOLD_MS,
     Instruments,
-    LayerTimer,
     ProfileSettings,
-    affordable,
     measure_profile,
     time_layers,
 )
-from hase.extras.convolutions.profiling.results import LAYERS, OVERALL, write_settings
-from hase.records.measurement import Measurement, read_blocks
+from hase.extras.convolutions.profiling.results import LAYERS, OVERALL, layer_rows, overall_rows, write_settings
+from hase.records.measurement import read_blocks
+from hase.records.traces import GpuRun, GpuWork
 from hase.utils.locks import sole_writer
 from hase.utils.paths import ROOT
-from hase.utils.timing import time_runs_ms
 
 pytestmark = pytest.mark.slow
 
@@ -140,24 +143,6 @@ def test_out_of_memory_costs_one_size(tmp_path: Path, model: torch.nn.Module) ->
     assert [row["status"] for row in rows(tmp_path / f"{MODEL}_default_overall.csv")] == ["ok", "ok"]
 
 
-def test_measurements_of_an_equal_machine_count(tmp_path: Path, model: torch.nn.Module) -> None:
-    UnifiedProfiler(settings(), 0, AT_ONCE, engine=TorchEngine()).profile(tmp_path, model)
-    journal = tmp_path / "measurements.jsonl"
-    (block,) = read_blocks(journal)
-    journal.write_text(block.model_copy(update={"machine": "another"}).model_dump_json() + "\n")
-    done = UnifiedProfiler(settings(input_sizes=(64, 80)), 0, AT_ONCE, engine=TorchEngine()).profile(tmp_path, model)
-    assert [unit.input_size for unit in done.units] == [80]
-
-
-def test_a_slow_model_is_run_less_often(model: torch.nn.Module) -> None:
-    instruments = Instruments("cpu", energy_s=0.0, longest_s=1.0)
-    assert [affordable(10, run_ms, instruments) for run_ms in (0.5, 100.0, 200.0, 900.0, 5000.0)] == [10, 10, 5, 3, 3]
-    assert (affordable(2, 5000.0, instruments), affordable(30, 5000.0, Instruments("cpu"))) == (2, 30)
-    overall, *layers = measure_profile(settings(measure=5).units[0], ForcedModel(model, TorchEngine()),
-                                       replace(instruments, longest_s=1e-6))
-    assert {len(m.samples_ms) for m in (overall, *layers)} == {3}
-
-
 class NoPointwise(TorchEngine):
     """Pretends to be an algorithm of cuDNN that can't run 1x1 filters."""
 
@@ -168,55 +153,18 @@ class NoPointwise(TorchEngine):
 
 
 def test_the_error_names_the_refused_layers_and_a_fallback_runs_them(tmp_path: Path, model: torch.nn.Module) -> None:
-    instruments = Instruments("cpu", energy_s=0.0)
-    (unit,) = settings(algorithm="default").units
-    run, *layers = measure_profile(unit, ForcedModel(model, NoPointwise()), instruments)
+    run, *layers = measure_profile(settings().units[0], ForcedModel(model, NoPointwise()), Instruments("cpu", energy_s=0.0))
     assert run.error.startswith(f"Algorithm default not compatible with model {MODEL}: 17 of 26 layers "
                                 "(features.3.squeeze and 16 more): CUDNN_STATUS_NOT_SUPPORTED, filter")
     assert described(run) == run.error
     assert [m.facts["layer_status"] for m in layers].count("CUDNN_STATUS_NOT_SUPPORTED") == 17
     assert not any(m.samples_ms for m in layers)
-    with_fallback = settings(fallback=True)
-    UnifiedProfiler(with_fallback, 0, AT_ONCE, engine=NoPointwise(), fallback=TorchEngine()).profile(tmp_path, model)
+    UnifiedProfiler(settings(fallback=True), 0, AT_ONCE, engine=NoPointwise(), fallback=TorchEngine()).profile(tmp_path, model)
     (overall,), table = rows(tmp_path / f"{MODEL}_default_overall.csv"), rows(tmp_path / f"{MODEL}_default_layers.csv")
     assert (overall["status"], overall["layers_not_supported"]) == ("ok", "17")
     assert {(row["kernel_size"], row["ran"], row["status"]) for row in table} == {
         ("3x3", "winograd", "ok"), ("1x1", "default", "CUDNN_STATUS_NOT_SUPPORTED")}
     assert all(float(row["mean_ms"]) > 0 for row in table)
-
-
-def test_layers_are_timed_within_the_run(model: torch.nn.Module) -> None:
-    images = torch.randn(1, 3, 64, 64)
-    convolutions = [layer for layer in model.modules() if isinstance(layer, torch.nn.Conv2d)]
-    with torch.inference_mode():
-        times = time_layers(lambda: model(images), convolutions, 4, "cpu")
-        assert np.array([call.samples_ms for call in times]).shape == (26, 4)
-        assert all(call.ahead_runs == 4 and call.host_ms > 0 and min(call.samples_ms) > 0 for call in times)
-        with LayerTimer(convolutions, "cpu") as timer:
-            (whole_ms,) = time_runs_ms(lambda: model(images))
-            assert sum(call.ms for call in timer.take()) < whole_ms
-        model(images)
-        assert not timer.take()  # no hook is left
-
-
-class PretendedSensor(PowerSensor):
-    """Pretends to be a power sensor of 50 W: this machine need not have one."""
-
-    name, averages_s = "the pretended sensor", 0.0
-
-    def read(self) -> PowerSample:
-        now_s = time.monotonic()
-        return PowerSample(now_s, 50.0, 50.0 * now_s)
-
-
-def test_energy_of_a_run(model: torch.nn.Module) -> None:
-    forced, (unit,) = ForcedModel(model, TorchEngine()), settings().units
-    run, *_ = measure_profile(unit, forced, Instruments("cpu", PretendedSensor(), 0.2, idle_w=20.0))
-    assert run.quantities["power_w"] == (pytest.approx(50.0),)
-    assert run.quantities["energy_agreement"] == (pytest.approx(1.0),)
-    assert run.quantities["idle_power_w"] == (20.0,)
-    assert 0 < run.quantities["energy_j"][0] <= 50.0 * run.quantities["energy_window_s"][0] + 1e-6  # of one run or more
-    assert any(doubt in str(run.facts["energy_doubts"]) for doubt in ("too short", "no sample for"))  # of a busy machine
 
 
 def shell(folder: Path, script: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
@@ -263,7 +211,7 @@ def test_the_status_of_runs_without_tables(tmp_path: Path, monkeypatch: pytest.M
     """`squeue` is a stand-in with one job that waits and one that runs."""
     for name, log, job in (
             ("refused", "starting\nerror: --gpu h100: the device of this machine is a CPU\n", ""),
-            ("waits", "", "41"), ("runs", "", "42"), ("cancelled", "", "43"), ("works", "", ""),
+            ("waits", "", "41"), ("runs", "", "42"), ("works", "", ""),
             ("killed", "measuring\nslurmstepd: error: *** JOB 44 CANCELLED DUE TO TIME LIMIT ***\n", "44")):
         folder = tmp_path / "2_quick" / name
         folder.mkdir(parents=True)
@@ -278,23 +226,121 @@ def test_the_status_of_runs_without_tables(tmp_path: Path, monkeypatch: pytest.M
         with sole_writer(tmp_path / "2_quick" / "works"):
             return {Path(row["results"]).name: row["state"] for row in status_rows(tmp_path)}
 
-    unknown = dict.fromkeys(("waits", "runs", "cancelled", "killed"), "not known")
+    unknown = dict.fromkeys(("waits", "runs", "killed"), "not known")
     assert states() == {"refused": "refused", "works": "running", **unknown}
     stand_in(tmp_path / "squeue", 'echo "41 PENDING"\necho "42 RUNNING"\n')
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert states() == {"refused": "refused", "waits": "submitted", "runs": "running", "cancelled": "stopped",
-                        "killed": "stopped", "works": "running"}
-    whole = Measurement(subject="profile", id="a", label="run", context="a", place="alone", status="failed", error=(
-        "Algorithm direct not compatible with model vgg16: 13 of 13 layers (features.0 and 12 more): ARCH_MISMATCH"))
-    out_of_memory = whole.model_copy(update={"error": "out of memory"})
-    assert [state_of_all([whole]), state_of_all([whole, out_of_memory])] == ["refused", "failed"]
+    assert states() == {"refused": "refused", "waits": "submitted", "runs": "running", "killed": "stopped",
+                        "works": "running"}
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["vgg16", "gemm"], "no GPU named"), (["vgg16", "gemm", "a100"], "a100: no such GPU"),
-    (["vgg16", "--batch", "h200"], "usage: 3_full"),
+    (["vgg16", "gemm", "a100"], "a100: no such GPU"), (["vgg16", "--batch", "h200"], "usage: 3_full"),
     (["vgg16", "bogus", "h200"], "bogus: no such algorithm on cuda")])
 def test_wrong_arguments_of_a_stage(words: list[str], message: str, tmp_path: Path) -> None:
     done = shell(tmp_path, "3_full_run.sh", *words)
     assert done.returncode in (1, 2)
     assert message in done.stderr
+
+
+pytestmark = pytest.mark.slow
+
+
+class Event:
+    """Pretends to be a CUDA event: the host's clock. The pretended GPU reaches no event before the host waits for it."""
+
+    reached = False
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at_s = time.perf_counter()
+
+    def query(self) -> bool:
+        return self.reached
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1e3 * (end.at_s - self.at_s)
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Replaces what needs a GPU; returns the cycles for which the GPU was held."""
+    held: list[int] = []
+    monkeypatch.setattr(engines, "Cudnn", PretendedCudnn)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", held.append)
+    monkeypatch.setattr(measure, "draw_images", lambda unit, device: torch.ones(1, 3, unit.input_size, unit.input_size))
+
+    def with_kernels(recording: Recording) -> list[GpuRun]:
+        """The real ranges of the run, each with one made-up kernel of half its time, and something set after a pause."""
+        return [replace(run, work=(GpuWork("void im2col4d_kernel<float>", run.start_us, run.host_us / 2),
+                                   GpuWork("", run.start_us + 0.7 * run.host_us, run.host_us / 10, "gpu_memset")))
+                for run in gpu_trace.read(recording)]
+
+    monkeypatch.setattr(measure, "read", with_kernels)
+    return held
+
+
+def profile(algorithm: str) -> tuple[Any, list[Any]]:
+    torch.manual_seed(0)
+    model = torchvision.models.squeezenet1_1().eval()
+    settings = ProfileSettings(model="squeezenet1_1", algorithm=algorithm, gpu="h200", device="cuda", device_name="NVIDIA H200",
+                               input_sizes=(64,), warmup=1, measure=3)
+    forced = ForcedModel(model, CudnnEngine(ON_GPU[algorithm], True))
+    overall, *layers = measure_profile(settings.units[0], forced, Instruments("cuda", energy_s=0.0, event_overhead_ms=0.001))
+    return overall, layers
+
+
+@needs_cudnn
+def test_a_profile_on_a_gpu(pretended_gpu: list[int]) -> None:
+    run, layers = profile("gemm")
+    assert (run.status, run.error) == ("ok", "")
+    assert len(layers) == 26
+    assert len(pretended_gpu) == 3 * 26 + 26  # before each layer in each run that is timed, and where it is traced
+    assert min(pretended_gpu) > 0
+    (overall,), rows = overall_rows([run, *layers]), layer_rows([run, *layers])
+    assert (overall["layers"], overall["layers_not_supported"], overall["unexpected_kernels"]) == (26, 0, "")
+    assert overall["cupti_ms"] == pytest.approx(sum(row["cupti_ms"] for row in rows), rel=1e-4)
+    assert {(row["ran"], row["cuda_kernels"], row["unexpected_kernels"]) for row in rows} == {
+        ("gemm", "void im2col4d_kernel<float>", "")}
+    assert all(row["cupti_span_ms"] == pytest.approx(row["cupti_ms"] * 8 / 6, rel=0.02) for row in rows)
+    assert {(row["launches"], row["ahead_runs"]) for row in rows} == {(2, 3)}
+    assert [row["mean_ms"] for row in rows] == pytest.approx([sum(m.samples_ms) / 3 - 0.001 for m in layers], rel=1e-4)
+    assert overall["layers_ms"] == pytest.approx(sum(row["mean_ms"] for row in rows), rel=1e-4)
+
+
+def two_layers() -> tuple[torch.nn.Sequential, torch.Tensor]:
+    return torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Conv2d(8, 8, 3)), torch.ones(1, 3, 32, 32)
+
+
+def test_runs_in_which_the_gpu_caught_up_do_not_count(pretended_gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, images = two_layers()
+    queries = 0
+
+    def query(self: Event) -> bool:  # of the second layer, in the first of the three runs that are timed
+        nonlocal queries
+        queries += 1
+        return queries == 4
+
+    monkeypatch.setattr(Event, "query", query)
+    with torch.inference_mode():
+        calls = time_layers(lambda: model(images), model, 3, "cuda")
+        assert [(len(call.samples_ms), call.ahead_runs) for call in calls] == [(3, 3), (2, 2)]
+        assert all(call.host_ms > 0 for call in calls)
+        monkeypatch.setattr(Event, "query", lambda self: True)
+        calls = time_layers(lambda: model(images), model, 3, "cuda")
+    assert [(len(call.samples_ms), call.ahead_runs) for call in calls] == [(3, 0)] * 2  # no better times than these
+    assert len(pretended_gpu) == 2 * 3 * 2
+    assert min(pretended_gpu) > SHORTEST_HOLD_MS * 2e6
+
+
+@needs_cudnn
+def test_an_algorithm_that_runs_nothing(pretended_gpu: list[int]) -> None:
+    overall, layers = profile("direct")
+    assert overall.error == ("Algorithm direct not compatible with model squeezenet1_1: 26 of 26 layers "
+                             "(features.0 and 25 more): CUDNN_STATUS_NOT_SUPPORTED, not this one")
+    assert {m.facts["layer_status"] for m in layers} == {"CUDNN_STATUS_NOT_SUPPORTED"}
+    assert not pretended_gpu
