@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -132,16 +131,6 @@ def test_files_half_written_before_a_kill_are_removed(tmp_path: Path) -> None:
         assert {path.name for path in tmp_path.rglob("*")} == {"index.json", "below", locks.WRITER}
 
 
-def test_a_process_may_hold_a_lock_several_times(tmp_path: Path) -> None:
-    with sole_writer(tmp_path), sole_writer(tmp_path):
-        pass
-    done = subprocess.run([sys.executable, "-c", "import sys\nfrom pathlib import Path\n"
-                           "from hase.utils.locks import sole_writer\n"
-                           "with sole_writer(Path(sys.argv[1])): print('mine')", str(tmp_path)],
-                          cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "mine\n", done.stderr
-
-
 @pytest.fixture
 def shared() -> Iterator[Path]:
     """A folder that every user may write, as pytest's own may not be."""
@@ -229,16 +218,6 @@ def test_the_temporary_folder_of_a_dead_process_is_removed_and_that_of_a_living_
             assert not temporary.exists()
         assert living.is_dir()
     assert not living.exists()
-
-
-def test_a_folder_that_is_just_being_made_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    young, old = tmp_path / "hase-new-young", tmp_path / "hase-new-old"
-    for folder in (young, old):
-        folder.mkdir()
-    os.utime(old, (time.time() - 7200,) * 2)
-    assert remove_left_over() == [old]
-    assert young.is_dir()
 
 
 SHARER = """

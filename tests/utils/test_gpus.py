@@ -1,4 +1,4 @@
-"""How a GPU is shared: with a made-up NVML, since this machine may have no GPU, and with real sockets for the MPS daemon."""
+"""How a GPU is shared, and which one CUDA takes: with a made-up NVML, since there may be no GPU, and real sockets for MPS."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
-from hase.utils import sharing_mode
+from hase.utils import fingerprint, sharing_mode
 from hase.utils.errors import UserError
-from hase.utils.sharing_mode import PIPE_DIRECTORY, check_sharing_mode, mps_daemon_answers, other_processes
+from hase.utils.sharing_mode import PIPE_DIRECTORY, check_sharing_mode, other_processes
 
 MIG_OFF, MIG_ON = 0, 1
 
@@ -63,10 +64,10 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeNvml:
     return made
 
 
-@pytest.fixture(params=[socket.SOCK_STREAM, socket.SOCK_SEQPACKET])
-def daemon(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[socket.socket]:
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[socket.socket]:
     """A socket where an MPS daemon would listen."""
-    with socket.socket(socket.AF_UNIX, request.param) as listening:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
         listening.bind(str(tmp_path / "control"))
         listening.listen(1)
         yield listening
@@ -92,18 +93,8 @@ def test_a_daemon_that_answers_and_then_has_ended(fake: FakeNvml, daemon: socket
     assert sharing_mode.sharing_mode() == "time_slices"
 
 
-def test_without_the_variable_cuda_looks_in_tmp(monkeypatch: pytest.MonkeyPatch, daemon: socket.socket, tmp_path: Path) -> None:
-    monkeypatch.delenv(PIPE_DIRECTORY, raising=False)
-    monkeypatch.setattr(sharing_mode, "DEFAULT_PIPE_DIRECTORY", str(tmp_path))
-    assert mps_daemon_answers()
-
-
-@pytest.mark.parametrize("question", ["gpu_facts", "nvmlDeviceGetMigMode"])
-def test_an_error_of_nvml_does_not_mean_time_slices(fake: FakeNvml, question: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
-        raise FakeNvml.NVMLError("GPU is lost")
-
-    monkeypatch.setattr(sharing_mode if question == "gpu_facts" else fake, question, broken)
+def test_an_error_of_nvml_does_not_mean_time_slices(fake: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake, "nvmlDeviceGetMigMode", Mock(side_effect=FakeNvml.NVMLError("GPU is lost")))
     with pytest.raises(UserError, match=r"does not answer \(GPU is lost\); nvidia-smi"):
         sharing_mode.sharing_mode()
 
@@ -113,22 +104,58 @@ def test_processes_on_the_gpu(fake: FakeNvml, monkeypatch: pytest.MonkeyPatch) -
     assert other_processes(own=False) == 0
     fake.users, fake.mps_clients = [os.getpid(), 7, 8], [SimpleNamespace(pid=8), SimpleNamespace(pid=9)]
     assert (other_processes(own=False), other_processes(own=True)) == (3, 3)
-    fake.mps_clients = None  # an old driver
-    assert other_processes(own=True) == 2
-    fake.users = [7, 8]
+    fake.users, fake.mps_clients = [7, 8], None  # an old driver
     assert other_processes(own=False) == 2
     with pytest.raises(UserError, match=r"does not list this process.*--pid host"):
         other_processes(own=True)
     monkeypatch.setattr(sharing_mode, "gpu_facts", dict)
     with pytest.raises(UserError, match="processes on the GPU: no NVIDIA GPU"):
         other_processes(own=False)
-    with pytest.raises(UserError, match="sharing mode: no NVIDIA GPU"):
-        sharing_mode.sharing_mode()
 
 
 def test_only_the_measured_mode_is_accepted() -> None:
     check_sharing_mode("time_slices")
-    with pytest.raises(UserError, match=r"mps: .* in time slices only; .* at the same time; stop its daemon: echo quit"):
-        check_sharing_mode("mps")
-    with pytest.raises(UserError, match=r"mig: .* in time slices only; .* another device .*; switch it off"):
-        check_sharing_mode("mig")
+    for mode, message in (("mps", "at the same time; stop its daemon: echo quit"), ("mig", "another device .*; switch it off")):
+        with pytest.raises(UserError, match=f"{mode}: .* in time slices only; .* {message}"):
+            check_sharing_mode(mode)
+
+
+UUIDS = ("GPU-aa11", "GPU-bb22")
+
+
+def handle(index: int) -> int:
+    if index >= len(UUIDS):
+        raise RuntimeError
+    return index
+
+
+NVML = SimpleNamespace(  # a handle is an index
+    NVMLError=RuntimeError, NVML_CLOCK_SM=1, NVML_CLOCK_MEM=2, nvmlInit=lambda: None, nvmlDeviceGetCount=lambda: len(UUIDS),
+    nvmlDeviceGetHandleByIndex=handle, nvmlDeviceGetUUID=UUIDS.__getitem__, nvmlDeviceGetName=lambda gpu: f"GPU number {gpu}",
+    nvmlDeviceGetMaxClockInfo=lambda gpu, kind: 1000 * kind + gpu, nvmlSystemGetDriverVersion=lambda: "580")
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(sys.modules, "pynvml", NVML)
+    monkeypatch.setattr(fingerprint, "pynvml", NVML)
+    monkeypatch.delenv(fingerprint.WITHOUT_GPU, raising=False)
+    fingerprint.gpu_facts.cache_clear()
+    yield
+    fingerprint.gpu_facts.cache_clear()
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(("visible", "uuid"), [
+    (None, "GPU-aa11"), ("0", "GPU-aa11"), ("1", "GPU-bb22"), ("1,0", "GPU-bb22"), ("GPU-bb22", "GPU-bb22"),
+    ("GPU-bb", "GPU-bb22"), ("", None), ("-1", None), ("2", None), ("GPU-cc", None)])
+def test_the_gpu_that_cuda_takes_first(visible: str | None, uuid: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if visible is None:
+        monkeypatch.delenv(fingerprint.VISIBLE_GPUS, raising=False)
+    else:
+        monkeypatch.setenv(fingerprint.VISIBLE_GPUS, visible)
+    assert fingerprint.gpu_facts().get("uuid") == uuid
+    assert fingerprint.has_cuda() == (uuid is not None)
+    if visible == "1":
+        assert fingerprint.gpu_facts() == {"name": "GPU number 1", "uuid": "GPU-bb22", "driver": "580",
+                                           "clocks": "SM 1001 MHz, memory 2001 MHz at most"}
