@@ -30,8 +30,8 @@ def test_it_has_data_centre_workstation_consumer_and_embedded_cards() -> None:
     assert len(known) == len(set(known)), "two cards have one name"
 
 
-@pytest.mark.parametrize(("name", "found"), [("NVIDIA H200", "h200"), ("nvidia-h200", "h200"), ("L40S", "l40s"),
-                                             ("RTX 4090", "rtx-4090"), ("h100-sxm", "h100"), ("mi300x", None)])
+@pytest.mark.parametrize(("name", "found"), [("NVIDIA H200", "h200"), ("RTX 4090", "rtx-4090"), ("h100-sxm", "h100"),
+                                             ("mi300x", None)])
 def test_cards_are_found_by_any_of_their_names(name: str, found: str | None) -> None:
     gpu = gpu_named(name)
     assert (gpu and gpu.slug) == found

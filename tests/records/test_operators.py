@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
+from pathlib import Path
 
 import onnx
 import pytest
@@ -14,6 +16,7 @@ from hase.records.kernel_costs import bytes_read, flops, waits_between_launches
 from hase.records.kernel_record import KernelInput, Tensor
 from hase.records.kernel_types import describe_kernel
 from hase.records.operators import CONTROL_FLOW, TABLE, Operator, operator_row
+from hase.utils.paths import ROOT
 
 OF_ONNX = {schema.name for schema in onnx.defs.get_all_schemas_with_history()}
 OF_ORT = {schema.name for schema in get_all_operator_schema()}
@@ -75,10 +78,32 @@ def test_every_operator_of_a_provider_has_a_row_or_is_marked() -> None:
         row = operator_row(name)
         assert row.name == name
         assert row.listed or row == Operator(name, "other", listed=False)
-    for name, row in (("ReduceMedian", Operator("ReduceMedian", "reduction", cost="reduction", listed=False)),
-                      ("SoftPool", Operator("SoftPool", "reduction", listed=False)),
-                      ("Abracadabra", Operator("Abracadabra", "other", listed=False))):
-        assert operator_row(name) == row
+    assert operator_row("ReduceMedian") == Operator("ReduceMedian", "reduction", cost="reduction", listed=False)
+    assert operator_row("Abracadabra") == Operator("Abracadabra", "other", listed=False)
+
+
+@pytest.mark.slow
+def test_no_other_module_lists_operators() -> None:
+    """Properties of an operator are columns of the table. Runtimes have their own rules, the sampler draws by operator, and
+    recipes measure some."""
+    own_lists = {"features.py": "parts of names, which a saved predictor's features count",
+                 "held_out_errors.py": "the classes of nn-Meter's authors"}
+    listing = {path.name for package in ("records", "benchmark", "graph_model", "learned", "training", "inference")
+               for path in (ROOT / package).glob("**/*.py") if path.parent.name != "ort" and any(listed_operators(path))}
+    assert listing - {"operators.py"} == own_lists.keys()
+
+
+def listed_operators(path: Path) -> Iterator[list[str]]:
+    """The names in each tuple, list, set or dictionary of a module that holds three operators or more."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        parts: list[ast.expr | None] = []
+        if isinstance(node, ast.Dict):
+            parts += node.keys
+        elif isinstance(node, (ast.Tuple, ast.List, ast.Set)):
+            parts += node.elts
+        names = [str(part.value) for part in parts if isinstance(part, ast.Constant) and part.value in ALL]
+        if len(names) >= 3:
+            yield names
 
 
 def test_costs_follow_the_row() -> None:
@@ -106,14 +131,10 @@ def test_fourier_transforms_cost_what_their_length_takes() -> None:
 
     assert frames(512) == 2 * 7 * 5 * 512 * 9
     assert frames(400) == 2 * 7 * 3 * 5 * 1024 * 10
-    given = KernelInput(dtype="int64", constant=True, values=(512,))
-    assert flops("STFT", {}, [signal, step, KernelInput(dtype=""), given], [
-        Tensor(dtype="float32", shape=(2, 7, 257, 2))]) == frames(512)
     rows = KernelInput(dtype="float32", shape=(3, 128, 1))
     last, first = (KernelInput(dtype="int64", constant=True, values=(axis,)) for axis in (-2, 0))
     out, across = (Tensor(dtype="float32", shape=shape) for shape in ((3, 65, 2), (3, 128, 2)))
     assert flops("DFT", {"onesided": 1}, [rows, KernelInput(dtype=""), last], [out]) == 3 * 5 * 128 * 7
-    assert flops("DFT", {}, [rows], [across]) == 3 * 5 * 128 * 7
     assert flops("DFT", {}, [rows, KernelInput(dtype=""), first], [across]) == 128 * 3 * 5 * 8 * 3
 
 
