@@ -52,14 +52,6 @@ def test_both_files_pin_the_same_versions() -> None:
     assert not {"torch", "torchvision", "onnxscript"} & set(light)
 
 
-def test_a_script_that_needs_more_names_what_to_install() -> None:
-    name = LEFT_OUT[0]
-    done = ended(sys.executable, "-c", "import sys\nfrom utils import cli\n"
-                 f"sys.path[:] = [at for at in sys.path if 'site-packages' not in at]\ncli.run(lambda: __import__({name!r}))")
-    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
-    assert f"needs the package {name}, which requirements-predict.txt leaves out; pip install -r" in done.stderr
-
-
 @pytest.fixture
 def relu(tmp_path: Path) -> Path:
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 8, 8, 8])
@@ -78,20 +70,6 @@ def test_a_prediction_imports_nothing_that_the_light_install_lacks(tmp_path: Pat
     prediction = predicted([sys.executable, "inference/predict_model_latency.py", "--strict", "--target", "nvidia-h200",
                             "--model", str(relu)], tmp_path, hidden=(*POSIX_ONLY, *LEFT_OUT, *SLOW))
     assert float(str(prediction["latency_ms"])) > 0
-
-
-def test_plots_and_pages_need_no_matplotlib(tmp_path: Path, relu: Path) -> None:
-    """A plot as SVG and a page are made; one as PNG is refused before the work starts, with one line that names the SVG."""
-    (tmp_path / "sitecustomize.py").write_text(HIDE.format(absent=LEFT_OUT))
-    command = (sys.executable, "inference/load_curve.py", "--target", "nvidia-h200", "--points", "3", "--model", relu, "--plot")
-    svg, page, png = (tmp_path / f"curve.{suffix}" for suffix in ("svg", "html", "png"))
-    done = ended(*command, svg, "--html", page, PYTHONPATH=str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert all("<polygon" in made.read_text(encoding="utf-8") for made in (svg, page))
-    refused = ended(*command, png, PYTHONPATH=str(tmp_path))
-    assert (refused.returncode, "Traceback" in refused.stderr) == (2, False)
-    assert f"{png} needs matplotlib" in refused.stderr
-    assert f"{svg} needs nothing" in refused.stderr
 
 
 def predicted(command: list[str], temporary: Path, hidden: tuple[str, ...] = ()) -> dict[str, object]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -83,16 +82,6 @@ def test_what_a_page_names_exists(path: Path) -> None:
         headings = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
                     for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
         assert section in headings, f"{linked}#{section}"
-
-
-def test_scripts_that_take_long_can_be_read_by_the_shell() -> None:
-    """They take at least a quarter of an hour, or a GPU, so they don't run here. Bash parses them, and their scripts exist."""
-    named = {name for path in PAGES for name in re.findall(r"`(\w+(?:/\w+)+\.sh)`", path.read_text(encoding="utf-8"))}
-    assert named
-    for name in sorted(named):
-        text = (ROOT / name).read_text(encoding="utf-8")
-        assert subprocess.run(["bash", "-n", name], cwd=ROOT, check=False).returncode == 0, name
-        assert all((ROOT / script).is_file() for script in re.findall(r"(?:python|hase) (\w+(?:/\w+)*\.py)", text)), name
 
 
 def test_examples_name_existing_files() -> None:

@@ -21,11 +21,10 @@ FORBID = f"""
 import sys
 
 class Forbid:
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(name, path=None, target=None):
         if name.partition(".")[0] in {HEAVY!r}:
             raise RuntimeError("heavy import before it is needed: " + name)
-
-sys.meta_path.insert(0, Forbid())
+sys.meta_path.insert(0, Forbid)
 """
 HELP_OF_EACH = """
 import json, sys

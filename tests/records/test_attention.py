@@ -26,20 +26,15 @@ def grouped(batch: int = 1, queries: int = 1, cache: int = 64, total: int | None
                   kv_num_heads=kv_heads, do_rotary=int(bool(rotary)), **attributes)
 
 
-def sizes_of(described: Kernel) -> AttentionSizes:
-    sizes = kernel_grouped_query_sizes(described)
-    assert sizes is not None
-    return sizes
-
-
 @pytest.mark.parametrize("packed", [True, False])
 def test_sizes_are_read_from_shapes_and_values(packed: bool) -> None:
-    sizes = sizes_of(grouped(batch=2, packed=packed, rotary=16, local_window_size=128))
-    assert sizes == AttentionSizes(batch=2, queries=1, heads=8, kv_heads=2, head_size=32, total=33, cache=64, window=128,
-                                   rotary=16, packed=packed)
-    assert (sizes.past, sizes.present, sizes.shares_buffer) == (32, 64, True)
-    sizes = sizes_of(grouped(queries=3, cache=5, total=None))  # the new tokens follow a full cache
-    assert (sizes.total, sizes.past, sizes.present, sizes.shares_buffer) == (8, 5, 8, False)
+    wanted = AttentionSizes(batch=2, queries=1, heads=8, kv_heads=2, head_size=32, total=33, cache=64, window=128, rotary=16,
+                            packed=packed)
+    assert kernel_grouped_query_sizes(grouped(batch=2, packed=packed, rotary=16, local_window_size=128)) == wanted
+    assert (wanted.past, wanted.present, wanted.shares_buffer) == (32, 64, True)
+    full = kernel_grouped_query_sizes(grouped(queries=3, cache=5, total=None))  # the new tokens follow a full cache
+    assert full is not None
+    assert (full.total, full.past, full.present, full.shares_buffer) == (8, 5, 8, False)
 
 
 def test_pairs_are_those_of_a_causal_mask_and_a_window() -> None:
@@ -64,21 +59,17 @@ def test_norms_of_heads_count() -> None:
     plain = grouped(packed=False)
     inputs = [*plain.inputs, *[ABSENT] * 7, *[tensor("float16", 32, constant=True)] * 2]
     normed = kernel("GroupQueryAttention", inputs, plain.outputs, CONTRIB, **plain.attributes)
-    assert (sizes_of(normed).normed, normed.flops - plain.flops) == (True, 4 * (8 + 2) * 32)
+    assert normed.flops - plain.flops == 4 * (8 + 2) * 32
     assert normed.bytes_read - plain.bytes_read == 2 * 2 * 32
 
 
 def test_bytes_are_those_of_attended_tokens() -> None:
     token = 2 * 2 * 2 * 32  # keys and values of one, in half precision
-    around = 2 * 384 + 4 + 4
-    shared = grouped(cache=2048, total=1025)
-    assert shared.bytes_read == around + 1024 * token
-    assert shared.bytes_written == 2 * 256 + token
-    windowed = grouped(cache=2048, total=1025, local_window_size=128)
-    assert windowed.bytes_read == around + 127 * token
-    copied = grouped(cache=1024, total=1025)  # the whole cache is written anew
-    assert copied.bytes_read == around + 1024 * token
-    assert copied.bytes_written == 2 * 256 + 1025 * token
+    around, out = 2 * 384 + 4 + 4, 2 * 256
+    for described, read, wrote in ((grouped(cache=2048, total=1025), 1024, 1),
+                                   (grouped(cache=2048, total=1025, local_window_size=128), 127, 1),
+                                   (grouped(cache=1024, total=1025), 1024, 1025)):  # the whole cache is written anew
+        assert (described.bytes_read, described.bytes_written) == (around + read * token, out + wrote * token)
     assert grouped(rotary=16).bytes_read - grouped().bytes_read == 2 * 2 * 8  # a row of each table
 
 

@@ -23,9 +23,7 @@ def written(folder: Path, **changed: object) -> Path:
 
 
 def test_it_has_data_centre_workstation_consumer_and_embedded_cards() -> None:
-    names = {gpu.slug for gpu in catalogue()}
-    assert len(names) == len(catalogue()) >= 30
-    assert names >= {"t4", "a100", "l4", "h100", "h200", "b200", "rtx-4090", "a6000", "jetson-agx-orin"}
+    assert {gpu.slug for gpu in catalogue()} >= {"t4", "a100", "h200", "rtx-4090", "a6000", "jetson-agx-orin"}
     known = [name for gpu in catalogue() for name in {slug(gpu.name), *gpu.aka}]
     assert len(known) == len(set(known)), "two cards have one name"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -63,17 +62,3 @@ def test_what_was_not_used_for_longest_goes_first(folder: Path, monkeypatch: pyt
     assert {"0", "10"} <= kept
     assert "1" not in kept
     assert len(kept) * 8192 <= cache_folder.MOST_BYTES
-
-
-def test_many_write_and_read_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody sees half an entry, also while entries are removed."""
-    monkeypatch.setattr(cache_folder, "MOST_BYTES", 20 * 4096)
-    contents = {f"{number}": bytes([number]) * 3000 for number in range(40)}
-
-    def use(key: str) -> bool:
-        write_entry(key, contents[key])
-        return all(read_entry(name) in (None, data) for name, data in contents.items())
-
-    with ThreadPoolExecutor(8) as threads:
-        assert all(threads.map(use, [*contents]))
-    assert not list(folder.glob(".*"))

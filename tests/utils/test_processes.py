@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -77,39 +76,3 @@ def test_folder_runs_survive_a_crash(workspace: Workspace, monkeypatch: pytest.M
     failures = Failures()
     assert [model.record.model for model in models_of(paths, {}, flavour_of("cpu"), failures)] == ["a", "b", "z"]
     assert list(failures) == ["dies.onnx"]
-
-
-@pytest.mark.skipif(os.name != "posix", reason="pipes that break")
-def test_a_worker_whose_parent_has_gone_ends_without_a_traceback() -> None:
-    """Its parent ended before it could ask to end with it; a request waits in its pipe."""
-    program = ("from hase.utils import processes; processes.die_with_parent = lambda: None; "
-               "processes.serve_lines(lambda line: 'reply')")
-    reading, writing = os.pipe()
-    os.close(reading)
-    try:
-        ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, input=b"request\n", stdout=writing,
-                               stderr=subprocess.PIPE, timeout=60, check=False)
-    finally:
-        os.close(writing)
-    assert (ended.returncode, ended.stderr) == (0, b"")
-
-
-FAULTS = """
-import resource
-import numpy as np
-from hase.utils.processes import keep_freed_memory
-def page_faults() -> int:
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(20):
-        first, second = np.ones(2**20), np.ones(2**20)  # 8 MiB each
-        del second, first
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-print(keep_freed_memory(), page_faults(), page_faults())
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="this C library is not glibc")
-def test_freed_memory_is_not_zeroed_again() -> None:
-    done = subprocess.run([sys.executable, "-c", FAULTS], cwd=ROOT, capture_output=True, text=True, check=True)
-    kept, _, faults = done.stdout.split()
-    assert (kept, int(faults) < 2**20 * 8 // 4096) == ("True", True)  # one array has so many pages

@@ -1,4 +1,4 @@
-"""The servers that Prometheus scrapes: TLS and users, with a real Prometheus, and clients that disconnect."""
+"""The servers that Prometheus scrapes: TLS, users, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import psutil
 import pytest
 import requests
 import yaml
@@ -23,30 +22,13 @@ from command import run_script
 from optional_packages import needs
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
-from prometheus_stand import (
-    PASSWORD,
-    PASSWORD_BCRYPT,
-    READINGS,
-    USER,
-    certificates,
-    drips_until_disconnected,
-    prometheus,
-    prometheus_or_skip,
-    recorded,
-    serving,
-    start_exporter,
-    value,
-    wait_for,
-)
+from prometheus_stand import PASSWORD, PASSWORD_BCRYPT, USER, certificates, drips_until_disconnected, serving
 
 from hase.utils import web_server
 from hase.utils.errors import UserError
-from hase.utils.lazy import bcrypt
 from hase.utils.web_server import ScrapeServer, WebAccess, scrape_server
 
 pytestmark = pytest.mark.slow
-
-UTIL = "DCGM_FI_DEV_GPU_UTIL"
 TLS = {"cert_file": "server.pem", "key_file": "server.key"}  # beside the config
 WANTS_CERTIFICATE = {"client_ca_file": "ca.pem", "client_auth_type": "RequireAndVerifyClientCert"}
 USERS = {USER: PASSWORD_BCRYPT}
@@ -68,7 +50,6 @@ class Numbers(Collector):
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with certificates."""
-    prometheus_or_skip()
     needs("bcrypt", "requirements-operating.txt")
     folder = tmp_path_factory.mktemp("certificates")
     certificates(folder)
@@ -126,6 +107,13 @@ def test_a_clients_certificate_and_the_oldest_version_of_tls(folder: Path) -> No
             assert (b"BEGIN CERTIFICATE" in done.stdout) == answered
 
 
+def test_only_this_machine_is_answered_unless_an_address_is_given() -> None:
+    for host, listening in (("", "127.0.0.1"), ("0.0.0.0", "0.0.0.0")):
+        server = scrape_server(Numbers(1), lambda: "", host, 0)
+        assert server.socket.getsockname()[0] == listening
+        server.server_close()
+
+
 def test_users(folder: Path) -> None:
     """Without TLS too; each wrong login is HTTP 401. Different programs begin the same hash differently."""
     for variant in ("$2a$", "$2y$", "$2b$"):
@@ -143,58 +131,32 @@ def test_users(folder: Path) -> None:
             assert get(server, headers={"Authorization": header.encode("latin-1")}).status_code == 401
 
 
-def test_a_password_is_checked_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A check takes long on purpose, and the exporter should not disturb what it measures."""
-    check = Mock(wraps=bcrypt.checkpw)
-    monkeypatch.setattr("bcrypt.checkpw", check)
-    web_server._is_password.cache_clear()
-    with served(written(folder, {"basic_auth_users": USERS})) as server:
-        for _ in range(3):
-            assert get(server, auth=(USER, PASSWORD)).status_code == 200
-            assert get(server, auth=(USER, "wrong")).status_code == 401
-    assert [call.args[0] for call in check.call_args_list] == [PASSWORD.encode(), b"wrong"]
-
-
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> Mock:
-    """What the server warns of."""
-    warning = Mock()
-    monkeypatch.setattr("hase.utils.web_server.log.warning", warning)
-    return warning
-
-
-def test_changes_count_at_once(folder: Path, said: Mock) -> None:
-    """A renewed certificate, a new password, and a file that is broken for a while: nobody is answered then."""
-    path = written(folder, {"tls_server_config": TLS, "basic_auth_users": USERS})
-    with served(path) as server:
+def test_changes_count_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A renewed certificate, a new password, and a file that is broken for a while or asks for less, as an editor may have
+    emptied it a moment ago: nobody is answered then."""
+    said, both = Mock(), {"tls_server_config": TLS, "basic_auth_users": USERS}
+    monkeypatch.setattr("hase.utils.web_server.log.warning", said)
+    with served(written(folder, both)) as server:
         assert get(server, folder / "ca.pem", auth=(USER, PASSWORD)).status_code == 200
         for end in ("pem", "key"):
             shutil.copy(folder / f"stranger.{end}", folder / f"server.{end}")
         assert get(server, folder / "stranger.pem", auth=(USER, PASSWORD)).status_code == 200
-        written(folder, {"tls_server_config": TLS, "basic_auth_users": {"other": PASSWORD_BCRYPT}})
-        assert get(server, folder / "stranger.pem", auth=(USER, PASSWORD)).status_code == 401
-        assert get(server, folder / "stranger.pem", auth=("other", PASSWORD)).status_code == 200
-        written(folder, "tls_server_config: [")
-        for _ in range(2):
-            with pytest.raises(requests.ConnectionError):
-                get(server, folder / "stranger.pem", auth=("other", PASSWORD))
-        said.assert_called_once()
-        written(folder, {"tls_server_config": TLS, "basic_auth_users": USERS})
-        assert get(server, folder / "stranger.pem", auth=(USER, PASSWORD)).status_code == 200
-
-
-@pytest.mark.parametrize(("left", "gone"), [("", "tls_server_config"), ({"tls_server_config": TLS}, "basic_auth_users"),
-                                            ({"basic_auth_users": USERS}, "tls_server_config")])
-def test_a_file_that_asks_for_less_than_at_the_start_lets_nobody_in(folder: Path, left: Any, gone: str, said: Mock) -> None:
-    """An editor may have emptied it a moment ago. Neither TLS nor passwords are given up."""
-    with served(written(folder, {"tls_server_config": TLS, "basic_auth_users": USERS})) as server:
-        written(folder, left)
-        for url in (server.url, server.url.replace("https", "http")):
-            with pytest.raises(requests.ConnectionError):
-                requests.get(url, timeout=5, verify=str(folder / "ca.pem"), auth=(USER, PASSWORD))
-        assert f"{gone} is no longer there" in said.call_args.args[1]
-        written(folder, {"tls_server_config": TLS, "basic_auth_users": USERS})
-        assert get(server, folder / "ca.pem", auth=(USER, PASSWORD)).status_code == 200
+        written(folder, both | {"basic_auth_users": {"other": PASSWORD_BCRYPT}})
+        for user, code in ((USER, 401), ("other", 200)):
+            assert get(server, folder / "stranger.pem", auth=(user, PASSWORD)).status_code == code
+        lesser: list[tuple[Any, str]] = [
+            ("tls_server_config: [", "not valid YAML"), ("", "tls_server_config is no longer there"),
+            ({"tls_server_config": TLS}, "basic_auth_users is no longer there"),
+            ({"basic_auth_users": USERS}, "tls_server_config is no longer there")]
+        for left, message in lesser:
+            written(folder, left)
+            for url in (server.url, server.url.replace("https", "http")):
+                with pytest.raises(requests.ConnectionError):
+                    requests.get(url, timeout=5, verify=str(folder / "stranger.pem"), auth=(USER, PASSWORD))
+            assert message in str(said.call_args.args[1])
+            written(folder, both)
+            assert get(server, folder / "stranger.pem", auth=(USER, PASSWORD)).status_code == 200
+        assert said.call_count == len(lesser)
 
 
 def test_a_client_that_never_shakes_hands_delays_nobody(folder: Path) -> None:
@@ -227,17 +189,6 @@ def test_files_that_do_not_fit(folder: Path, text: str | dict[str, str], message
     assert "s3cret" not in str(raised.value)
 
 
-@pytest.mark.parametrize("keys", [
-    {"tls_server_config": TLS | WANTS_CERTIFICATE | {"min_version": "TLS13"}, "basic_auth_users": USERS},
-    {"basic_auth_users": USERS}, {}])
-def test_the_same_file_serves_prometheuss_own_exporters(folder: Path, keys: dict[str, Any]) -> None:
-    path = written(folder, keys)
-    with served(path) as server:
-        assert keys or get(server).status_code == 200
-    done = subprocess.run(["promtool", "check", "web-config", str(path)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 def test_the_commands_errors(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One line each; without bcrypt only passwords fail."""
     def exporter(web: Path) -> tuple[int, str]:
@@ -254,32 +205,6 @@ def test_the_commands_errors(folder: Path, tmp_path: Path, monkeypatch: pytest.M
     assert exporter(written(folder, {"tls_server_config": TLS})) == (0, "")
 
 
-def test_a_prometheus_that_may_scrape_and_others_that_may_not(folder: Path, tmp_path: Path) -> None:
-    """The real command, scraped over TLS with a certificate and a password as docs/operating.md says."""
-    path = written(folder, {"tls_server_config": TLS | WANTS_CERTIFICATE, "basic_auth_users": USERS})
-    process, url = start_exporter(recorded(tmp_path / "gpu.jsonl", [{UTIL: 60.0}] * READINGS), "--web-config", str(path))
-    try:
-        address = url.removeprefix("https://").removesuffix("/metrics")
-        login = {"username": USER, "password": PASSWORD}
-        tls = {key: str(folder / name) for key, name in (
-            ("ca_file", "ca.pem"), ("cert_file", "client.pem"), ("key_file", "client.key"))}
-        how = {"right": {"scheme": "https", "basic_auth": login, "tls_config": tls}, "plain": {"basic_auth": login},
-               "wrong": {"scheme": "https", "basic_auth": login | {"password": "wrong"}, "tls_config": tls},
-               "stranger": {"scheme": "https", "basic_auth": login, "tls_config": {"ca_file": tls["ca_file"]}}}
-        with prometheus(tmp_path / "prometheus", dict.fromkeys(how, (address, "metrics")), jobs=how) as port:
-            wait_for(lambda: value(port, 'up{job="right"}') == 1.0 and value(port, "count(up == 0)") == 3.0)
-            assert value(port, UTIL) == 60.0
-            found = requests.get(f"http://127.0.0.1:{port}/api/v1/targets", timeout=10).json()["data"]["activeTargets"]
-            errors = {target["labels"]["job"]: target["lastError"] for target in found}
-            assert errors["right"] == ""
-            assert "401 Unauthorized" in errors["wrong"]
-            assert errors["stranger"]  # in other words each time: the client may go on sending before it reads the refusal
-            assert errors["plain"]
-    finally:
-        process.kill()
-        process.communicate()
-
-
 def test_a_client_that_disconnects_costs_no_traceback_and_no_other_answer(capfd: pytest.CaptureFixture[str]) -> None:
     with served(count=SERIES) as server:
         for sent in (b"", b"GET /met", b"GET /metrics HTTP/1.0\r\n\r\n"):
@@ -291,14 +216,6 @@ def test_a_client_that_disconnects_costs_no_traceback_and_no_other_answer(capfd:
         time.sleep(0.3)
         assert requests.get(f"http://127.0.0.1:{server.server_port}/metrics", timeout=10).text.count("\none{") == SERIES
     assert "Traceback" not in capfd.readouterr().err
-
-
-def test_only_this_machine_is_answered_unless_an_address_is_given() -> None:
-    for host, listening in (("", "127.0.0.1"), ("0.0.0.0", "0.0.0.0")):
-        server = scrape_server(Numbers(1), lambda: "", host, 0)
-        assert [connection.laddr.ip for connection in psutil.Process().net_connections() if connection.status == "LISTEN"
-                and connection.laddr.port == server.server_port] == [listening]
-        server.server_close()
 
 
 def test_a_client_that_drips_its_request_is_disconnected(monkeypatch: pytest.MonkeyPatch,
