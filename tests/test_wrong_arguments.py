@@ -94,13 +94,12 @@ def test_the_error_is_a_single_line(command: str, code: int, line: str, here: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("old", "message"), [(False, "a model of PyTorch (.pt); export it with"),
-                                              (True, "a Python pickle, as PyTorch writes (.pt)")])
-def test_a_model_of_pytorch(old: bool, message: str, here: Path) -> None:
+def test_a_model_of_pytorch(here: Path) -> None:
     import torch
 
-    torch.save({"weight": torch.zeros(3)}, here / "net.pt", _use_new_zipfile_serialization=not old)
-    test_the_error_is_a_single_line("inference/predict_model_latency.py --model {here}/net.pt --target h200", 1, message, here)
+    torch.save({"weight": torch.zeros(3)}, here / "net.pt")
+    test_the_error_is_a_single_line("inference/predict_model_latency.py --model {here}/net.pt --target h200", 1,
+                                    "a model of PyTorch (.pt); export it with", here)
 
 
 def test_objects_that_are_no_model(tmp_path: Path) -> None:

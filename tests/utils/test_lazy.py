@@ -44,13 +44,6 @@ def test_nothing_is_loaded_before_its_first_use() -> None:
     assert "torch" not in last
 
 
-def test_missing_names() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'no_such_thing'"):
-        lazy.onnx.no_such_thing  # type: ignore[attr-defined]  # noqa: B018
-    with pytest.raises(ImportError, match="cannot import name 'no_such_package'"):
-        from hase.utils.lazy import no_such_package  # noqa: F401
-
-
 def test_a_missing_package_is_an_error_at_its_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a light install; hase.utils.cli uses the error's name to say what to install."""
     monkeypatch.setitem(sys.modules, "pandas", None)

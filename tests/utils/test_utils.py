@@ -217,7 +217,6 @@ def test_optimised_graphs_are_never_models(workspace: Workspace) -> None:
 
 @pytest.mark.skipif(has_cuda(), reason="this machine has a GPU")
 def test_cuda_is_refused_without_a_gpu() -> None:
-    assert resolve_device("auto") == "cpu"
     with pytest.raises(UserError, match="no NVIDIA GPU"):
         resolve_device("cuda")
 
