@@ -22,8 +22,7 @@ from hase.utils.paths import ROOT, Workspace
 
 pytestmark = [pytest.mark.measuring, pytest.mark.slow]
 
-SIDE = 1536
-PRODUCTS = 60  # of constants
+SIDE, PRODUCTS = 1536, 60  # of constants
 COLLECTOR = """
 levels: [0.0, 0.5]
 stress: {settle_s: 5}

@@ -58,15 +58,6 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeNvml:
     return made
 
 
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[socket.socket]:
-    """A socket where an MPS daemon would listen."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
-        listening.bind(str(tmp_path / "control"))
-        listening.listen(1)
-        yield listening
-
-
 @pytest.mark.parametrize(("mig", "clients", "mode"), [
     (MIG_OFF, [], "time_slices"), (None, [], "time_slices"), (MIG_ON, [], "mig"),
     (MIG_OFF, [SimpleNamespace(pid=7)], "mps"), (None, None, "time_slices"),
@@ -76,13 +67,15 @@ def test_modes_by_nvml(fake: FakeNvml, mig: int | None, clients: list[SimpleName
     assert sharing_mode.sharing_mode() == mode
 
 
-def test_a_daemon_that_answers_and_then_has_ended(fake: FakeNvml, daemon: socket.socket, tmp_path: Path) -> None:
+def test_a_daemon_that_answers_and_then_has_ended(fake: FakeNvml, tmp_path: Path) -> None:
     """The next process that opens the GPU uses it, even if none has yet."""
-    assert sharing_mode.sharing_mode() == "mps"
-    daemon.setblocking(False)
-    with pytest.raises(BlockingIOError):  # it was not disturbed
-        daemon.accept()
-    daemon.close()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as daemon:
+        daemon.bind(str(tmp_path / "control"))
+        daemon.listen(1)
+        assert sharing_mode.sharing_mode() == "mps"
+        daemon.setblocking(False)
+        with pytest.raises(BlockingIOError):  # it was not disturbed
+            daemon.accept()
     assert (tmp_path / "control").is_socket()
     assert sharing_mode.sharing_mode() == "time_slices"
 

@@ -16,12 +16,11 @@ from hase.utils.pages.page import Chart, ChartAxis, ChartSeries, Limit, scales_o
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def chart(names: int = 1, log: bool = False) -> Chart:
-    """Lines with intervals, and a limit."""
-    series = [ChartSeries(f"a rather long name {place}", [1, 2, 4], [3.0 + place, 4, 9], [2.5, 3, 7], [4.0, 6, 12], marked=[2])
-              for place in range(names)]
+def chart(log: bool = False) -> Chart:
+    """A line with intervals, and a limit."""
+    line = ChartSeries("a rather long name", [1, 2, 4], [3.0, 4, 9], [2.5, 3, 7], [4.0, 6, 12], marked=[2])
     across, up = ChartAxis("batch", log=True), ChartAxis("ms", log=log, zero=not log)
-    return Chart("Latency", across, up, series, [Limit("5 ms", 5.0)], [1, 2, 4])
+    return Chart("Latency", across, up, [line], [Limit("5 ms", 5.0)], [1, 2, 4])
 
 
 @pytest.mark.parametrize("log", [False, True])
@@ -45,8 +44,7 @@ def test_points_and_intervals_lie_where_their_numbers_are(log: bool) -> None:
 @pytest.mark.slow
 def test_matplotlib_draws_the_others(tmp_path: Path) -> None:
     for suffix, begin in ((".png", b"\x89PNG"), (".pdf", b"%PDF")):
-        path = tmp_path / f"plot{suffix}"
-        write_plot([chart(3), chart(log=True)], path, "a model")
+        write_plot([chart(), chart(log=True)], path := tmp_path / f"plot{suffix}", "a model")
         assert path.read_bytes().startswith(begin)
 
 

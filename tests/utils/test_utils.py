@@ -36,6 +36,13 @@ def test_a_write_that_fails_leaves_the_old_content(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_flushed_files_are_open_for_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows refuses to flush anything else. A write of nothing to a file that is only read fails here."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: os.write(descriptor, b""))
+    files.write_text(tmp_path / "a.txt", "written")
+    assert (tmp_path / "a.txt").read_text() == "written"
+
+
 @pytest.mark.parametrize("existed", [True, False])
 def test_a_full_disk_loses_nothing(tmp_path: Path, existed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk is full when the data are forced to it (simulated)."""
@@ -104,9 +111,6 @@ def test_record_read_back(tmp_path: Path) -> None:
     files.write_json(path, Thing(size=7))
     assert files.read_record(path, Thing, 1, "make thing") == Thing(size=7)
     document = files.read_json(path) | {"size": 8}
-    files.write_json(path, document)
-    with pytest.raises(UserError, match="damaged or changed by hand: its digest does not match its contents"):
-        files.read_record(path, Thing, 1, "make thing")
     files.write_json(path, files.with_digest(document))
     assert files.read_record(path, Thing, 1, "make thing") == Thing(size=8)
 
@@ -156,9 +160,6 @@ def test_dims_without_a_valid_size(text: str) -> None:
         cli.parse_dims([text])
 
 
-# log ---------------------------------------------------------------------------------------------------------------------
-
-
 def test_the_log_goes_to_stderr_and_in_full_to_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One that can't be written stops nothing."""
     file = tmp_path / "logs" / "hase.log"
@@ -191,28 +192,20 @@ def test_statistics_of_timings_and_errors() -> None:
 
 # paths and fingerprints --------------------------------------------------------------------------------------------------
 
-def touch(*paths: Path) -> None:
-    for path in paths:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"")
-
 
 def test_a_bare_name_is_searched_among_the_exported_models(workspace: Workspace) -> None:
+    """Optimised graphs, weights and half-written files are none of them."""
     with pytest.raises(UserError, match="export some with: python model_zoo/torchvision_exporter"):
-        workspace.find_model(Path("net.onnx"))
-    touch(workspace.models / "net.onnx", workspace.models / "net.cpu-avx2-ort1.31-all.ort.onnx")
-    assert workspace.find_model(Path("net.onnx")) == workspace.models / "net.onnx"
-    with pytest.raises(UserError, match=r"other\.onnx: no such model, .*\(exported: net\.onnx\)"):
-        workspace.find_model(Path("other.onnx"))
-
-
-def test_optimised_graphs_are_never_models(workspace: Workspace) -> None:
-    touch(*(workspace.models / name for name in (
-        "b.onnx", "a.onnx", "a.cpu-avx2-ort1.31-all.ort.onnx", "a.onnx.data", ".c.tmp.onnx", "notes.txt")))
+        workspace.find_model(Path("b.onnx"))
+    workspace.models.mkdir(parents=True, exist_ok=True)
+    for name in ("b.onnx", "a.onnx", "a.cpu-avx2-ort1.31-all.ort.onnx", "a.onnx.data", ".c.tmp.onnx", "notes.txt"):
+        (workspace.models / name).touch()
     wanted = [workspace.models / "a.onnx", workspace.models / "b.onnx"]
-    assert workspace.find_models([workspace.models]) == wanted
-    assert workspace.find_models([Path("models")]) == wanted  # as in: evaluator.py models/
+    assert workspace.find_model(Path("a.onnx")) == wanted[0]
+    assert workspace.find_models([Path("models")]) == workspace.find_models([workspace.models]) == wanted
     assert workspace.find_models([Path("b.onnx"), Path("models")]) == [wanted[1], *wanted]
+    with pytest.raises(UserError, match=r"other\.onnx: no such model, .*\(exported: a\.onnx, b\.onnx\)"):
+        workspace.find_model(Path("other.onnx"))
 
 
 @pytest.mark.skipif(has_cuda(), reason="this machine has a GPU")
