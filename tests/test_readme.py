@@ -47,6 +47,7 @@ SMALLER = (("224x224", "32x32"), ("--image-size 224", "--image-size 32"), ("--co
            ("--duration 10", "--duration 2"), ("--budget-s 5", "--budget-s 0.5"), ("--minutes 15", "--minutes 1"),
            ("--prompt 1024 --generate 256", "--prompt 16 --generate 4"),
            ("--sweep --ttft", "--sweep --batch 1,2 --prompt 16 --generate 4 --ttft"),
+           ("sharing_advice.py --workspace", "sharing_advice.py --batch 1 --workspace"),
            ("evaluator.py --patience-s 60 ", "evaluator.py "),
            ("evaluator.py ", "evaluator.py --rounds 1 --budget-s 0.2 --patience-s 0 "))
 NEEDS_GPU = ("python benchmark/run_anatomy.py", "python benchmark/host_pace.py")

@@ -21,11 +21,10 @@ FORBID = f"""
 import sys
 
 class Forbid:
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(name, path=None, target=None):
         if name.partition(".")[0] in {HEAVY!r}:
             raise RuntimeError("heavy import before it is needed: " + name)
-
-sys.meta_path.insert(0, Forbid())
+sys.meta_path.insert(0, Forbid)
 """
 HELP_OF_EACH = """
 import json, sys
@@ -47,8 +46,9 @@ def helped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, subprocess.Com
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_help(script: str, helped: dict[str, subprocess.CompletedProcess[str]]) -> None:
-    """It has examples, whose options it describes."""
+def test_a_script(script: str, helped: dict[str, subprocess.CompletedProcess[str]]) -> None:
+    """Its help has examples, whose options it describes. It puts the root first on the path before its imports, and ends as all
+    scripts do."""
     done = helped[script]
     assert (done.returncode, done.stderr) == (0, "")
     assert "--workspace" in done.stdout
@@ -56,11 +56,6 @@ def test_help(script: str, helped: dict[str, subprocess.CompletedProcess[str]]) 
     lines = [line for line in examples.splitlines() if f"python {script}" in line]
     assert lines
     assert not {word for line in lines for word in line.split() if word.startswith("--") and word not in described}
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_file_that_runs(script: str) -> None:
-    """It puts the root first on the path before its imports, and ends as all scripts do."""
     text = (ROOT / script).read_text(encoding="utf-8")
     assert re.search(r'\nif __name__ == "__main__":\n    cli\.run\(main(, kept="[^"]+")?\)\n$', text)
     if depth := len(Path(script).parts) - 1:

@@ -9,7 +9,3 @@ def crashes_at(number: int) -> int:
     if number == 1:
         os.kill(os.getpid(), signal.SIGSEGV)
     return 10 * number
-
-
-def minus(number: int) -> int:
-    return -number

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -132,87 +131,24 @@ def test_files_half_written_before_a_kill_are_removed(tmp_path: Path) -> None:
         assert {path.name for path in tmp_path.rglob("*")} == {"index.json", "below", locks.WRITER}
 
 
-def test_a_process_may_hold_a_lock_several_times(tmp_path: Path) -> None:
-    with sole_writer(tmp_path), sole_writer(tmp_path):
-        pass
-    done = subprocess.run([sys.executable, "-c", "import sys\nfrom pathlib import Path\n"
-                           "from hase.utils.locks import sole_writer\n"
-                           "with sole_writer(Path(sys.argv[1])): print('mine')", str(tmp_path)],
-                          cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "mine\n", done.stderr
-
-
-@pytest.fixture
-def shared() -> Iterator[Path]:
-    """A folder that every user may write, as pytest's own may not be."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        os.chmod(folder, 0o777)
-        yield Path(folder)
-
-
-@contextmanager
-def another_user() -> Iterator[str]:
-    """Runs as `nobody` meanwhile; yields the name of the usual user."""
-    os.seteuid(pwd.getpwnam("nobody").pw_uid)
-    try:
-        yield pwd.getpwuid(0).pw_name
-    finally:
-        os.seteuid(0)
-
-
-only_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can be another user")
-
-
-@only_root
-def test_the_process_of_another_user_is_named_where_its_lock_can_be_read(shared: Path) -> None:
-    lock = shared / "data" / locks.WRITER
-    with holder(shared / "data") as (process, _):
-        for mode, message in ((0o666, r"this folder is in use by process {pid} \(-c .*; wait until"),
-                              (0o644, r"this folder is in use by process {pid} \(-c .* of user {user}; wait until"),
-                              (0o600, "{lock}: can't be read, so it is not known whether a process of user {user} is running")):
-            lock.chmod(mode)
-            with another_user() as owner, pytest.raises(
-                    UserError, match=message.format(pid=process.pid, user=owner, lock=lock)), sole_writer(shared / "data"):
-                pass
-
-
-@only_root
-def test_a_lock_that_another_user_left_is_taken_where_it_can_be_written(shared: Path) -> None:
-    lock = shared / locks.WRITER
-    with sole_writer(shared):
-        pass
-    with another_user(), sole_writer(shared):
-        assert f'"pid": {os.getpid()}' in lock.read_text()
-    lock.chmod(0o644)
-    with another_user() as owner, pytest.raises(
-            UserError, match=f"{lock}: can't be written, since it is user {owner}'s; no process holds it: remove it"), \
-            sole_writer(shared):
-        pass
-
-
-def test_every_user_may_write_a_devices_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(locks.FOLDER_VARIABLE, str(tmp_path))
-    umask = os.umask(0o077)
-    try:
-        with measuring("cpu"):
-            assert (tmp_path / "hase-cpu.lock").stat().st_mode & 0o777 == 0o666
-    finally:
-        os.umask(umask)
-
-
 @pytest.mark.parametrize("planted", ["link", "pipe"])
-def test_planted_links_and_pipes_are_neither_followed_nor_waited_for(planted: str, tmp_path: Path,
-                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_devices_lock_is_neither_followed_nor_waited_for(planted: str, tmp_path: Path,
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(locks.FOLDER_VARIABLE, str(tmp_path))
-    precious = tmp_path / "precious"
+    lock, precious = tmp_path / "hase-cpu.lock", tmp_path / "precious"
     precious.write_text("kept")
     if planted == "link":
-        (tmp_path / "hase-cpu.lock").symlink_to(precious)
+        lock.symlink_to(precious)
     else:
-        os.mkfifo(tmp_path / "hase-cpu.lock")
+        os.mkfifo(lock)
     with pytest.raises(UserError, match=r"hase-cpu\.lock: can't be locked"), measuring("cpu"):
         pass
     assert precious.read_text() == "kept"
+    lock.unlink()
+    umask = os.umask(0o077)
+    with measuring("cpu"):
+        assert lock.stat().st_mode & 0o777 == 0o666  # every user may write the usual one
+    os.umask(umask)
 
 
 def test_the_temporary_folder_of_a_dead_process_is_removed_and_that_of_a_living_one_stays(
@@ -229,16 +165,6 @@ def test_the_temporary_folder_of_a_dead_process_is_removed_and_that_of_a_living_
             assert not temporary.exists()
         assert living.is_dir()
     assert not living.exists()
-
-
-def test_a_folder_that_is_just_being_made_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    young, old = tmp_path / "hase-new-young", tmp_path / "hase-new-old"
-    for folder in (young, old):
-        folder.mkdir()
-    os.utime(old, (time.time() - 7200,) * 2)
-    assert remove_left_over() == [old]
-    assert young.is_dir()
 
 
 SHARER = """
@@ -270,10 +196,38 @@ def test_a_shared_folder_is_removed_by_the_last_who_leaves_it_or_by_whoever_come
         other.communicate("leave\n")
         assert folder.is_dir()
     assert not folder.exists()
-    killed, stays = sharer("killed"), sharer("stays")
+    killed = sharer("killed")
     killed.kill()
     killed.communicate()
-    assert remove_left_over() == []
-    stays.kill()
-    stays.communicate()
     assert remove_left_over() == [folder]
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can be another user")
+@pytest.mark.parametrize(("held", "mode", "message"), [
+    (True, 0o666, r"this folder is in use by process {pid} \(-c .*; wait until"),
+    (True, 0o644, r"this folder is in use by process {pid} \(-c .* of user {user}; wait until"),
+    (True, 0o600, "{lock}: can't be read, so it is not known whether a process of user {user} is running"),
+    (False, 0o644, "{lock}: can't be written, since it is user {user}'s; no process holds it: remove it"),
+    (False, 0o666, None)])
+def test_the_lock_of_another_user(held: bool, mode: int, message: str | None) -> None:
+    """It is taken where it can be written; else the process or the file, and the user, are named."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as shared:  # every user may write it, as pytest's own may not be
+        os.chmod(shared, 0o777)
+        lock, user = Path(shared, "data", locks.WRITER), pwd.getpwuid(0).pw_name
+        with holder(lock.parent) as (process, _):
+            lock.chmod(mode)
+            lock.parent.chmod(0o777)
+            if not held:
+                process.kill()
+                process.wait()
+            os.seteuid(pwd.getpwnam("nobody").pw_uid)
+            try:
+                if message is None:
+                    with sole_writer(lock.parent):
+                        assert f'"pid": {os.getpid()}' in lock.read_text()
+                else:
+                    with pytest.raises(UserError, match=message.format(pid=process.pid, user=user, lock=lock)), \
+                            sole_writer(lock.parent):
+                        pass
+            finally:
+                os.seteuid(0)
