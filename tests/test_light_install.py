@@ -17,12 +17,14 @@ from pathlib import Path
 import onnx
 import pytest
 from onnx import TensorProto, helper
+from optional_packages import without
 
+from hase.runtimes import local_target
 from hase.utils import no_package
 from hase.utils.cli import LEFT_OUT
 from hase.utils.paths import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+pytestmark = pytest.mark.slow
 
 NEEDED = "HASE_NEEDS_PACKAGES"  # set where an index that can't be reached is a failure
 NO_NETWORK = ("Retrying (Retry", "Temporary failure in name resolution", "Failed to establish a new connection")
@@ -72,6 +74,22 @@ def test_a_prediction_imports_nothing_that_the_light_install_lacks(tmp_path: Pat
     assert float(str(prediction["latency_ms"])) > 0
 
 
+@pytest.mark.parametrize("name", LEFT_OUT[:2])
+def test_a_script_that_needs_more_names_what_to_install(name: str) -> None:
+    done = ended(sys.executable, "-c", "import sys\nfrom utils import cli\nsys.path[:] = [at for at in sys.path if "
+                 f"'site-packages' not in at]\ncli.run(lambda: __import__({name!r}))")
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+    assert re.search(rf"needs the package {name}.*requirements\.txt", done.stderr)
+
+
+def test_kernels_of_a_cpu_are_measured_without_torch(tmp_path: Path, relu: Path) -> None:
+    """In the processes that measure, too."""
+    done = ended(sys.executable, "inference/predict_model_latency.py", "--model", relu, "--measure-missing", "--json",
+                 "--target", local_target("cpu").name, "--workspace", tmp_path, **without(LEFT_OUT, tmp_path / "hidden"))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)[0]["time_share"]["measured"] == 1.0
+
+
 def predicted(command: list[str], temporary: Path, hidden: tuple[str, ...] = ()) -> dict[str, object]:
     """The prediction of a command without the modules `hidden`. It has its own temporary folder: without fcntl it can't lock
     one against other processes."""
@@ -85,6 +103,7 @@ def predicted(command: list[str], temporary: Path, hidden: tuple[str, ...] = ())
     return predictions[0]
 
 
+@pytest.mark.nightly
 def test_the_light_install_predicts_the_same_as_the_full_one(tmp_path: Path) -> None:
     (block,) = FENCE.findall((ROOT / "README.md").read_text(encoding="utf-8"))
     *install, predict = block.replace(FOLDER, str(tmp_path / "light")).strip().splitlines()
@@ -105,6 +124,7 @@ def test_the_light_install_predicts_the_same_as_the_full_one(tmp_path: Path) -> 
     assert predicted([sys.executable, *arguments], tmp_path) == light  # whichever ONNX Runtime wheel derives the graph
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(find_spec("pip") is None, reason="without pip nothing can be installed")
 def test_pip_says_in_a_sentence_what_to_do_instead() -> None:
     done = ended(sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", ".")

@@ -15,8 +15,10 @@ import onnx.parser
 import pytest
 from onnx import numpy_helper
 
-from hase.inference.memory.buffers import buffers_of_run, layouts_of, live_activations
+from hase.inference.memory.buffers import buffers_of_run, layouts_of, live_activations, scratch_bytes
 from hase.inference.memory.session import LIBRARIES_MIB, peak_memory
+from hase.kernel_model.sampling.free_shapes.sizes import kernel as kernel_of
+from hase.kernel_model.sampling.free_shapes.sizes import tensor
 from hase.ort_analysis.graph.analysis import analyze
 from hase.records.kernel_record import Kernel, KernelInput, ModelRecord, Node, Tensor
 from hase.utils.fingerprint import Flavour
@@ -87,6 +89,32 @@ def test_on_cuda_the_arena_takes_whole_regions() -> None:
     assert peak_memory(on_cuda).model_dump() == {
         "weights_mib": 3, "activations_mib": 9, "arena_mib": 16 + 1 - 9 - 3, "workspace_mib": LIBRARIES_MIB, "loading_mib": 0,
         "peak_mib": 16 + 1 + LIBRARIES_MIB}
+
+
+def test_scratch_on_cuda() -> None:
+    def scratch_values(channels: int, window: int, made: int = 64, groups: int = 1, stride: int = 1, dtype: str = "float32",
+                       device: str = "cuda") -> float:
+        """For a convolution of an image of 32 × 32."""
+        weights = tensor(dtype, made, channels // groups, window, window, constant=True)
+        kernel = kernel_of("Conv", [tensor(dtype, 1, channels, 32, 32), weights], [(1, made, 32 // stride, 32 // stride)],
+                           group=groups, strides=[stride] * 2)
+        return scratch_bytes(kernel, device) / 4
+
+    dense = 64 * 32 * 32 + 64 * 64 * 9 + 64 * 32 * 32
+    assert [scratch_values(64, 3), scratch_values(64, 3, dtype="float16"), scratch_values(3, 7)] == [
+        dense, dense / 2, 3 * 32 * 32 + 64 * 3 * 49 + 64 * 32 * 32]
+    assert {scratch_values(64, 1), scratch_values(64, 3, groups=64), scratch_values(3, 3), scratch_values(3, 16, stride=16),
+            scratch_values(64, 3, device="cpu")} == {0}
+
+
+@pytest.mark.parametrize(("op_type", "dtype", "mib", "left_mib"), [
+    ("Conv", "float32", 10, 2 + 18), ("MatMul", "float32", 10, 2 + 5), ("QLinearConv", "int8", 10, 2 + 10),
+    ("MatMul", "float32", 32, 2)])  # such a large weight has its own mapping, which is given back
+def test_what_loading_leaves_depends_on_the_kind_of_weight(op_type: str, dtype: str, mib: int, left_mib: float) -> None:
+    plain = record(f"y = {op_type} x", x=1, y=1)
+    weight = tensor(dtype, mib * 2**20 // (1 if dtype == "int8" else 4), constant=True)
+    kernels = {name: kernel.model_copy(update={"inputs": (*kernel.inputs, weight)}) for name, kernel in plain.kernels.items()}
+    assert peak_memory(plain.model_copy(update={"kernels": kernels})).loading_mib == pytest.approx(left_mib)
 
 
 MEASURE = """

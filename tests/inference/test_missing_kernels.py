@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command import run_script
+from small_graphs import CONTRIB, model, node, unranked, value
 from trained_workspace import HELD_OUT, conv_net
 
 from hase.benchmark.collecting.collect import collect_kernels
@@ -144,6 +145,16 @@ def test_kernels_that_fail_are_named_and_stay_predicted(workspace: Workspace, ne
     prediction = predict(record, target=TARGET, workspace=workspace)
     assert {kernel.id for kernel in prediction.kernels if kernel.provenance == "predicted"} == {damaged, "loop"}
     assert prediction.time_share["estimated"] == 0
+
+
+def test_a_model_that_the_device_refuses_to_run_is_refused(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the analysis did not know it: ONNX Runtime opens it, and says so only when it runs it."""
+    monkeypatch.setattr("hase.ort_analysis.graph.parsing.PACKED_AXES", 0)
+    record = analyze(model([node("MultiHeadAttention", ["x"], domain=CONTRIB, num_heads=4)], [value("x", 1, 16, 4, 3, 16)],
+                           [unranked("y")]), "cpu")
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"can't run on .*: MultiHeadAttention_.*not implemented for CPU.*; export"):
+            measure_missing(record, target=TARGET, workspace=workspace, config=CONFIG)
 
 
 def test_kernels_measured_but_not_noted_are_looked_up(workspace: Workspace, newnet: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 from trained_workspace import conv_net
 
 from hase.inference import measure_missing, predict
+from hase.inference.prediction.targets import fitted_for
 from hase.learned.kernels.predictors import read_predictors
 from hase.ort_analysis.graph.analysis import analyze
 from hase.records.dataset_files import read_journal
@@ -57,6 +58,15 @@ def test_sizes_of_a_dynamic_model(workspace: Workspace, static: bool) -> None:
         assert prediction.time_share["measured"] == pytest.approx(1.0)
     contexts = {m.context for block in read_journal(workspace.dataset(TARGET)) for m in block.measurements}
     assert all(context.startswith("net@batch=") for context in contexts)
+
+
+def test_a_record_has_no_model_to_measure_in(workspace: Workspace) -> None:
+    """Its kernels are measured in a carrier instead."""
+    record = analyze(conv_net(workspace.root / "net.onnx", channels=8), "cpu")
+    assert measure_missing(record, target=TARGET, workspace=workspace, config=CONFIG).left == ()
+    contexts = {m.context for block in read_journal(workspace.dataset(TARGET)) for m in block.measurements}
+    assert contexts == {"alone", "carrier"}
+    assert fitted_for(workspace, TARGET).composition.assumed
 
 
 @pytest.mark.skipif(has_cuda(), reason="this machine's target is its GPU")

@@ -4,8 +4,12 @@ give the same answers as one by one. The records are of real models, the predict
 from __future__ import annotations
 
 import io
+import json
 import math
+import os
 import shutil
+import subprocess
+import sys
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
@@ -19,6 +23,7 @@ import pytest
 from trained_workspace import conv_net
 
 from hase.inference import Predictor, predict
+from hase.inference.llm.requests import generation_models
 from hase.inference.prediction import targets
 from hase.inference.prediction.brief import BriefPrediction
 from hase.inference.prediction.conditions import RunMode
@@ -31,7 +36,7 @@ from hase.runtimes import flavour_of
 from hase.utils.cache_folder import VARIABLE
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import Flavour, Target
-from hase.utils.paths import SHIPPED, Workspace
+from hase.utils.paths import ROOT, SHIPPED, Workspace
 
 pytestmark = pytest.mark.slow
 
@@ -255,6 +260,28 @@ def test_several_processes_give_the_same() -> None:
     assert next(stream).model == NETWORKS[0]
     stream.close()  # type: ignore[attr-defined]
     assert next(taken) == 16  # one batch came back, and as many as two processes and one more wait for
+
+
+def test_processes_that_begin_at_once_predict_the_same(tmp_path: Path, folder: Path) -> None:
+    """None of them reads half of a file that another one puts into the user's cache."""
+    path = folder / "records" / "cuda" / "resnet18@batch=1.json"
+    words = [sys.executable, "inference/predict_model_latency.py", "--strict", "--json", "--target", TARGET, "--model", path]
+    running = [subprocess.Popen(words, cwd=ROOT, text=True, stdout=subprocess.PIPE, env=os.environ | {
+        VARIABLE: str(tmp_path / "cache")}) for _ in range(3)]
+    answers = [json.loads(process.communicate()[0])[0]["latency_ms"] for process in running]
+    assert answers == [predict(path, target=TARGET, strict=True).latency_ms] * 3
+    assert list((tmp_path / "cache").iterdir())
+
+
+def test_brief_answers_have_the_interval_of_language_models() -> None:
+    """It was fitted to runs at many paces, so a known pace counts in it, and not beside it."""
+    predictor = Predictor(target=TARGET)
+    composition = generation_models(predictor).compositions["token"]
+    records = [candidate(number) for number in range(3)]
+    for pace in (None, 1.0, 1.7):
+        options: dict[str, Any] = {"composition": composition, **({"host_pace": pace} if pace else {})}
+        for brief, record in zip(predictor.predict_briefly(records, memory=True, **options), records, strict=True):
+            check_same(predictor, brief, record, **options)
 
 
 def test_memory_does_not_grow() -> None:

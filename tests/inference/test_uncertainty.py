@@ -13,7 +13,7 @@ import pytest
 from command import run_script
 from forgotten_types import forget
 from onnx import numpy_helper
-from trained_workspace import conv_net
+from trained_workspace import METRIC, conv_net
 
 from hase.inference import Predictor, predict
 from hase.inference.prediction.answers import Prediction, make_monotonic
@@ -169,3 +169,13 @@ def test_a_form_that_was_never_measured_makes_a_rough_estimate() -> None:
     (brief,) = Predictor(target=H200).predict_briefly([wide], host_pace=1.0)
     assert (brief.rough_estimate, brief.interval_ms) == (True, pytest.approx(new.interval_ms))
     assert source_warnings(Sources(other_form=0.1, doubt=FAR_OFF - 0.001)) == ()
+
+
+@pytest.mark.slow
+def test_an_interval_under_load_is_wider(workspace: Workspace) -> None:
+    loaded = predict("anet_c16.onnx", target=TARGET, workspace=workspace, load={METRIC: 0.5})
+    assert loaded.interval_ms[0] < loaded.latency_ms < loaded.interval_ms[1]
+    net = parsed("1, 64, 56, 56", "c = Conv <pads = [1, 1, 1, 1]> (x, w) y = Relu(c)", w=np.ones((64, 64, 3, 3)))
+    idle, beside = (predict(net, target=H200, load=load) for load in ({}, {"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 0.5}))
+    widths = [prediction.interval_ms[1] / prediction.latency_ms for prediction in (idle, beside)]
+    assert 1.0 < widths[0] < widths[1]

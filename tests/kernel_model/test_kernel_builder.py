@@ -21,6 +21,7 @@ from small_graphs import BOOL, INT32, INT64, graph, model, node, value
 from hase.kernel_model.building import kernel_models
 from hase.kernel_model.building.dummy_data import dummy_inputs, dummy_tensor, input_name, output_name
 from hase.kernel_model.building.kernel_models import INLINE_BYTES, build_model, check_kernel, write_kernel
+from hase.kernel_model.sampling.free_shapes.sizes import kernel as kernel_of
 from hase.kernel_model.sampling.free_shapes.sizes import tensor as input_of
 from hase.ort_analysis.graph.analysis import analyze, record_of
 from hase.ort_analysis.graph.parsing import parse_graph
@@ -181,6 +182,15 @@ def test_a_file_needs_no_other_one(tmp_path: Path) -> None:
         tensor for tensor in kernel_models.read_built(path)[0].graph.initializer if tensor.name == input_name(1)))
     assert len(np.unique(stored)) >= 64
     check_kernel(path, kernel, "cpu")
+
+
+def test_a_file_of_an_earlier_version_still_opens(tmp_path: Path) -> None:
+    """There, large weights lay in one file of random numbers."""
+    kernel = kernel_of("MatMul", [input_of("float32", 4, 256), input_of("float32", 256, 300, constant=True)], [(4, 300)])
+    onnx.save(build_model(kernel), tmp_path / "kernel.onnx", save_as_external_data=True, location="random_float32.bin",
+              size_threshold=1024)
+    assert (tmp_path / "random_float32.bin").stat().st_size > INLINE_BYTES
+    check_kernel(tmp_path / "kernel.onnx", kernel, "cpu")
 
 
 def test_given_weights_are_written_into_the_file(tmp_path: Path) -> None:

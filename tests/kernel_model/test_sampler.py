@@ -124,6 +124,26 @@ def test_kernels_of_models_are_drawn_in_half_precision_too() -> None:
     assert all(kernel.id == name == describe_again(kernel).id for name, (kernel, _) in drawn.items())
 
 
+def test_indices_of_a_smaller_kernel_stay_in_range() -> None:
+    """Whatever its seed was. Each indexed axis has its own limit."""
+    x, places = tensor("float32", 128, 64, 5), tensor("int64", 1000, 2)
+    assert dummy_inputs(kernel_of("GatherND", [x, places], [(1000, 5)], batch_dims=0))["x1"].max() == 63
+    table = KernelInput(dtype="int64", shape=(500,), constant=True, value_range=(0, 1022))
+    assert dummy_tensor(kernel_of("Gather", [x, table], [(128, 500, 5)], axis=1), 1).max() == 63
+
+
+@pytest.mark.slow
+def test_free_kernels_are_described_like_those_of_models(torch_models: dict[str, Path]) -> None:
+    """They have the attributes and input ranks of models' kernels, so equal kernels have the same id."""
+    def form(made: Kernel) -> tuple[object, ...]:
+        return (made.op_type, made.domain, made.opset, *sorted(set(made.attributes) - {"pads", "group"}),
+                *((len(each.shape), each.constant, each.values is not None) for each in made.inputs))
+
+    of_models = {form(made) for name in TORCH_MODELS for made in analyze(torch_models[name], "cuda").kernels.values()}
+    free = {form(made) for made, _ in sample_free(2000, np.random.default_rng(0), [1, 4], 1.0)[0].values()}
+    assert {op_type for op_type, *_ in of_models & free} >= {"Conv", "Relu", "Add", "Gemm", "ReduceMean"}
+
+
 def run_sampler(workspace: Workspace, *options: str) -> subprocess.CompletedProcess[str]:
     return run_script("kernel_model/kernel_sampler.py", "--workspace", workspace.root, "--json", *options)
 
@@ -337,3 +357,11 @@ def test_all_keys_of_made_up_attention_count(shape: tuple[int, ...], wanted: lis
     texts = [tensor("float32", 2, count, 32) for count in (6, 9, 9)]
     described = kernel_of("MultiHeadAttention", [*texts, ABSENT, tensor("int32", *shape)], [(2, 6, 32)], CONTRIB, num_heads=4)
     assert dummy_tensor(described, 4).reshape(-1).tolist() == wanted
+
+
+def test_networks_in_bfloat16_have_operators_that_cuda_runs() -> None:
+    generator = np.random.default_rng(0)
+    drawn = [language.in_bfloat16("float32", 2, generator) for _ in range(200)]
+    assert {made.dtype for made in drawn} == {"bfloat16"}
+    assert all(made.opset >= 22 for made in drawn if made.op_type == "Conv")
+    assert {made.op_type for made in drawn if on_cuda(made)} >= {"Conv", "Gemm", "MatMul", "AveragePool", "Softmax"}

@@ -18,6 +18,8 @@ from hase.inference import Predictor, predict
 from hase.inference.prediction.run import trace_of
 from hase.learned import target_files
 from hase.learned.composition.cuda_nodes import (
+    EIGHT_BIT_FLOPS_PER_MS,
+    HOST_KERNEL_MS,
     HOST_RANGE,
     guessed_ms,
     host_range,
@@ -26,7 +28,7 @@ from hase.learned.composition.cuda_nodes import (
     selection_ms,
 )
 from hase.learned.composition.fitted import read_composition
-from hase.learned.composition.host_side import read_host_side
+from hase.learned.composition.host_side import CopyCurve, read_host_side
 from hase.learned.kernels.sidecar import copy_predictors
 from hase.ort_analysis.graph.analysis import analyze
 from hase.records.dataset_files import CopyTimes, MeasuredCopies, WaitTimes, copies_path
@@ -115,6 +117,8 @@ def test_costs_of_copies_follow_from_graphs_with_and_without_them() -> None:
     assert costs.to_gpu.ms == pytest.approx(tuple(to_gpu.values()), abs=1e-4)
     assert costs.wait_ms == pytest.approx(0.007, abs=1e-6)
     assert costs.to_gpu.at(1 << 23) == pytest.approx(2 * costs.to_gpu.ms[-1])
+    with pytest.raises(ValueError, match="ascend"):
+        CopyCurve(bytes=(4, 2), ms=(0.1, 0.2))
 
 
 @pytest.fixture(scope="module")
@@ -226,3 +230,8 @@ def test_times_of_the_host_s_kernels_are_guessed() -> None:
     assert guessed_ms(drawn) == pytest.approx(0.3, rel=0.3)
     assert host_range(drawn)[1] > HOST_RANGE[1]
     assert guessed_ms(described("Gather", [of(1, 32000), of(1, dtype="int64")], 1, 1)) < 0.02
+    eight_bits, floating = (
+        described(op_type, [of(64, 1024, dtype=dtype), of(1024, 1024, dtype=dtype, constant=True)], 64, 1024, dtype=out)
+        for op_type, dtype, out in (("MatMulInteger", "uint8", "int32"), ("MatMul", "float32", "float32")))
+    assert guessed_ms(eight_bits) == pytest.approx(HOST_KERNEL_MS + 2 * 64 * 1024 * 1024 / EIGHT_BIT_FLOPS_PER_MS)
+    assert guessed_ms(floating) > 2 * guessed_ms(eight_bits)

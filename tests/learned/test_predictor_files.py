@@ -21,21 +21,23 @@ import xgboost
 from conftest import Once
 from made_up_dataset import METRIC, TARGET, conv, gemm, relu, tensor, train_workspace, true_ms
 
+from hase.kernel_model.sampling.free_shapes.layers import recurrent_layer
 from hase.learned import target_files
 from hase.learned.kernels import estimators, sidecar
 from hase.learned.kernels import predictors as predictors_module
 from hase.learned.kernels.interface import XgboostSettings
 from hase.learned.kernels.measured import MeasuredTimes
-from hase.learned.kernels.predictors import Predictors, read_predictors
+from hase.learned.kernels.predictors import Predictors, read_predictors, whole_launches
 from hase.learned.kernels.saved_form import LEAF_STEP, as_arrays, from_arrays
 from hase.records.dataset_files import read_kernels
 from hase.records.kernel_record import Kernel, Tensor
 from hase.records.kernel_types import describe_kernel
+from hase.records.measurement import LAUNCHES
 from hase.training.kernels import fitting
 from hase.training.kernels.training_set import read_training_set
 from hase.utils import files
 from hase.utils.errors import UserError
-from hase.utils.paths import ROOT, Workspace
+from hase.utils.paths import ROOT, SHIPPED, Workspace
 
 pytestmark = pytest.mark.slow
 
@@ -276,6 +278,16 @@ def test_a_saved_booster_predicts_the_same_as_the_trained_one(trained: Workspace
     numbers_again, arrays_again = as_arrays(saved)
     assert numbers_again == numbers
     assert all((arrays_again[name] == array).all() for name, array in arrays.items())  # rounding twice changes nothing
+
+
+def test_long_recurrent_layers_launch_as_many_kernels_in_each_step() -> None:
+    """A GRU of the size of a model, whose neighbours launch two or three kernels a step; forward, and in both directions."""
+    forward, both, short = (recurrent_layer("GRU", "float32", steps, 16, 384, 192, directions)
+                            for steps, directions in ((50, 1), (50, 2), (8, 1)))
+    assert [whole_launches(forward, launches) for launches in (122.2, 130.0, 1.5)] == [2 * 50 + 3, 3 * 50 + 3, 50 + 3]
+    assert (whole_launches(both, 199.6), whole_launches(short, 20.4)) == (2 * 100 + 3, 20.4)
+    shipped = read_predictors(SHIPPED / "nvidia-h200-cuda-ort1.31-all")
+    assert shipped.predict([forward], {}, LAUNCHES, strict=True).latency_ms[0] in (103.0, 153.0)
 
 
 def test_measured_times_are_looked_up_one_by_one() -> None:

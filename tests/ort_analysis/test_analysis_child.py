@@ -26,7 +26,7 @@ from fuzz.damaged_models import calls, choice, folded, large_constants, loop, ne
 from hase.ort_analysis.graph.analysis import analyze
 from hase.ort_analysis.isolated import analysis
 from hase.ort_analysis.isolated.analysis import Analyst
-from hase.ort_analysis.isolated.messages import AnalysisReply, AnalysisTask
+from hase.ort_analysis.isolated.messages import AnalysisFailure, AnalysisReply, AnalysisTask
 from hase.records.kernel_record import ModelRecord
 from hase.runtimes import flavour_of
 from hase.utils import files
@@ -122,7 +122,19 @@ def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_analyst: An
     assert own_analyst._child.holds_mib() < 500
 
 
-def test_the_factor_of_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limits_of_a_file_with_holes_and_their_factor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terabyte of holes is no reason to allow a child more."""
+    sizes_gib: list[float] = []
+
+    def asked(self: Analyst, task: AnalysisTask, size_gib: float, limit_s: float) -> AnalysisReply:
+        sizes_gib.append(size_gib)
+        return AnalysisReply()
+
+    monkeypatch.setattr(Analyst, "ask", asked)
+    with (tmp_path / "holes.onnx").open("wb") as file:
+        file.truncate(1 << 40)
+    analysis._ask(AnalysisTask(do="graph", model=tmp_path / "holes.onnx"))
+    assert sizes_gib[0] < 0.01
     monkeypatch.setenv("HASE_LIMITS", "4")
     assert analysis._factor() == 4.0
     for wrong in ("", "x", "0", "nan", "inf"):
@@ -178,6 +190,19 @@ def test_threads_share_the_child_and_may_end_and_a_forked_process_has_its_own(tm
     assert os.waitpid(forked, 0)[1] == 0
     assert child_of(own_analyst).is_running()
     assert record_of(paths[0]) == records[0]
+
+
+def test_a_bug_and_a_full_disk_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bug = AnalysisFailure(kind="bug", text="Traceback …\nKeyError: 1")
+    full = AnalysisFailure(kind="system", text="No space left on device", number=28, path=Path("/x"))
+    replies = iter([AnalysisReply(failure=bug), AnalysisReply(failure=full)])
+    monkeypatch.setattr(analysis.WorkerProcess, "ask", lambda self, task: next(replies))
+    path = saved(small_model(), tmp_path / "small.onnx")
+    with pytest.raises(RuntimeError, match=r"met a bug:\nTraceback …\nKeyError: 1"):
+        record_of(path)
+    with pytest.raises(OSError, match="No space left on device: '/x'") as raised:
+        record_of(path)
+    assert raised.value.errno == 28
 
 
 def test_names_that_are_no_text(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from small_graphs import BOOL, INT64, graph, model, node, unranked, value
+from small_graphs import BOOL, HALF, INT64, graph, model, node, unranked, value
 
 from hase.benchmark.ort.profile import CONDITION_MS, CUDA_TRIP_MS, labels_of, profile_model
 from hase.benchmark.ort.runner import open_runner
@@ -210,6 +210,26 @@ def test_bodies_have_providers_and_copies_in_a_cuda_session() -> None:
     assert (placed["Det"].provider, placed["Mul"].provider) == ("cpu", "cuda")
     assert (placed["MemcpyFromHost"].inside, placed["MemcpyFromHost"].runs) == ("again", 4.0)
     assert working_nodes(record) == sum(entry.runs for entry in record.nodes if record.kernel_of(entry).moves_data) - 4
+
+
+def test_a_body_in_half_precision_is_derived_for_cuda() -> None:
+    steps = [node("MatMul", ["state", "w"], "product"), node("Add", ["product", "bias"], "next")]
+    inside = graph([*steps, node("Identity", ["go_on"], "go_on_out")],
+                   [value("step", kind=INT64), value("go_on", kind=BOOL), value("state", 4, 8, kind=HALF)],
+                   [value("go_on_out", kind=BOOL), value("next", 4, 8, kind=HALF)], {"bias": np.ones(8, np.float16)})
+    record = analyze(model([node("Loop", ["trips", "true", "x"], name="again", body=inside)], [value("x", 4, 8, kind=HALF)],
+                           ["y"], {"w": np.ones((8, 8), np.float16), "trips": 3, "true": True}, 18), "cuda")
+    product = next(record.kernel_of(entry) for entry in record.nodes if record.kernel_of(entry).op_type == "Gemm")
+    assert [tensor.dtype for tensor in (*product.inputs, *product.outputs, record.outputs["y"])] == ["float16"] * 5
+
+
+def test_a_branch_of_sequences() -> None:
+    counted, three = (graph([made], [], [value(made.output[0], kind=INT64)]) for made in (
+        node("SequenceLength", ["both"], "a"), node("Constant", [], "b", value_int=3)))
+    record = analyze(model([node("SequenceConstruct", ["x", "x"], "both"),
+                            node("If", ["c"], name="choose", then_branch=counted, else_branch=three)],
+                           [value("x", 2, 3), value("c", kind=BOOL)], opset=18), "cpu", {"then": 1})
+    assert "choose/SequenceLength_0" in {entry.name for entry in record.nodes}
 
 
 def test_a_run_does_the_given_trips_and_the_branch_that_is_counted(tmp_path: Path) -> None:

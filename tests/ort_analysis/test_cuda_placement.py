@@ -99,6 +99,17 @@ def test_quantised_convolutions_run_on_the_cpu_and_convolutions_of_dequantised_t
     assert {provider for _, provider in by_name["floats"]} == {"cuda"}
 
 
+def test_a_pool_between_quantised_convolutions_runs_on_cuda_and_their_transposes_on_the_cpu() -> None:
+    around = ["scale", "zero", "w", "scale", "zero", "scale", "zero"]
+    nodes = [node("QLinearConv", ["x", *around], "a"), node("MaxPool", ["a"], "p", kernel_shape=[2, 2], strides=[2, 2]),
+             node("QLinearConv", ["p", *around])]
+    made = model(nodes, [value("x", 1, 8, 32, 32, kind=TensorProto.UINT8)], constants={
+        "scale": 0.1, "zero": np.uint8(128), "w": np.ones((8, 8, 3, 3), np.uint8)})
+    assert Counter(placed(parse_graph(made, "cuda"))) == {
+        ("QLinearConv", "cpu"): 2, ("Transpose", "cpu"): 4, ("MaxPool", "cuda"): 1, ("MemcpyFromHost", "cuda"): 1,
+        ("MemcpyToHost", "cuda"): 1}
+
+
 def test_work_after_a_product_of_integers_is_on_cuda() -> None:
     nodes = [node("DynamicQuantizeLinear", ["x"], ["q", "scale", "zero"]),
              node("MatMulInteger", ["q", "w", "zero", "wzero"], "m"), node("Cast", ["m"], "f", to=FLOAT),

@@ -87,6 +87,28 @@ def test_weights_that_decide_or_that_no_file_can_hold(tmp_path: Path) -> None:
     path.write_bytes(proto.SerializeToString())
     with pytest.raises(UserError, match=r"m\.weights: too short for weight w, which takes 4611686018427387904 bytes"):
         analyze(path, "cpu")
+    proto.graph.initializer[0].CopyFrom(constant("to", [16, 32]))
+    path.write_bytes(proto.SerializeToString())
+    weights.unlink()
+    with reading(no_weights=True), pytest.raises(UserError, match=r"a weight of 4\.19e\+06 TiB"):
+        analyze(path, "cpu")
+
+
+def test_half_precision_is_read_where_its_values_decide(tmp_path: Path) -> None:
+    """A size is the largest number of a large table. The other weights are not read."""
+    path, table = tmp_path / "m.onnx", np.zeros(4096, np.float16)
+    table[1000] = 128
+    nodes = [node("Mul", ["table", "two"], "doubled"), node("ReduceMax", ["doubled", "axes"], "most"),
+             node("Cast", ["most"], "size", to=INT64), node("MatMul", ["x", "w"], "p"), node("Expand", ["p", "size"])]
+    made = model(nodes, [value("x", 4, 64, kind=HALF)], [unranked("y", HALF)],
+                 {"table": table, "two": np.float16(2), "axes": [0], "w": np.ones((64, 1), np.float16)})
+    assert constants.decisive_constants(made.graph) == {"table", "two", "doubled", "axes", "most"}
+    onnx.save(made, path, save_as_external_data=True, location="m.weights")
+    for source in (onnx.load(path), path):
+        assert analyze(source, "cuda").outputs["y"].shape == (4, 256)
+    path.with_name("m.weights").unlink()
+    with reading(no_weights=True), pytest.raises(UserError, match=r"m\.onnx: what it computes depends on its table, whose"):
+        analyze(path, "cuda")
 
 
 def tied(kind: Any) -> onnx.ModelProto:

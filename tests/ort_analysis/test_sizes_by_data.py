@@ -18,6 +18,7 @@ from small_graphs import BOOL, CONTRIB, FLOAT, INT32, INT64, graph, model, node,
 from hase.inference import predict
 from hase.inference.prediction.sources import record_of
 from hase.ort_analysis.graph.analysis import analyze
+from hase.ort_analysis.graph.parsing import parse_graph
 from hase.ort_analysis.isolated.analysis import own_sizes
 from hase.runtimes import flavour_of
 from hase.utils.errors import UserError
@@ -86,6 +87,13 @@ def test_a_size_computed_from_one_that_depends_on_data() -> None:
     record = analyze(best, "cpu")
     assert (record.assumed, record.outputs["y"].shape) == ({"where": (1, 40)}, (5,))
     assert analyze(best, "cpu", {"where.1": 3}).outputs["y"].shape == (3,)
+
+
+def test_an_operator_that_onnx_defines_by_other_operators_has_a_shape() -> None:
+    """ONNX infers none for LessOrEqual of operator set 14."""
+    compared = model([node("LessOrEqual", ["x", "z"], "le"), node("Cast", ["le"], to=FLOAT)],
+                     [value("x", 3, 1), value("z", 1, 4)], opset=14)
+    assert parse_graph(compared, "cpu").tensors["y"].shape == (3, 4)
 
 
 def in_a_branch(constant_condition: bool) -> onnx.ModelProto:

@@ -6,8 +6,10 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 from command import printed, run_script
@@ -21,7 +23,8 @@ from hase.benchmark.collecting.config import CollectorConfig
 from hase.benchmark.ort_kernel_runner import measure_by, runtime_of
 from hase.inference.sum_and_path import chosen_by_others, kernel_times, target_rows
 from hase.kernel_model.sampling.draws import read_seeds
-from hase.records.dataset_files import kernel_table_path, read_header, read_journal, read_kernels, read_table
+from hase.learned.kernels.interface import TrainingConfig
+from hase.records.dataset_files import header_path, kernel_table_path, read_header, read_journal, read_kernels, read_table
 from hase.records.devices import cache_kib, container_limit_mib, current_environment
 from hase.records.kernel_record_files import read_model_record, record_path, update_index
 from hase.records.measurement import Effort
@@ -32,7 +35,7 @@ from hase.runtimes.tvm.operator_sampler import DRAWS, OperatorSizes, sample
 from hase.runtimes.tvm.recording import parse, write_parsed
 from hase.runtimes.tvm.tune_kernels import DATABASE, tune_kernels
 from hase.runtimes.tvm.worker import PLACEMENTS
-from hase.training.kernels.left_out_tables import settings_of
+from hase.training.kernels.left_out_tables import setting_error_rows, settings_of
 from hase.utils import files
 from hase.utils.config import validate
 from hase.utils.errors import UserError
@@ -139,6 +142,31 @@ def test_predictions_and_the_evaluator(workspace: Workspace) -> None:
     assert rows["wide256"]["measured_memory_mib"] == pytest.approx(answer["memory"]["peak_mib"], rel=0.1)
 
 
+@pytest.mark.nightly
+def test_a_gpu_is_a_target_that_is_learned_and_predicted(workspace: Workspace) -> None:
+    """The times are those of this CPU, since there is no GPU."""
+    needs("tvm", "requirements-tvm.txt")
+    workspace.models.mkdir(parents=True)
+    for width in (64, 96, 128, 160, 192, 256):
+        path = layers(workspace.models / f"wide{width}.onnx", 3, width)
+        for device in ("cpu", "cuda"):
+            write_parsed(workspace, parse(path, device=device))
+    for device in ("cpu", "cuda"):
+        update_index(workspace, tvm_flavour(device))
+    measured = workspace.dataset(str(collect(workspace, validate(CONFIG, CollectorConfig, "test"))["target"]))
+    gpu = Target(device_name="NVIDIA made up", flavour=tvm_flavour("cuda"))
+    assert RuntimeSetting.of(gpu, workspace.kernel_onnx) == RuntimeSetting(
+        level="fused", kernels=str(workspace.kernel_onnx / gpu.flavour.name))
+    folder = Path(shutil.copytree(measured, workspace.dataset(gpu.name)))
+    files.write_json(header_path(folder), read_header(measured).model_copy(update={"target": gpu}))
+    for script in ("training/train_kernel_model.py", "training/fit_composition.py"):
+        printed(script, "--workspace", workspace.root, "--target", gpu.name, "--set", "folds=2")
+    [answer] = json.loads(printed("inference/predict_model_latency.py", "--workspace", workspace.root, "--target", gpu.name,
+                                  "--model", "wide256.onnx", "--json"))
+    assert answer["flavour"] == tvm_flavour("cuda").name
+    assert 0 < answer["interval_ms"][0] < answer["latency_ms"] < answer["interval_ms"][1]
+
+
 def test_the_other_models_choose_the_composition() -> None:
     """Errors of the row and of its family do not count."""
     rows = [{"family": family, "sum_error_%": of_sum, "critical_path_error_%": of_path}
@@ -225,3 +253,10 @@ def test_each_setting_is_left_out_once(workspace: Workspace) -> None:
     assert all(0 < row["median_%"] < math.inf for row in rows)
     with pytest.raises(UserError, match="0 settings of level tuned were measured"):
         settings_of(workspace, "tuned")
+    # The error of kernels that no other setting has is not only the setting's, so they have a separate row
+    complete, *others = rows_of = settings_of(workspace, "fused")
+    rows_of |= {name: rows_of[name].rows(np.arange(len(rows_of[name])) < 5) for name in others}
+    known, new = setting_error_rows(rows_of, complete, TrainingConfig(folds=2))
+    shared = set(rows_of[complete].ids) & {kernel for name in others for kernel in rows_of[name].ids}
+    assert [(row["kernels"], row["count"], row["learned_from"]) for row in (known, new)] == [
+        ("known", len(shared), 10), ("new", len(rows_of[complete]) - len(shared), 10)]

@@ -25,8 +25,16 @@ from hase.learned.kernels.sidecar import read_sidecar, write_sidecar
 from hase.records.dataset_files import model_table_path, note_tables
 from hase.records.measurement import GPU_LABEL, LAUNCHES
 from hase.training.composition.calibration import error_range_of
-from hase.training.composition.fitting import Tried, choose, exceeds_noise, fit_target, kept_composition, try_few_models
-from hase.training.composition.formulas import fit_line, latencies_ms
+from hase.training.composition.fitting import (
+    Tried,
+    choose,
+    exceeds_noise,
+    fit_target,
+    kept_composition,
+    try_few_models,
+    try_line,
+)
+from hase.training.composition.formulas import fit_line, latencies_ms, leave_out
 from hase.training.composition.held_out import predict_out_of_fold
 from hase.training.composition.measured_models import MeasuredModel, left_out_groups, measured_models, tracks
 from hase.training.kernels import fitting
@@ -109,6 +117,36 @@ def test_a_family_counts_once_in_the_noise() -> None:
     """Eight models of one family for which a candidate is better are one observation, like one model for which it is worse."""
     for other, exceeds in ((-0.1, False), (0.08, True)):
         assert exceeds_noise(np.array([*[0.1] * 8, other]), [*["a"] * 8, "b"]) is exceeds
+
+
+def test_noise_of_predicted_kernels_does_not_hide_a_better_kind() -> None:
+    """With kernels as measured it is surely better. With kernels predicted, the families differ by more than that."""
+    plain = tried("run", "sum", 0.4, 0.1, 0.0, 0.3, known=(0.09, 0.1, 0.08, 0.1))
+    known = (0.05, 0.06, 0.04, 0.06)
+    for errors, kind in (((0.1, 0.3, 0.3, 0.1), "sum_nodes"), ((0.4, 0.2, 0.1, 0.4), "sum")):  # by more than it gains
+        richer = tried("run", "sum_nodes", *errors, known=known)
+        assert choose([plain, richer], np.ones(4), ["a", "b", "c", "d"], True).candidate.kind == kind
+
+
+def test_a_line_that_few_models_mislead_is_not_taken() -> None:
+    """Their sums, a tenth too long or too short, are closer to each model than lines fitted to the three others."""
+    sums, measured, groups = np.array([1.1, 1.8, 4.4, 7.2]), np.array([1.0, 2.0, 4.0, 8.0]), ["a", "b", "c", "d"]
+    taken, predicted, _ = try_line("run", "sum", sums, sums, measured, np.ones(4), groups)
+    assert np.abs(leave_out(sums, sums, measured, groups) / measured - 1).mean() > 0.15
+    assert (taken.alpha, taken.beta_ms, predicted.tolist()) == (1.0, 0.0, sums.tolist())
+    assert (taken.cv_mape, taken.fit_mape, taken.plain_mape) == pytest.approx((0.1, 0.1, 0.1))
+    fitted = try_line("run", "sum", sums, sums, measured, np.ones(4), None).candidate  # nothing shows how good the sum is
+    assert fitted.alpha != 1.0
+
+
+def test_badly_predicted_kernels_do_not_move_the_line() -> None:
+    """A family whose kernels nobody measured in the others is off by half, and the constants stay those of measured kernels."""
+    known, nodes = np.array([1.0, 2.0, 5.0, 10.0, 20.0, 40.0]), np.array([100.0, 20.0, 60.0, 100.0, 30.0, 80.0])
+    predicted, measured = known * [1, 1, 0.5, 1, 1, 0.5], 1.1 * known - 0.004 * nodes
+    line = try_line("run", "sum_nodes", predicted, known, measured, nodes, list("abcdef"))
+    assert (line.candidate.alpha, line.candidate.node_ms) == pytest.approx((1.1, -0.004))
+    assert line.candidate.measured_cv_mape == pytest.approx(0.0, abs=1e-9)
+    assert line.candidate.cv_mape == pytest.approx(0.18, abs=0.02)
 
 
 @pytest.mark.slow
@@ -216,6 +254,10 @@ def test_an_interval_covers_nine_of_ten() -> None:
     assert (interval.low, interval.high) == pytest.approx((1.02 - 1.645 * 0.05, 1.02 + 1.645 * 0.05), abs=0.015)
     assert 0.85 <= interval.coverage <= 0.95
     assert error_range_of(np.ones(19), np.ones(19), ["a", *["b"] * 18]) is None  # too few models
+    unlike = error_range_of(np.ones(40), np.where(np.arange(40) < 10, 2.0, 1.0), ["odd"] * 10 + [
+        f"usual{place % 3}" for place in range(30)])  # a family unlike the others is not covered
+    assert unlike is not None
+    assert unlike.coverage == 0.75
 
 
 FEW_KERNELS = draw_kernels(30)

@@ -189,6 +189,24 @@ def test_a_workspaces_files_do_not_run_by_themselves(mine: Workspace) -> None:
 
 
 @pytest.mark.slow
+def test_nothing_is_loaded_where_none_is_admitted(mine: Workspace) -> None:
+    """Not even the modules for it are loaded."""
+    program = f"""
+import sys
+from pathlib import Path
+from hase.inference.library.predictor import Predictor
+from hase.utils.paths import Workspace
+predictor = Predictor(Workspace(Path({str(mine.root)!r})))
+answer = predictor.predict("mine.onnx")
+assert predictor.fitted.predictors.admitted is None
+assert "estimators" not in answer.model_dump(mode="json")
+print([name for name in sys.modules if name.startswith(("hase.learned.kernels.admitted", "hase.training.estimators"))])
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+@pytest.mark.slow
 def test_code_that_differs_from_the_checked_one_is_refused(mine: Workspace) -> None:
     code = mine.root / "estimators" / f"{NAME}.py"
     assert check(mine, NAME, text=WITH_ARRAY).returncode == 0
@@ -245,6 +263,17 @@ def test_damaged_forms_are_refused(damage: dict[str, Any], message: str, task: T
     saved = save_estimator(tmp_path, "roofline", fitted)
     with pytest.raises(UserError, match=message):
         open_estimator(Saved.model_validate(saved.model_dump() | damage), type(fitted), tmp_path, "make it anew")
+
+
+@pytest.mark.slow
+def test_an_estimator_that_forgets_a_saved_class_is_refused(task: Task, tmp_path: Path) -> None:
+    fitted: Any = task.fitted_to_all(find_estimator("roofline").estimator)
+    forgetful = type("Forgetful", (type(fitted),), {"saved_classes": ()})()
+    forgetful.restore(fitted.saved())
+    with pytest.raises(UserError, match="saves a Roofline, which its saved_classes do not list"):
+        save_estimator(tmp_path, "roofline", forgetful)
+    with pytest.raises(UserError, match="refused: it holds a Roofline"):
+        open_estimator(save_estimator(tmp_path, "roofline", fitted), type(forgetful), tmp_path, "")
 
 
 @pytest.mark.parametrize(("text", "message"), [

@@ -17,7 +17,7 @@ from made_up_dataset import QUICK, TARGET, conv, draw_kernels, relu, train_works
 from hase.learned.kernels.estimators import CORRECTION_FEATURES, KernelModel, OtherPredictors, Transferred, predict_kernels
 from hase.learned.kernels.features import KERNEL_FEATURES
 from hase.learned.kernels.interface import TrainingSet
-from hase.learned.kernels.predictors import read_predictors
+from hase.learned.kernels.predictors import StartFrom, read_predictors
 from hase.learned.kernels.sidecar import read_sidecar
 from hase.training.composition.held_out import predict_as_learned
 from hase.training.composition.measured_models import measured_models
@@ -140,3 +140,11 @@ def test_a_missing_target_to_start_from(tmp_path: Path) -> None:
     refused = run_script(*command(Workspace(tmp_path), "nowhere"))
     assert refused.returncode == 1
     assert refused.stderr.startswith("error: --start-from nowhere: no predictors of that target")
+
+
+def test_no_target_starts_from_itself(tmp_path: Path) -> None:
+    shipped = StartFrom.named(Workspace(tmp_path), "nvidia-h200-cuda-ort1.31-all")
+    assert shipped.for_label(shipped.target, "gpu") is None
+    of_run = shipped.for_label(TARGET.name, "run")
+    assert of_run is not None
+    assert (of_run.target, of_run.model) == (shipped.target, shipped.predictors.kernel_model("gpu"))

@@ -146,6 +146,18 @@ def test_weights_elsewhere_are_refused_and_never_opened(location: str, inside: s
         record_of(with_weights_in(folder, location, inside), flavour_of("cpu"))
 
 
+def test_weights_beside_a_model_that_is_a_link_are_found(tmp_path: Path) -> None:
+    """As in a download cache."""
+    store, shown = tmp_path / "store", tmp_path / "shown"
+    store.mkdir()
+    shown.mkdir()
+    with_weights_in(store, "weights.bin").rename(store / "1a2b")
+    (store / "3c4d").write_bytes(np.ones(256, dtype=np.float32).tobytes())
+    (shown / "model.onnx").symlink_to(store / "1a2b")
+    (shown / "weights.bin").symlink_to(store / "3c4d")
+    assert record_of(shown / "model.onnx", flavour_of("cpu")).kernels
+
+
 @pytest.mark.parametrize("kind", ["pipe", "folder"])
 def test_a_model_is_a_plain_file(kind: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.onnx")
