@@ -133,15 +133,13 @@ def test_indices_of_a_smaller_kernel_stay_in_range() -> None:
 
 
 @pytest.mark.slow
-def test_free_kernels_are_described_like_those_of_models(torch_models: dict[str, Path]) -> None:
-    """They have the attributes and input ranks of models' kernels, so equal kernels have the same id."""
-    def form(made: Kernel) -> tuple[object, ...]:
-        return (made.op_type, made.domain, made.opset, *sorted(set(made.attributes) - {"pads", "group"}),
-                *((len(each.shape), each.constant, each.values is not None) for each in made.inputs))
-
-    of_models = {form(made) for name in TORCH_MODELS for made in analyze(torch_models[name], "cuda").kernels.values()}
-    free = {form(made) for made, _ in sample_free(2000, np.random.default_rng(0), [1, 4], 1.0)[0].values()}
-    assert {op_type for op_type, *_ in of_models & free} >= {"Conv", "Relu", "Add", "Gemm", "ReduceMean"}
+def test_free_kernels_are_described_like_those_of_models() -> None:
+    """A model of one such kernel has the same kernel, by its id. Ranges of indices are known only of drawn ones."""
+    drawn, _ = sample_free(150, np.random.default_rng(5), [1, 2], 0.05)
+    kernels = [made for made, _ in drawn.values() if "Gather" not in made.op_type and "Scatter" not in made.op_type]
+    found = {made.id: set(analyze(build_model(made), "cuda").kernels) for made in kernels if made.op_type != "Cast"}
+    assert [name for name, analysed in found.items() if analysed != {name}] == []
+    assert {made.op_type for made in kernels} >= {"Conv", "Gemm", "MatMul", "BiasSoftmax", "Transpose", "ReduceSum", "Resize"}
 
 
 def run_sampler(workspace: Workspace, *options: str) -> subprocess.CompletedProcess[str]:

@@ -99,13 +99,12 @@ def test_fused_kernels_have_the_types_of_their_operators(tmp_path: Path) -> None
 def test_copies_to_other_layouts_are_separate_kernels(tmp_path: Path) -> None:
     """A convolution reads and writes channels last on this CPU; the first one's input is copied to it."""
     record = parse(residual(tmp_path)).record
-    for entry in record.nodes:
-        kernel = record.kernel_of(entry)
-        if kernel.type == "Reorder":
-            assert (kernel.op_type, entry.origins) == ("Transpose", ())
-            assert kernel.bytes_read == kernel.bytes_written == 16 * 32 * 32 * 4
-            assert [record.kernel_of(reader).op_type for reader in record.nodes
-                    if entry.outputs[0] in reader.inputs] == ["Conv"]
+    copies = [(record.kernel_of(entry), entry) for entry in record.nodes if record.kernel_of(entry).type == "Reorder"]
+    for kernel, entry in copies:
+        assert (kernel.op_type, entry.origins) == ("Transpose", ())
+        assert kernel.bytes_read == kernel.bytes_written == 16 * 32 * 32 * 4
+        readers = [reader for reader in record.nodes if entry.outputs[0] in reader.inputs]
+        assert [record.kernel_of(reader).op_type for reader in readers] == ["Conv"]
 
 
 def test_a_kernel_has_one_id_in_all_models(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import onnx
 import pytest
 from command import printed, run_script
 from conftest import small_model
+from made_up_dataset import QUICK
 from onnx import helper
 from onnx_files import layers, saved
 from optional_packages import needs
@@ -23,7 +24,6 @@ from hase.benchmark.collecting.config import CollectorConfig
 from hase.benchmark.ort_kernel_runner import measure_by, runtime_of
 from hase.inference.sum_and_path import chosen_by_others, kernel_times, target_rows
 from hase.kernel_model.sampling.draws import read_seeds
-from hase.learned.kernels.interface import TrainingConfig
 from hase.records.dataset_files import header_path, kernel_table_path, read_header, read_journal, read_kernels, read_table
 from hase.records.devices import cache_kib, container_limit_mib, current_environment
 from hase.records.kernel_record_files import read_model_record, record_path, update_index
@@ -256,7 +256,7 @@ def test_each_setting_is_left_out_once(workspace: Workspace) -> None:
     # The error of kernels that no other setting has is not only the setting's, so they have a separate row
     complete, *others = rows_of = settings_of(workspace, "fused")
     rows_of |= {name: rows_of[name].rows(np.arange(len(rows_of[name])) < 5) for name in others}
-    known, new = setting_error_rows(rows_of, complete, TrainingConfig(folds=2))
+    known, new = setting_error_rows(rows_of, complete, QUICK)
     shared = set(rows_of[complete].ids) & {kernel for name in others for kernel in rows_of[name].ids}
     assert [(row["kernels"], row["count"], row["learned_from"]) for row in (known, new)] == [
         ("known", len(shared), 10), ("new", len(rows_of[complete]) - len(shared), 10)]
