@@ -82,6 +82,7 @@ def test_a_script_that_needs_more_names_what_to_install(name: str) -> None:
     assert re.search(rf"needs the package {name}.*requirements\.txt", done.stderr)
 
 
+@pytest.mark.measuring
 def test_kernels_of_a_cpu_are_measured_without_torch(tmp_path: Path, relu: Path) -> None:
     """In the processes that measure, too."""
     done = ended(sys.executable, "inference/predict_model_latency.py", "--model", relu, "--measure-missing", "--json",

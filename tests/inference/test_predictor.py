@@ -265,7 +265,8 @@ def test_several_processes_give_the_same() -> None:
 def test_processes_that_begin_at_once_predict_the_same(tmp_path: Path, folder: Path) -> None:
     """None of them reads half of a file that another one puts into the user's cache."""
     path = folder / "records" / "cuda" / "resnet18@batch=1.json"
-    words = [sys.executable, "inference/predict_model_latency.py", "--strict", "--json", "--target", TARGET, "--model", path]
+    words: list[str | Path] = [sys.executable, "inference/predict_model_latency.py", "--strict", "--json", "--target", TARGET,
+                               "--model", path]
     running = [subprocess.Popen(words, cwd=ROOT, text=True, stdout=subprocess.PIPE, env=os.environ | {
         VARIABLE: str(tmp_path / "cache")}) for _ in range(3)]
     answers = [json.loads(process.communicate()[0])[0]["latency_ms"] for process in running]

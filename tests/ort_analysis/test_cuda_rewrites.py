@@ -53,6 +53,15 @@ def test_a_biased_softmax_is_the_kernel_of_the_gpu() -> None:
 
 
 @without_gpu
+def test_hard_swish_is_one_kernel_where_the_model_has_it() -> None:
+    nodes = [node("HardSwish", ["x"], "h", "swish"), node("HardSigmoid", ["h"], "g"), node("Mul", ["g", "h"])]
+    record = analyze(model(nodes, [value("x", 2, 240, 28, 28)]), "cuda")
+    assert record.nodes[0].kernel_id == "HardSwish_28x28_in2x240x28x28_fp32_60a26842"
+    assert [record.kernel_of(entry).type for entry in record.nodes] == ["HardSwish", "HardSigmoid", "Mul"]
+    assert [origin.name for origin in record.nodes[0].origins] == ["swish"]
+
+
+@without_gpu
 def test_half_precision_runs_the_same_kernels_as_single_precision() -> None:
     float16, float32 = analyze(small_model(dtype="float16"), "cuda"), analyze(small_model(), "cuda")
     assert float16.derived

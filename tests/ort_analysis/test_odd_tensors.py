@@ -80,6 +80,46 @@ def test_a_scikit_learn_pipeline(provider: str) -> None:
     build_model(kernels["TreeEnsembleClassifier"])
 
 
+def trees_flops(trees: int, depth: int) -> int:
+    """The operations of trees with `depth` comparisons in a row."""
+    ids, places = [tree for tree in range(trees) for _ in range(2 * depth + 1)], list(range(2 * depth + 1))
+    compares = [place % 2 == 0 and place < 2 * depth for place in places]
+    regressor = node("TreeEnsembleRegressor", ["x"], domain=ML, n_targets=1, nodes_treeids=ids, nodes_nodeids=places * trees,
+                     nodes_featureids=[0] * len(ids), nodes_values=[0.5] * len(ids), nodes_hitrates=[1.0] * len(ids),
+                     nodes_modes=["BRANCH_LEQ" if branch else "LEAF" for branch in compares] * trees,
+                     nodes_truenodeids=[(place + 1) * branch for place, branch in enumerate(compares)] * trees,
+                     nodes_falsenodeids=[(place + 2) * branch for place, branch in enumerate(compares)] * trees,
+                     nodes_missing_value_tracks_true=[0] * len(ids), target_ids=[0] * trees, target_nodeids=[1] * trees,
+                     target_treeids=list(range(trees)), target_weights=[1.0] * trees)
+    (kernel,) = analyze(model([regressor], [value("x", 8, 4)], [value("y", 8, 1)]), "cpu").kernels.values()
+    return kernel.flops
+
+
+def test_more_and_deeper_trees_cost_more() -> None:
+    assert trees_flops(20, 4) == pytest.approx(10 * trees_flops(2, 4), rel=1e-3)
+    assert trees_flops(2, 16) > trees_flops(2, 4)
+
+
+def test_sequences_within_a_graph() -> None:
+    pair = helper.make_value_info("y", helper.make_sequence_type_proto(helper.make_tensor_type_proto(FLOAT, [2, 3])))
+    record = analyze(model([node("SequenceConstruct", ["x", "x"], "pair"), node("SequenceAt", ["pair", "place"], "one"),
+                            node("Identity", ["pair"])], [value("x", 2, 3), value("place", kind=INT64)],
+                           [value("one", 2, 3), pair]), "cpu")
+    construct, at = (next(kernel for kernel in record.kernels.values() if kernel.op_type == name)
+                     for name in ("SequenceConstruct", "SequenceAt"))
+    assert (construct.bytes_read, construct.bytes_written) == (2 * 24, 0)
+    assert (at.bytes_read, at.bytes_written, at.outputs[0].shape) == (8, 24, (2, 3))
+
+
+@pytest.mark.parametrize("stop", [{}, {"stopwords": ["the"]}])
+def test_text_that_is_normalized(stop: dict[str, list[str]]) -> None:
+    """Without stop words, the number of words stays the same."""
+    lower = model([node("StringNormalizer", ["x"], locale="C", **stop)], [value("x", 3, kind=TensorProto.STRING)],
+                  [value("y", "left", kind=TensorProto.STRING)])
+    record = analyze(lower, "cpu", {"y.0": 2} if stop else {})
+    assert (record.outputs["y"].shape, record.assumed) == ((2,) if stop else (3,), {})
+
+
 def test_a_size_of_zero() -> None:
     """A decoder's first step has an empty cache."""
     joined = model([node("Concat", ["past", "x"], axis=1)], [value("past", 2, "past_length"), value("x", 2, 3)],

@@ -19,12 +19,21 @@ from hase.kernel_model.sampling.usefulness import KernelError, KernelErrors, wri
 from hase.learned.composition.intervals import KNOWN, Novelty, sources
 from hase.learned.kernels.estimators import predict_kernels
 from hase.learned.kernels.interface import ForestSettings, TrainingConfig, TrainingSet, XgboostSettings
+from hase.learned.kernels.saved_form import as_arrays, from_arrays
 from hase.learned.kernels.uncertainty import OTHER_FORM_OF, Uncertainty
 from hase.records.kernel_record import Kernel
 from hase.records.kernel_types import kernel_form, operator_in_type
 from hase.records.measurement import GPU_LABEL
 from hase.training.kernels.fitting import fit_kernel_model
-from hase.training.kernels.left_out import LAUNCH_MS, LeftOutForm, learn_doubt, leave_forms_out, ranges_of
+from hase.training.kernels.left_out import (
+    LAUNCH_MS,
+    LeftOutForm,
+    LeftOutOperator,
+    learn_doubt,
+    leave_forms_out,
+    ranges_of,
+    steady_classes,
+)
 from hase.training.kernels.left_out_tables import form_report, operator_report
 from hase.training.kernels.training_set import read_training_set
 from hase.utils.errors import UserError
@@ -80,6 +89,26 @@ def test_an_unknown_operator_takes_as_long_as_its_class(rows: TrainingSet, made:
         with_classes, bare = (np.median(np.abs(predict_kernels(of, kernels, matrix, load) / truth - 1))
                               for of in (model, replace(model, boosters={})))
         assert with_classes < min(0.03, 0.2 * bare)
+
+
+@pytest.mark.slow
+def test_a_class_whose_sizes_mislead_takes_its_median(rows: TrainingSet) -> None:
+    """If every left-out operator is closer to the median of its class, the median is saved, as a booster without a tree."""
+    def left_out(operator: str, by_sizes: float, steady: float) -> LeftOutOperator:
+        ratios = np.ones(9)
+        return LeftOutOperator(operator, "elementwise", np.array(["id"] * 9), by_sizes * ratios, steady * ratios, ratios)
+
+    assert steady_classes([left_out("Relu", 2.0, 1.0), left_out("Exp", 1.5, 1.1)]) == {"class elementwise"}
+    assert steady_classes([left_out("Relu", 1.2, 1.0), left_out("Exp", 1.1, 1.3)]) == frozenset()
+    model = fit_kernel_model(rows, "run", {}, CONFIG, steady=frozenset({"class elementwise"}))
+    of_exp, bound = rows.types == "Exp", model.roofline.bound_ms(rows.flops, rows.bytes_moved)
+    ratios = model.predict_ms(replace(rows.rows(of_exp).kernels, types=np.array(["Abs"] * int(of_exp.sum())))) / bound[of_exp]
+    median = np.median((rows.times_ms["run"] / bound)[np.isin(rows.types, ELEMENTWISE)])
+    assert ratios == pytest.approx(np.full(len(ratios), median), rel=0.02)
+    assert ratios.std() < 1e-5 * ratios.mean()
+    booster = from_arrays(*as_arrays(model.boosters["class elementwise"]))
+    assert booster.inplace_predict(np.zeros((1, booster.num_features()), np.float32))[0] == pytest.approx(
+        np.log(ratios[0]), rel=1e-4)
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ from hase.learned.kernels.estimators import FOREST, SHARED, predict_kernels
 from hase.learned.kernels.interface import ForestSettings, TrainingConfig, TrainingSet, XgboostSettings
 from hase.learned.kernels.measured import measured_times
 from hase.learned.kernels.saved_form import from_forest
-from hase.records.dataset_files import kernel_table_path, note_tables
+from hase.records.dataset_files import header_path, kernel_table_path, note_tables, read_header
 from hase.records.kernel_record import Kernel, Tensor
 from hase.records.kernel_types import describe_kernel
 from hase.records.measurement import GPU_LABEL
@@ -44,6 +44,7 @@ from hase.training.kernels.fitting import (
 )
 from hase.training.kernels.label_training import HeldOutTimes, choose_predictors, cross_validate, train_label, type_errors
 from hase.training.kernels.training_set import read_training_set
+from hase.utils import files
 from hase.utils.errors import UserError
 from hase.utils.paths import Workspace
 
@@ -153,6 +154,20 @@ def test_impossible_times_are_refused(workspace: Workspace, column: str, value: 
     note_tables(path.parent)
     with pytest.raises(UserError, match=rf"line 5: {column} is .*positive"):
         read_training_set(workspace, TARGET.name)
+
+
+def test_a_metric_that_came_late_is_learned_from_once_idle_and_loaded_rows_have_it(workspace: Workspace,
+                                                                                    caplog: pytest.LogCaptureFixture) -> None:
+    late, folder = "DCGM_FI_DEV_CPU_UTIL_SYS", workspace.dataset(TARGET.name)
+    write_dataset(workspace, {kernel.id: kernel for kernel in draw_kernels(120)}, {}, {}, LEVELS)
+    files.write_json(header_path(folder), read_header(folder).model_copy(update={"metrics": (METRIC, late)}))
+    table = pd.read_csv(kernel_table_path(folder))
+    for has_it, metrics in ((table.index % 2 == 0, (METRIC, late)), ((table["Level"] == 0) & (table.index > 60), (METRIC,))):
+        table.assign(**{late: np.where(has_it, table[METRIC] / 2, np.nan)}).to_csv(kernel_table_path(folder), index=False)
+        note_tables(folder)
+        caplog.clear()
+        assert read_training_set(workspace, TARGET.name).metrics == metrics
+        assert any(f"under load, has {late}" in entry.getMessage() for entry in caplog.records) == (len(metrics) == 1)
 
 
 def test_no_dataset_no_idle_rows_too_few_kernels(workspace: Workspace) -> None:
