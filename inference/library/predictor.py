@@ -233,7 +233,7 @@ class Predictor:
         return runs
 
     def _queries(self, sources: Iterable[Source], conditions: Conditions, dims: Mapping[str, int], static: bool,
-               dtype: Precision | None) -> list[_Query]:
+                 dtype: Precision | None) -> list[_Query]:
         """Records of models, checked against the target."""
         models = [self._model(source) for source in sources]
         records = [self.record(model, dims, static, dtype) for model in models]

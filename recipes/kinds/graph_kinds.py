@@ -195,13 +195,13 @@ def _trees(trees: int, depth: int, features: int, targets: int) -> dict[str, Any
         for index in range(all_nodes):
             split = index < split_nodes
             for key, entry in (("treeids", tree), ("nodeids", index), ("modes", "BRANCH_LEQ" if split else "LEAF"),
-                              ("featureids", int(generator.integers(features)) if split else 0),
-                              ("values", float(generator.standard_normal()) if split else 0.0),
-                              ("truenodeids", 2 * index + 1 if split else 0), ("falsenodeids", 2 * index + 2 if split else 0)):
+                               ("featureids", int(generator.integers(features)) if split else 0),
+                               ("values", float(generator.standard_normal()) if split else 0.0),
+                               ("truenodeids", 2 * index + 1 if split else 0), ("falsenodeids", 2 * index + 2 if split else 0)):
                 attributes[f"nodes_{key}"].append(entry)
             if not split:
                 for key, entry in (("treeids", tree), ("nodeids", index), ("ids", tree % targets),
-                                  ("weights", float(generator.standard_normal()) / trees)):
+                                   ("weights", float(generator.standard_normal()) / trees)):
                     attributes[f"class_{key}"].append(entry)
     return attributes
 
