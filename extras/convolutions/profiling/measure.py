@@ -317,7 +317,7 @@ def _measure(unit: ProfileUnit, forced: ForcedModel, instruments: Instruments, b
     all_refused = len(forced.refused) == len(forced.calls)  # a fallback for every layer would be a run of another algorithm
     if (all_refused or not settings.fallback) and (why := incompatible(settings.algorithm, settings.model, forced.calls)):
         return [_model_measurement(unit, began, status="failed", error=why, facts=_model_facts(unit, forced)),
-                *(_layer_measurement(unit, call, facts, began) for call, facts in zip(forced.calls, layers, strict=True))]
+                *(_layer(unit, call, facts, began) for call, facts in zip(forced.calls, layers, strict=True))]
     if unrunnable := [call for call in forced.calls if not call.algorithm]:
         error = f"{unit.what}: {unrunnable[0].layer} can't run, by the library's own choice either ({unrunnable[0].detail})"
         return [_model_measurement(unit, began, status="failed", error=error, facts=_model_facts(unit, forced))]
@@ -342,7 +342,7 @@ def _measure(unit: ProfileUnit, forced: ForcedModel, instruments: Instruments, b
         quantities = quantities | {"event_overhead_ms": (instruments.event_overhead_ms,)}
     facts = _model_facts(unit, forced) | {"output_error": difference, "energy_doubts": doubts}
     whole = _model_measurement(unit, began, samples_ms=rounded(samples_ms), facts=facts, quantities=quantities)
-    return [whole, *(_layer_measurement(unit, call, layers[index], began, layer_times[index], traced[index] if traced else None)
+    return [whole, *(_layer(unit, call, layers[index], began, layer_times[index], traced[index] if traced else None)
                      for index, call in enumerate(forced.calls))]
 
 
@@ -421,7 +421,7 @@ def _model_measurement(unit: ProfileUnit, began: str, **fields: Any) -> Measurem
                        **({"facts": _unit_facts(unit)} | fields))
 
 
-def _layer_measurement(unit: ProfileUnit, call: LayerCall, facts: dict[str, Any], began: str, times: CallTimes | None = None,
+def _layer(unit: ProfileUnit, call: LayerCall, facts: dict[str, Any], began: str, times: CallTimes | None = None,
                        traced: GpuRun | None = None) -> Measurement:
     """Measurement of one call of a layer. A refused call has a status but no times, unless a fallback ran it."""
     kernels = counted(work.name for work in traced.work if work.category == KERNEL) if traced else ()
