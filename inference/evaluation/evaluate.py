@@ -40,8 +40,8 @@ from hase.inference.prediction.conditions import (
     RunMode,
     check_mode_while_shared,
     check_run_mode,
-    compares,
-    counts,
+    pace_matters,
+    probe_tells_pace,
     ratio_of,
 )
 from hase.inference.prediction.targets import MAKE_PREDICTORS, Fitted, fitted_for, is_here, local_targets, predictor_folders
@@ -258,7 +258,7 @@ def measure_here(models: Sequence[EvaluatedModel], worker: Worker, device: str, 
 
 def at_measured_pace(model: EvaluatedModel, fitted: Fitted, run_mode: RunMode) -> bool:
     """Sets a model's host pace to the one measured with it; False if none was measured, or it does not matter."""
-    if model.failed or not model.probes_us or not compares(fitted, run_mode):
+    if model.failed or not model.probes_us or not probe_tells_pace(fitted, run_mode):
         return False
     model.host_pace = HostPace(ratio_of(median(model.probes_us), fitted), "measured")
     return True
@@ -324,7 +324,7 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
         results = MeasuredModels(recorded_models(workspace, paths, dims or {}, fitted, run_mode, failures, static), "recorded")
         with_energy = target_files.ENERGY.path(predictor_folders(workspace)[name]).is_file()
         for model in results.models:  # recorded samples are from a host near its usual pace
-            model.host_pace = USUAL if counts(fitted.composition, run_mode) else None
+            model.host_pace = USUAL if pace_matters(fitted.composition, run_mode) else None
             predict_model(model, name, run_mode, workspace, force, failures, with_energy)
         return evaluation_of(workspace, fitted, results, "recorded", run_mode, failures)
     check_measurable(fitted, plan)
