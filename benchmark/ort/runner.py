@@ -190,9 +190,9 @@ def open_runner(model: Path, device: str = "auto", *, dims: Mapping[str, int] | 
                 inputs: Path | None = None) -> Runner:
     """Opens a file to run: optimised as ORT does by default, or unchanged if it is a built kernel, which has its own inputs.
 
-    If an input decides the branch of an If and `dims` does not, it is the branch that a prediction counts. With `cuda_graph` the first
-    run is captured and then replayed. `static`: `dims` are fixed before ONNX Runtime optimises the model; otherwise the session
-    takes any sizes. Raises UserError if a dynamic dimension has no size.
+    If an input decides the branch of an If and `dims` does not, a run takes the branch that a prediction counts. With
+    `cuda_graph` the first run is captured and then replayed. `static`: `dims` are fixed before ONNX Runtime optimises the
+    model; otherwise the session takes any sizes. Raises UserError if a dynamic dimension has no size.
     """
     device = resolve_device(device)
     if cuda_graph and (device != "cuda" or io == "host"):

@@ -83,7 +83,8 @@ def dag_file(record: ModelRecord) -> DagFile:
                 edges += [DagEdge(producer=body_node, consumer=node.name, tensor=tensor, bytes=0)
                           for body_node in all_within(producer)]
         outputs = record.kernel_of(node).outputs
-        produced_by |= {tensor: (node.name, output.bytes) for tensor, output in zip(node.outputs, outputs, strict=False) if tensor}
+        produced_by |= {tensor: (node.name, output.bytes)
+                        for tensor, output in zip(node.outputs, outputs, strict=False) if tensor}
     nodes = (DagNode(name=node.name, kernel_id=node.kernel_id, type=record.kernel_of(node).type, runs=node.runs)
              for node in record.nodes)
     return DagFile(model=record.model, flavour=record.flavour.name, nodes=tuple(nodes), edges=tuple(edges))

@@ -2,9 +2,9 @@
 
 Reads the records of TVM's fused kernels and their functions (runtimes/tvm/relax_parser.py). Writes records of the flavour
 `tuned`, with the fastest function of each kernel, to the same folders, and TVM's trials to the folder `tuning` next to the
-functions. Trials are built, and run one after another, in this process: each process of TVM's own pools loads its intrinsics for
-GPUs, which takes 10 s and more, and on two busy cores all 16 trials exceeded their time limit of 30 s. The same command goes on
-where it was stopped, and skips kernels that were searched. Needs TVM: pip install -r requirements-tvm.txt
+functions. Trials are built, and run one after another, in this process: each process of TVM's own pools loads its intrinsics
+for GPUs, which takes 10 s and more, and on two busy cores all 16 trials exceeded their time limit of 30 s. The same command
+goes on where it was stopped, and skips kernels that were searched. Needs TVM: pip install -r requirements-tvm.txt
 """
 
 from __future__ import annotations
@@ -151,9 +151,9 @@ def tune(function: Any, kernel: Kernel, device: str, threads: int, trials: int, 
     arguments = [tensor_for(tensor, device) for tensor in (*kernel.inputs, *kernel.outputs)]
     builder, runner, valid_trials = _builder_and_runner(arguments, target, device)
     found = schedules.tune_tir(module, target, work_dir=str(database), max_trials_global=trials,
-                              num_trials_per_iter=min(trials, 16), builder=builder, runner=runner, cost_model="random",
-                              strategy="replay-trace", seed=seed,
-                              measure_callbacks=[schedules.measure_callback.AddToDatabase()])
+                               num_trials_per_iter=min(trials, 16), builder=builder, runner=runner, cost_model="random",
+                               strategy="replay-trace", seed=seed,
+                               measure_callbacks=[schedules.measure_callback.AddToDatabase()])
     schedule = schedules.tir_integration.compile_tir(found, module, target)
 
     def time_ms(candidate: Any) -> float:

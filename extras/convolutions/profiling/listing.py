@@ -99,7 +99,7 @@ def slurm_jobs() -> dict[str, str] | None:
     if shutil.which("squeue") is None:
         return None
     result = subprocess.run(["squeue", "--user", str(os.getuid()), "--noheader", "--format", "%i %T"], capture_output=True,
-                          text=True, check=False)
+                            text=True, check=False)
     if result.returncode:
         log.warning("squeue failed, so the states of Slurm's jobs are not known: %s", result.stderr.strip())
         return None
