@@ -26,7 +26,7 @@ from hase.utils.errors import UserError
 
 if TYPE_CHECKING:
     from hase.learned.composition.fitted import Composition
-    from hase.learned.composition.host_side import HostCosts
+    from hase.learned.composition.host_side import CopyCosts
     from hase.learned.energy import EnergyModel
     from hase.learned.kernels.admitted import AdmittedFile
     from hase.learned.kernels.sidecar import Sidecar
@@ -91,8 +91,8 @@ ESTIMATORS: LearnedFile[AdmittedFile] = LearnedFile(
 COMPOSITION: LearnedFile[Composition] = LearnedFile(
     paths.COMPOSITION, "composition.fitted:Composition", FIT_COMPOSITION, "all predictions, further fits",
     f"no composition; fit one with: {FIT_COMPOSITION}")
-HOST: LearnedFile[HostCosts] = LearnedFile(
-    "host.json", "composition.host_side:HostCosts", FIT_HOST, "predictions of CUDA sessions, fit_composition")
+HOST: LearnedFile[CopyCosts] = LearnedFile(
+    "host.json", "composition.host_side:CopyCosts", FIT_HOST, "predictions of CUDA sessions, fit_composition")
 SHARING: LearnedFile[Sharing] = LearnedFile(
     "sharing.json", "sharing:Sharing", FIT_SHARING, "predictions under load")
 MPS: LearnedFile[MpsSharing] = LearnedFile("mps.json", "sharing:MpsSharing", FIT_MPS, "predictions through MPS")

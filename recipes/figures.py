@@ -92,8 +92,7 @@ def measured_again(text: str, group: str, printed: Any) -> str:
             value = f"{(100 if as_per_cent else 1) * _at(printed, figure.printed):.{decimals}f}"
         except (LookupError, TypeError, ValueError):
             raise UserError(f"{name}: the command's JSON has nothing at {list(figure.printed)}") from None
-        text = re.sub(WRITTEN.format(name), lambda found, value=value: f"{found[1]}{value}{found[3]}{measured}", text,
-                      flags=re.MULTILINE)
+        text = re.sub(WRITTEN.format(name), rf"\g<1>{value}\g<3>{measured}", text, flags=re.MULTILINE)
     return text
 
 

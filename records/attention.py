@@ -100,11 +100,6 @@ class AttentionSizes(NamedTuple):
         """Old tokens that at least one query attends to."""
         return min(self.past, self.window - 1) if self.window else self.past
 
-    @property
-    def token_elements(self) -> int:
-        """Numbers in the keys (or in the values) of one token in all rows."""
-        return self.batch * self.kv_heads * self.head_size
-
 
 def grouped_query_sizes(attributes: Mapping[str, Any], inputs: Sequence[KernelInput]) -> AttentionSizes:
     """The sizes of a GroupQueryAttention; if the number of tokens is unknown, the new ones follow a full cache."""

@@ -1,7 +1,7 @@
 """Runs a script as its command line does, but in this process.
 
-A separate process takes half a second to a second longer, mostly for imports. The README's test still runs every script in its
-own process, and so do tests of signals, of crashes, and of what a process imports.
+A separate process takes half a second to a second longer, mostly for imports. Tests of the README, of signals, of crashes, and
+of what a process imports have processes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import logging
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -49,16 +49,21 @@ def run_script(script: str, *options: str | Path) -> subprocess.CompletedProcess
     Args:
         script: its path in the repository, for instance `evaluator.py`.
     """
-    words = [script, *map(str, options)]
     main = importlib.import_module("hase." + script.removesuffix(".py").replace("/", ".")).main
+    return run_main(main, script, *options)
+
+
+def run_main(main: Callable[[], int | None], *words: str | Path) -> subprocess.CompletedProcess[str]:
+    """The same of a `main`; `words` are its command line."""
+    argv = [*map(str, words)]
     out, err = io.StringIO(), io.StringIO()
-    with (_as_before(), mock.patch.object(sys, "argv", words), mock.patch.object(cli, "begin_command"),
+    with (_as_before(), mock.patch.object(sys, "argv", argv), mock.patch.object(cli, "begin_command"),
           contextlib.chdir(ROOT), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)):
         try:
             cli.run(main)
         except SystemExit as end:
             code = end.code
-    return subprocess.CompletedProcess(words, int(code or 0), out.getvalue(), err.getvalue())
+    return subprocess.CompletedProcess(argv, int(code or 0), out.getvalue(), err.getvalue())
 
 
 def printed(script: str, *options: str | Path) -> str:

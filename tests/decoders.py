@@ -171,14 +171,7 @@ class _Decoder:
 
 
 def write_decoder(folder: Path, size: DecoderSize, precision: Precision, weights: bool = True) -> Path:
-    """Writes a decoder to `<folder>/model.onnx`, and returns the path.
-
-    Args:
-        folder: made if it is missing.
-        size: of the decoder.
-        precision: of its weights.
-        weights: whether the file of its weights is written too. It is as long as the weights are, and takes no disk.
-    """
+    """Writes a decoder to `<folder>/model.onnx`, and returns the path; with a file of `weights`, which takes no disk."""
     decoder = _Decoder(size, precision)
     folder.mkdir(parents=True, exist_ok=True)
     files.write_bytes(folder / "model.onnx", decoder.model().SerializeToString())

@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import takewhile
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import requests
@@ -32,7 +33,7 @@ from hase.utils.paths import ROOT
 from hase.utils.web_server import ScrapeServer
 
 NEEDED = "HASE_NEEDS_PROMETHEUS"  # set where a missing Prometheus is a failure
-SCRAPE_S = 0.2
+SCRAPE_S = 1.0  # and the longest that a scrape may take, which is enough on a busy machine
 STEP_S, INTERVAL_S = 0.1, 0.4  # of replays: from one reading to the next, and of the exporter's means
 USER, PASSWORD = "hase", "s3cret pass"
 PASSWORD_BCRYPT = "$2b$04$abcdefghijklmnopqrstuuoBpIrM0OnplXjsOI8DWYJTHUhJDuUv."
@@ -67,20 +68,15 @@ def start_exporter(replay: Path, *options: str) -> tuple[subprocess.Popen[str], 
          "--workspace", str(replay.parent), *options],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    report = ""
-    for line in process.stdout:
-        report += line
-        if line == "}\n":
-            break
+    report = "".join([*takewhile(lambda line: line != "}\n", process.stdout), "}"])
     return process, json.loads(report)["url"]
 
 
 class Exporter:
     """The exporter within this process, on threads, under the labels of any device; from now until `close`."""
 
-    def __init__(self, replay: Path, labels: dict[str, str], new_names: bool = False,
-                 probes: ProbeSampler | None = None, paces: PaceSampler | None = None,
-                 counts: ProcessSampler | None = None) -> None:
+    def __init__(self, replay: Path, labels: dict[str, str], new_names: bool = False, probes: ProbeSampler | None = None,
+                 paces: PaceSampler | None = None, counts: ProcessSampler | None = None) -> None:
         self._over = Event()
         sampler = Sampler(ReplaySource(replay, step_s=STEP_S), INTERVAL_S)
         self._server = make_exporter(sampler, labels, "127.0.0.1", 0, new_names, probes, paces, counts)
@@ -96,63 +92,52 @@ class Exporter:
 
 @dataclass
 class Page:
-    """A made-up exporter's report of one GPU: values by metric, under dcgm-exporter's labels, and how it answers.
-
-    Attributes:
-        more: further labels and values.
-        age_s: age of the samples' timestamps; None: no timestamps, as dcgm-exporter serves them.
-        value_of: overrides the value of a metric by the number of the scrape.
-        scrapes: number of complete answers.
-    """
+    """A made-up exporter's report of one GPU: values by metric, under dcgm-exporter's labels."""
 
     labels: dict[str, str]
     values: dict[str, float | str]
-    more: Sequence[tuple[dict[str, str], dict[str, float]]] = ()
-    mode: Literal["working", "stalled", "garbled", "locked"] = "working"
-    age_s: float | None = None
-    value_of: Mapping[str, Callable[[int], float]] = field(default_factory=dict)
-    scrapes: int = 0
+    more: Sequence[tuple[dict[str, str], dict[str, float]]] = ()  # further labels and values
+    locked: bool = False  # it refuses to answer
+    age_s: float | None = None  # of the samples' timestamps; None: no timestamps, as dcgm-exporter serves them
+    value_of: Mapping[str, Callable[[int], float]] = field(default_factory=dict)  # a metric's value by the number of the scrape
+    scrapes: int = 0  # complete answers
 
     def text(self) -> str:
         values = self.values | {name: value(self.scrapes) for name, value in self.value_of.items()}
         stamp = "" if self.age_s is None else f" {(time.time() - self.age_s) * 1e3:.0f}"
         series: list[tuple[dict[str, str], Mapping[str, float | str]]] = [(self.labels, values), *self.more]
-        lines = []
-        for labels, of_labels in series:
-            label_text = ",".join(f'{key}="{label}"' for key, label in labels.items())
-            lines += [f"{name}{{{label_text}}} {value}{stamp}\n" for name, value in of_labels.items()]
-        return "".join(lines)
+        texts = [(",".join(f'{key}="{label}"' for key, label in labels.items()), of) for labels, of in series]
+        return "".join(f"{name}{{{labels}}} {value}{stamp}\n" for labels, of in texts for name, value in of.items())
 
 
-class MadeUpExporter:
-    """Serves pages, `/NAME` each, until `close`."""
+class Served:
+    """A server of this machine on a free port, at work in a thread until `close`."""
 
-    def __init__(self, pages: dict[str, Page]) -> None:
-        self.pages = pages
-        self._end = Event()
-        exporter = self
-
-        class Handler(Quiet):
-            def do_GET(self) -> None:
-                page = exporter.pages[self.path.strip("/")]
-                if page.mode == "stalled":
-                    exporter._end.wait()
-                    return
-                status, text = 200, page.text()
-                if page.mode == "garbled":
-                    text = "<html>" + text
-                elif page.mode == "locked":
-                    status, text = 401, "Unauthorized\n"
-                reply(self, status, text, "text/plain; version=0.0.4")
-                page.scrapes += page.mode == "working"
-
-        self._server = serve(Handler)
+    def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._server.daemon_threads = True
+        Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
         self.address = f"127.0.0.1:{self._server.server_address[1]}"
 
     def close(self) -> None:
-        self._end.set()
         self._server.shutdown()
         self._server.server_close()
+
+
+class MadeUpExporter(Served):
+    """Serves pages, `/NAME` each."""
+
+    def __init__(self, pages: dict[str, Page]) -> None:
+        self.pages = pages
+
+        class Handler(Quiet):
+            def do_GET(self) -> None:
+                page = pages[self.path.strip("/")]
+                status, text = (401, "Unauthorized\n") if page.locked else (200, page.text())
+                reply(self, status, text, "text/plain; version=0.0.4")
+                page.scrapes += not page.locked
+
+        super().__init__(Handler)
 
 
 class Quiet(BaseHTTPRequestHandler):
@@ -160,14 +145,6 @@ class Quiet(BaseHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None:
         pass
-
-
-def serve(handler: type[BaseHTTPRequestHandler]) -> ThreadingHTTPServer:
-    """A server on a free port of this machine, at work in a thread."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
-    Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    return server
 
 
 def reply(to: BaseHTTPRequestHandler, status: int, text: str, content_type: str) -> None:
@@ -188,13 +165,8 @@ def free_port() -> int:
 @contextmanager
 def prometheus(folder: Path, targets: Mapping[str, tuple[str, str]], web: Mapping[str, Any] | None = None,
                jobs: Mapping[str, Mapping[str, Any]] | None = None, rules: Sequence[Path] = ()) -> Iterator[int]:
-    """A Prometheus that scrapes `targets`, {job: (address, path)}; yields its port, once it listens.
-
-    Args:
-        web: its web configuration: TLS, users.
-        jobs: how it scrapes some of the targets: TLS, users.
-        rules: files with rules, which it evaluates as often as it scrapes.
-    """
+    """A Prometheus that scrapes `targets`, {job: (address, path)}; yields its port, once it listens. `web`: its web
+    configuration; `jobs`: how it scrapes some of the targets (TLS, users); `rules`: files, evaluated as often as it scrapes."""
     folder.mkdir(parents=True, exist_ok=True)
     scraped = [{"job_name": job, "metrics_path": f"/{path}", "static_configs": [{"targets": [address]}],
                 **(jobs or {}).get(job, {})}
@@ -243,16 +215,12 @@ def certificates(folder: Path) -> None:
              *signed], cwd=folder, check=True, capture_output=True)
 
 
-class Recorder:
-    """A proxy for a Prometheus that wants `token` and counts connections and requests; or gives an answer of the test's.
-
-    Attributes:
-        answer: (status, text) for every request; `{seen}` becomes the request's header. None: Prometheus's answer.
-    """
+class Recorder(Served):
+    """A proxy for a Prometheus that wants `token` and counts connections and requests."""
 
     def __init__(self, port: int, token: str) -> None:
         self.connections = self.requests = 0
-        self.answer: tuple[int, str] | None = None
+        self.answer: tuple[int, str] | None = None  # status and text instead of Prometheus's; `{seen}`: the request's header
         recorder = self
 
         class Handler(Quiet):
@@ -273,12 +241,8 @@ class Recorder:
                 passed = requests.get(f"http://127.0.0.1:{port}{self.path}", timeout=10)
                 return reply(self, passed.status_code, json.dumps(passed.json()), "application/json")
 
-        self._server = serve(Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        super().__init__(Handler)
+        self.url = f"http://{self.address}"
 
 
 @contextmanager

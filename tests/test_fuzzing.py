@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
 
 import pytest
-from fuzz import cluster_kills, kills, long_run, rewriting, wrong_models
+from fuzz import damaged_models, kills, long_run, rewriting
 from fuzz.damaged_workspace import damaged, files_of
-from fuzz.hostile_clients import clients
-from fuzz.reporting import Outcome
-from optional_packages import needs
+from fuzz.hostile_servers import clients
+from fuzz.reading import Outcome
 
 from hase.runtimes import local_target
 from hase.utils.paths import Workspace
@@ -19,55 +18,21 @@ from hase.utils.paths import Workspace
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 TARGET = local_target("cpu").name
-MODELS, DAMAGES = 40, 6
+CAMPAIGNS: dict[str, tuple[Callable[[Path, Path], Iterable[Outcome]], set[str]]] = {  # in a folder and a trained workspace
+    "damaged models": (lambda folder, _: damaged_models.damaged(40, 3, folder), {"answer", "error"}),
+    "harmful models": (lambda folder, _: damaged_models.harmful(False, folder), {"answer", "error"}),
+    "damaged files": (lambda _, root: damaged(root, TARGET, files_of(root, TARGET), 6, 2), {"answer", "error"}),
+    "hostile clients": (lambda folder, _: clients(folder, ("a crowd that leaves before the answer", "garbage")), {"answer"}),
+    "kills": (lambda folder, _: chain(*(  # of what measures nothing: tests/test_stopping.py has the others
+        kills.interruptions(work, range(2), 1, folder) for work in kills.WORKS if work.name in ("analysis", "training"))),
+        {"answer"}),
+    "a long run": (lambda folder, _: long_run.cases(4 * long_run.EACH, folder), {"answer"}),
+    "rewriting": (lambda _, root: rewriting.cases(2, root, answers=5), {"answer"})}
 
 
-@pytest.fixture(scope="module")
-def workspace(trained_workspace: Workspace) -> Workspace:
-    return trained_workspace
-
-
-def ended(outcomes: Iterable[Outcome]) -> set[str]:
-    """How some cases ended; there must be no fault."""
-    seen = list(outcomes)
-    assert not [str(outcome) for outcome in seen if outcome.fault]
-    return {outcome.what for outcome in seen}
-
-
-def test_damaged_models(tmp_path: Path) -> None:
-    assert ended(wrong_models.damaged(MODELS, 3, tmp_path)) == {"answer", "error"}
-
-
-def test_harmful_models(tmp_path: Path) -> None:
-    assert ended(wrong_models.harmful(False, tmp_path)) == {"answer", "error"}
-
-
-def test_damaged_files(workspace: Workspace) -> None:
-    assert ended(damaged(workspace.root, TARGET, files_of(workspace.root, TARGET), DAMAGES, 2)) == {"answer", "error"}
-
-
-def test_hostile_clients(tmp_path: Path) -> None:
-    assert ended(clients(tmp_path, ("a crowd that leaves before the answer", "garbage"))) == {"answer"}
-
-
-def test_interrupted_commands(tmp_path: Path) -> None:
-    """Those that measure nothing: tests/test_stopping.py has some others."""
-    works = [work for work in kills.WORKS if work.name in ("analysis", "training")]
-    assert ended(chain(*(kills.interruptions(work, range(2), 1, tmp_path) for work in works))) == {"answer"}
-
-
-def test_kills_on_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    needs("ray", "requirements-ray.txt")
-    monkeypatch.setattr(cluster_kills, "VICTIMS", ("driver", "worker"))  # tests/benchmark/test_ray_actors.py loses a node
-    monkeypatch.setattr(cluster_kills, "MODELS", 2)
-    assert ended(outcome for _, outcome in cluster_kills.outcomes(2, 1, tmp_path)) == {"answer"}
-
-
-def test_many_predictions(tmp_path: Path) -> None:
-    assert ended(long_run.cases(4 * long_run.EACH, tmp_path)) == {"answer"}
-
-
-def test_predictions_while_predictors_are_trained(tmp_path: Path, workspace: Workspace,
-                                                  monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rewriting, "ANSWERS", 5)
-    assert ended(rewriting.cases(2, workspace.root)) == {"answer"}
+@pytest.mark.parametrize("campaign", CAMPAIGNS)
+def test_a_campaign_finds_no_fault(campaign: str, tmp_path: Path, trained_workspace: Workspace) -> None:
+    cases, wanted = CAMPAIGNS[campaign]
+    outcomes = list(cases(tmp_path, trained_workspace.root))
+    assert not [str(outcome) for outcome in outcomes if outcome.fault]
+    assert {outcome.what for outcome in outcomes} == wanted

@@ -22,8 +22,7 @@ from hase.utils.paths import ROOT, Workspace
 
 pytestmark = [pytest.mark.measuring, pytest.mark.slow]
 
-SIDE = 1536
-PRODUCTS = 60  # of constants, which ORT computes while it optimises: seconds in C++
+SIDE, PRODUCTS = 1536, 60  # of constants
 COLLECTOR = """
 levels: [0.0, 0.5]
 stress: {settle_s: 5}
@@ -39,81 +38,52 @@ WITHIN_S = 15.0  # a second where nothing else runs
 KEPT = "stopped; what was measured is kept: run again to go on"
 
 
-@pytest.fixture(scope="module")
-def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that takes ONNX Runtime seconds to optimise."""
-    weight = np.eye(SIDE, dtype=np.float32)
-    nodes = [helper.make_node("MatMul", [f"p{n}" if n else "w", "w"], [f"p{n + 1}"]) for n in range(PRODUCTS)]
-    nodes.append(helper.make_node("MatMul", ["x", f"p{PRODUCTS}"], ["y"]))
-    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, SIDE]) for name in "xy"]
-    graph = helper.make_graph(nodes, "slow", values[:1], values[1:], [numpy_helper.from_array(weight, "w")])
-    path = tmp_path_factory.mktemp("slow") / "slow.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10), path)
-    return path
-
-
-def stop(command: list[str | Path], temporary: Path, when: Callable[[subprocess.Popen[str]], bool], number: signal.Signals,
-         group: bool = False) -> str:
-    """Stops a command by signal `number` once `when` is true and returns its stderr. It must end in time and leave no files.
-
-    Args:
-        temporary: the folder of its temporary files.
-        group: the signal goes to all of its process group, as Ctrl-C in a terminal does.
-    """
+def stop(command: list[str | Path], temporary: Path, when: Callable[[psutil.Process], bool],
+         number: signal.Signals) -> list[str]:
+    """Stops a command by signal `number` once `when` is true and returns the lines of its stderr. It must end in time and leave
+    no files in `temporary`, its folder for them. SIGINT goes to all of its process group, as Ctrl-C in a terminal does."""
     temporary.mkdir(exist_ok=True)
     process = subprocess.Popen([sys.executable, *map(str, command)], cwd=ROOT, env=os.environ | {"TMPDIR": str(temporary)},
                                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         deadline = time.monotonic() + 120
-        while not when(process):
+        while not when(psutil.Process(process.pid)):
             assert process.poll() is None, process.stderr and process.stderr.read()
             assert time.monotonic() < deadline
             time.sleep(0.01)
         family = psutil.Process(process.pid).children(recursive=True)
-        if group:
-            os.killpg(process.pid, number)
-        else:
-            process.send_signal(number)
+        (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
         process.wait(WITHIN_S)
         _, alive = psutil.wait_procs(family, 2)
         stderr = process.communicate(timeout=5)[1]
     finally:
         process.kill()
     assert process.returncode == 128 + number, stderr
+    assert "Traceback" not in stderr
     assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]  # only their new parent can remove zombies
     assert {path.name for path in temporary.rglob("*")} <= MADE_BY_RUNTIME
-    return stderr
+    return stderr.splitlines()
 
 
-def works(temporary: Path, for_s: float = 0.3) -> Callable[[subprocess.Popen[str]], bool]:
-    """Whether a file has been in a temporary folder of the process for some time."""
-    since_s: list[float] = []
+def test_while_large_models_are_optimised(tmp_path: Path) -> None:
+    """By one process, and by several. ONNX Runtime takes seconds to optimise the model, in C++: it computes these products."""
+    nodes = [helper.make_node("MatMul", [f"p{n}" if n else "w", "w"], [f"p{n + 1}"]) for n in range(PRODUCTS)]
+    nodes.append(helper.make_node("MatMul", ["x", f"p{PRODUCTS}"], ["y"]))
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, SIDE]) for name in "xy"]
+    weight = numpy_helper.from_array(np.eye(SIDE, dtype=np.float32), "w")
+    graph = helper.make_graph(nodes, "slow", values[:1], values[1:], [weight])
+    folder, slow = tmp_path / "t", tmp_path / "slow.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10), slow)
 
-    def has_file(process: subprocess.Popen[str]) -> bool:
-        if not since_s and any(temporary.glob("hase-temp-*")):
-            since_s.append(time.monotonic())
-        return bool(since_s) and time.monotonic() - since_s[0] > for_s
+    def works(_: psutil.Process) -> bool:
+        """A file has been in the temporary folder for some time."""
+        return any(time.time() - path.stat().st_mtime > 0.3 for path in folder.glob("hase-temp-*"))
 
-    return has_file
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_while_a_large_model_is_optimised(slow: Path, tmp_path: Path, number: signal.Signals) -> None:
-    folder = tmp_path / "t"
-    assert stop(["ort_analysis/ort_graph_parser.py", "--workspace", tmp_path, "--model", slow], folder, works(folder),
-                number) == "stopped\n"
-
-
-def test_parallel_processes(slow: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "t"
-
-    def both_work(process: subprocess.Popen[str]) -> bool:
-        return len(list(folder.glob("hase-temp-*/hase-temp-*"))) == 2
-
-    stderr = stop(["ort_analysis/fusion_detector.py", "--workspace", tmp_path, "--jobs", "2", "--model", slow, "--model", slow],
-                  folder, both_work, signal.SIGINT, group=True)
-    assert stderr.splitlines()[0] == "stopped"
-    assert "Traceback" not in stderr
+    assert stop(["ort_analysis/ort_graph_parser.py", "--workspace", tmp_path, "--model", slow], folder, works,
+                signal.SIGTERM) == ["stopped"]
+    lines = stop(["ort_analysis/fusion_detector.py", "--workspace", tmp_path, "--jobs", "2", "--model", slow, "--model", slow],
+                 folder, lambda _: len(list(folder.glob("hase-temp-*/hase-temp-*"))) == 2, signal.SIGINT)
+    assert lines[0] == "stopped"
 
 
 def test_a_collection_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
@@ -126,29 +96,23 @@ def test_a_collection_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     def lines() -> list[str]:
         return [text for path in workspace.dataset("").glob("*/measurements.jsonl") for text in path.read_text().splitlines()]
 
-    def stressed(process: subprocess.Popen[str]) -> bool:
+    def stressed(process: psutil.Process) -> bool:
         with suppress(psutil.Error):  # a child has ended
-            return any("stressor.py" in " ".join(child.cmdline()) for child in psutil.Process(process.pid).children())
+            return any("stressor.py" in " ".join(child.cmdline()) for child in process.children())
         return False
 
     command: list[str | Path] = ["benchmark/collector.py", "--workspace", tmp_path, "--config", tmp_path / "collector.yaml",
                                  "--quiet"]
-    stderr = stop(command, folder, lambda _: len(lines()) >= 1, signal.SIGTERM)
-    assert stderr.splitlines()[-1] == KEPT
+    assert stop(command, folder, lambda _: len(lines()) >= 1, signal.SIGTERM)[-1] == KEPT
     before = lines()
-    stderr = stop(command, folder, stressed, signal.SIGINT, group=True)
-    assert stderr.splitlines()[-1] == KEPT
-    assert "Traceback" not in stderr
+    assert stop(command, folder, stressed, signal.SIGINT)[-1] == KEPT
     assert lines()[:len(before)] == before
 
 
 def test_an_export(tmp_path: Path) -> None:
-    folder = tmp_path / "t"
-
-    def exports(process: subprocess.Popen[str]) -> bool:
-        return any(child.memory_info().rss > 3e8 for child in psutil.Process(process.pid).children())  # torch is loaded
-
-    stderr = stop(["model_zoo/torchvision_exporter.py", "--workspace", tmp_path / "new", "--model", "resnet18", "--image-size",
-                   "64", "--device", "cpu"], folder, exports, signal.SIGTERM)
-    assert stderr.splitlines()[-1] == "stopped; what was exported is kept: run again to go on"
+    said = stop(["model_zoo/torchvision_exporter.py", "--workspace", tmp_path / "new", "--model", "resnet18", "--image-size",
+                 "64", "--device", "cpu"], tmp_path / "t",
+                lambda process: any(child.memory_info().rss > 3e8 for child in process.children()),  # torch is loaded
+                signal.SIGTERM)
+    assert said[-1] == "stopped; what was exported is kept: run again to go on"
     assert not list((tmp_path / "new").rglob("*.tmp*"))

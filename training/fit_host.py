@@ -19,7 +19,7 @@ from typing import Any
 from hase.graph_model.simulation.pipeline import PipelineCosts
 from hase.learned import target_files
 from hase.learned.composition.fitted import read_composition
-from hase.learned.composition.host_side import HOST_LABEL, HostCosts, host_folder
+from hase.learned.composition.host_side import HOST_LABEL, CopyCosts, host_folder
 from hase.learned.default_predictors import shipped_costs
 from hase.learned.kernels.predictors import ON_GPU, Predictors, read_predictors
 from hase.learned.kernels.sidecar import copy_predictors, read_sidecar
@@ -48,7 +48,7 @@ def waiting_kernel(measured: WaitTimes) -> Kernel:
     return describe_kernel("NonZero", "", 17, {}, [x], [Tensor(dtype="int64", shape=(1, measured.elements))])
 
 
-def fit_costs(workspace: Workspace, target: str, predictors: Predictors) -> HostCosts | None:
+def fit_costs(workspace: Workspace, target: str, predictors: Predictors) -> CopyCosts | None:
     """Fits the costs of copies and of waiting; None if no copies were measured."""
     measured = read_copies(workspace.dataset(target))
     if measured is None:
@@ -73,7 +73,7 @@ def costs_of(folder: Path) -> PipelineCosts:
     return costs or shipped_costs()
 
 
-def row(target: str, costs: HostCosts | None, kernels: bool) -> dict[str, Any]:
+def row(target: str, costs: CopyCosts | None, kernels: bool) -> dict[str, Any]:
     """A target's row in the table of what was learned."""
     columns: dict[str, Any] = {"target": target, "copies": "measured" if costs else "defaults",
                                "CPU kernels": "learned" if kernels else "guessed"}

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     import openvino
     import optuna
     import pandas
+    import prometheus_client.core
     import pyarrow
     import pyarrow.parquet
     import pynvml
@@ -77,8 +78,8 @@ if TYPE_CHECKING:
     import yaml
 
 __all__ = ["ai3", "bcrypt", "jinja2", "matplotlib", "multiprocessing", "networkx", "onnx", "onnx_ir", "onnxruntime",
-           "onnxruntime_genai", "openvino", "optuna", "pandas", "pyarrow", "pynvml", "ray", "requests", "rich", "scipy",
-           "sklearn", "timm", "torch", "torchvision", "transformers", "tvm", "tvm_ffi", "xgboost", "yaml"]
+           "onnxruntime_genai", "openvino", "optuna", "pandas", "prometheus_client", "pyarrow", "pynvml", "ray", "requests",
+           "rich", "scipy", "sklearn", "timm", "torch", "torchvision", "transformers", "tvm", "tvm_ffi", "xgboost", "yaml"]
 
 
 class LazyPackage:

@@ -25,17 +25,16 @@ from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
-from prometheus_client.core import GaugeMetricFamily
 from pydantic import Field, field_validator
 
 from hase.utils.config import Config, read_config
 from hase.utils.errors import UserError
-from hase.utils.lazy import bcrypt
+from hase.utils.lazy import bcrypt, prometheus_client
 from hase.utils.logger import get_logger
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
+    from prometheus_client.core import GaugeMetricFamily
     from prometheus_client.registry import Collector
 
 INSTALL = "pip install -r requirements-operating.txt"
@@ -215,7 +214,7 @@ def _is_password(password: bytes, hashed: bytes) -> bool:
 
 def gauge(name: str, meaning: str, value: float, labels: Mapping[str, str]) -> GaugeMetricFamily:
     """A metric with one value, and its labels by name."""
-    family = GaugeMetricFamily(name, meaning, labels=list(labels))
+    family = prometheus_client.core.GaugeMetricFamily(name, meaning, labels=list(labels))
     family.add_metric(list(labels.values()), value)
     return family
 
@@ -312,10 +311,10 @@ def scrape_server(collector: Collector, trouble: Callable[[], str], host: str, p
         host, port: "" is this machine only, 0.0.0.0 all its addresses; port 0 is a free port.
         web_config: a file that sets TLS or users.
     """
-    registry = CollectorRegistry(auto_describe=False)
+    registry = prometheus_client.CollectorRegistry(auto_describe=False)
     registry.register(collector)
-    ProcessCollector(registry=registry)  # the server's own cost: process_cpu_seconds_total
-    metrics = make_wsgi_app(registry)
+    prometheus_client.ProcessCollector(registry=registry)  # the server's own cost: process_cpu_seconds_total
+    metrics = prometheus_client.make_wsgi_app(registry)
 
     access = WebAccess(web_config) if web_config else None
 

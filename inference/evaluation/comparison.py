@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field, computed_field
+from pydantic import Field
 
 from hase.inference.evaluation.models import EvaluatedModel
 from hase.inference.prediction.under_load import LoadSource
@@ -139,6 +139,7 @@ class Evaluation(Frozen):
         load: the load of the predictions: metrics, or `idle`, `as the probe met it`, `recorded`, or `by level` if each level
             has its own.
         failures: models that could not be evaluated, and why.
+        marks: of all comparisons.
         warnings: about the load.
     """
 
@@ -151,12 +152,8 @@ class Evaluation(Frozen):
     comparisons: tuple[Comparison, ...]
     summaries: tuple[Summary, ...]
     failures: dict[str, str]
+    marks: Marks
     warnings: tuple[str, ...] = ()
-
-    @computed_field  # type: ignore[prop-decorator]
-    @property
-    def marks(self) -> Marks:
-        return marks_of(self.comparisons)
 
 
 def compare(model: EvaluatedModel, held_out: Sequence[str], held_out_backgrounds: Sequence[str] = ()) -> Comparison | None:

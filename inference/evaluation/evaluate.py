@@ -19,7 +19,7 @@ from hase.benchmark.load.stress import Stress, stress
 from hase.benchmark.measuring.blocks import Canary, busy_share
 from hase.benchmark.measuring.driver import describe_load
 from hase.benchmark.metrics.source import MetricSource, values
-from hase.inference.evaluation.comparison import Evaluation, EvaluationSource, compare, summarise
+from hase.inference.evaluation.comparison import Evaluation, EvaluationSource, compare, marks_of, summarise
 from hase.inference.evaluation.models import (
     EvaluatedModel,
     Failures,
@@ -392,7 +392,7 @@ def evaluation_of(workspace: Workspace, fitted: Fitted, results: MeasuredModels,
         target=name, composition={"label": fit.label, "kind": fit.kind, "alpha": fit.alpha, "beta_ms": fit.beta_ms,
                                   "node_ms": fit.node_ms},
         source=source, way=run_mode.description, load=results.load, comparisons=comparisons, summaries=summarise(comparisons),
-        failures=dict(failures), warnings=tuple(results.notices))
+        failures=dict(failures), marks=marks_of(comparisons), warnings=tuple(results.notices))
 
 
 def recorded_models(workspace: Workspace, paths: Sequence[Path], dims: Mapping[str, Sequence[int]], fitted: Fitted,

@@ -8,9 +8,9 @@ there is one, and counts as alive until then. So a network of equal layers alway
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import math
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from hase.records.operators import IN_PLACE_ON_CUDA, operator_row
 MIB = 2**20
 ALIGNED = 256  # bytes
 FIRST_REGION, LAST_REGION = MIB, 1024 * MIB  # DEFAULT_INITIAL_CHUNK_SIZE_BYTES, DEFAULT_MAX_POWER_OF_TWO_EXTEND_BYTES
-REGION = 2**50  # distance between the addresses of regions: larger than any memory, so that none touch
+REGION_BITS = 120  # of an address within a region: a region is smaller than that, so none touch
 DEAD_BYTES = 128 * MIB  # DEFAULT_MAX_DEAD_BYTES_PER_CHUNK: a chunk with at least so much to spare is split
 BLOCKED_DOMAIN = "com.microsoft.nchwc"
 # bytes that stay in the heap for each byte of a weight: of a convolution, of one-byte integers, and of others
@@ -63,12 +63,12 @@ class Arena:
 
     def allocate(self, size: int) -> tuple[int, int]:
         """Takes a chunk of at least `size` bytes; returns the handle for `free`."""
-        size = aligned(size)
+        size = -(-size // ALIGNED) * ALIGNED or ALIGNED
         free = self._free
-        index = bisect.bisect_left(free, (size,))
+        index = bisect_left(free, (size,))
         if index == len(free):
             self._extend(size)
-            index = bisect.bisect_left(free, (size,))
+            index = bisect_left(free, (size,))
         whole, at = free.pop(index)
         end = at + whole
         del self._free_from[at], self._free_up_to[end]
@@ -81,29 +81,26 @@ class Arena:
     def lend(self, size: int) -> None:
         """Takes a chunk of at least `size` bytes and frees it at once, as scratch."""
         size = aligned(size)
-        index = bisect.bisect_left(self._free, (size,))
+        index = bisect_left(self._free, (size,))
         if index == len(self._free):
             self._extend(size)
-            index = bisect.bisect_left(self._free, (size,))
+            index = bisect_left(self._free, (size,))
         _, at = self._free[index]
         self._use(at, at + size)
 
     def keep(self, sizes: Iterable[int]) -> None:
-        """Takes chunks of at least these sizes, multiples of ALIGNED, that are never freed, such as weights."""
-        free, ends = self._free, self._ends
+        """Takes chunks of at least these sizes, multiples of ALIGNED, that are never freed, such as weights on CUDA; `used`
+        leaves them out.
+        """
+        free = self._free
         for size in sizes:
-            index = bisect.bisect_left(free, (size,))
+            index = bisect_left(free, (size,))
             if index == len(free):
                 self._extend(size)
-                index = bisect.bisect_left(free, (size,))
+                index = bisect_left(free, (size,))
             whole, at = free.pop(index)
-            end = at + size
             if whole >= 2 * size or whole - size >= DEAD_BYTES:
-                bisect.insort(free, (whole - size, end))
-            region = at // REGION
-            if end > ends[region]:
-                self.used += end - ends[region]
-                ends[region] = end
+                insort(free, (whole - size, at + size))
         self._free_from = {at: size for size, at in free}
         self._free_up_to = {at + size: at for size, at in free}
 
@@ -112,16 +109,16 @@ class Arena:
         start, size = taken
         end = start + size
         if behind := self._free_from.pop(end, 0):
-            del self._free[bisect.bisect_left(self._free, (behind, end))]
+            del self._free[bisect_left(self._free, (behind, end))]
             end += behind
         if (before := self._free_up_to.pop(start, -1)) >= 0:
-            del self._free[bisect.bisect_left(self._free, (self._free_from[before], before))]
+            del self._free[bisect_left(self._free, (self._free_from[before], before))]
             start = before
         self._add(start, end)
 
     def _use(self, start: int, end: int) -> None:
         """Counts the bytes of a region that were never in use before."""
-        region = start // REGION
+        region = start >> REGION_BITS
         if end > self._ends[region]:
             self.used += end - self._ends[region]
             self._ends[region] = end
@@ -131,7 +128,7 @@ class Arena:
         as_usual = size <= self._next
         while size > self._next:
             self._next *= 2
-        start = len(self._ends) * REGION
+        start = len(self._ends) << REGION_BITS
         self._add(start, start + self._next)
         self._ends.append(start)
         self.taken += self._next
@@ -140,7 +137,7 @@ class Arena:
 
     def _add(self, start: int, end: int) -> None:
         """Adds a free chunk."""
-        bisect.insort(self._free, (end - start, start))
+        insort(self._free, (end - start, start))
         self._free_from[start], self._free_up_to[end] = end - start, start
 
 
@@ -163,7 +160,7 @@ class Block:
                 at, smallest = end, start - end
             end = max(end, behind)
         placed = at, at + size
-        bisect.insort(self._alive, placed)
+        insort(self._alive, placed)
         self.size = max(self.size, at + size)
         return placed
 
@@ -308,8 +305,7 @@ def buffers_of_run(record: ModelRecord, layouts: Mapping[str, Layout], apart: Co
         keeps: whether a dead buffer is kept for the next tensor of its shape, as ONNX Runtime's planner does.
     """
     planned = _Plan(record, frozenset(apart), keeps)
-    for index, node in enumerate(record.nodes):
-        planned.add(index, node, layouts[node.kernel_id])
+    planned.add(record.nodes, layouts)
     for buffer, last in planned.last_use.items():
         planned.nodes[last].freed.append(buffer)
     return planned.nodes
@@ -345,45 +341,45 @@ class _Plan:
         self._kind_of: dict[str, Kind] = {}
         self._unread: dict[Kind, list[str]] = {}  # dead buffers kept for the next tensor of their kind, latest last
 
-    def add(self, index: int, node: Node, layout: Layout) -> None:
-        """Adds the next node."""
-        made: list[tuple[str, int]] = []
-        lent_bytes = 0
-        for slot, (name, size, kind) in enumerate(zip(node.outputs, layout.output_bytes, layout.output_kinds, strict=False)):
-            if name and name not in self._apart:
-                source = self._shared(node, layout, size) if slot == 0 and name not in self._lasting else None
-                if source is not None:
-                    self._buffer_of[name] = source
-                    self._pending[source] += self._readers[name]
-                elif name in self._lasting:
+    def add(self, nodes: Iterable[Node], layouts: Mapping[str, Layout]) -> None:
+        """Adds the nodes of a run, in order."""
+        buffer_of, pending, kind_of, last_use = self._buffer_of, self._pending, self._kind_of, self.last_use
+        for index, node in enumerate(nodes):
+            layout, made, lent_bytes = layouts[node.kernel_id], list[tuple[str, int]](), 0
+            outputs = zip(node.outputs, layout.output_bytes, layout.output_kinds, strict=False)
+            for slot, (name, size, kind) in enumerate(outputs):
+                if not name or name in self._apart:
+                    continue
+                if name in self._lasting:
                     self._own(name, name, size)
                     lent_bytes += size
+                    continue
+                if slot == 0 and (source := self._shared(node, layout, size)) is not None:
+                    buffer_of[name] = source
+                    pending[source] += self._readers[name]
                 elif self._keeps and kind[1] and (unread := self._unread.get(kind)):
                     self._own(name, unread.pop(), size)
                 else:
                     self._own(name, name, size)
-                    self._kind_of[name] = kind
+                    kind_of[name] = kind
                     made.append((name, size))
-                if self._buffer_of[name] in self._kind_of:
-                    self._used(self._buffer_of[name], index)
-        buffer_of, pending, kind_of = self._buffer_of, self._pending, self._kind_of
-        for name in node.inputs:
-            if name in buffer_of:  # otherwise a constant, or a missing optional input
-                buffer = buffer_of[name]
-                pending[buffer] -= 1
-                if buffer in kind_of:
-                    self._used(buffer, index)
-        self.nodes.append(NodeBuffers(made, lent_bytes, []))
+                if (buffer := buffer_of[name]) in kind_of:
+                    last_use[buffer] = index
+                    if not pending[buffer]:
+                        self._unread.setdefault(kind_of[buffer], []).append(buffer)
+            for name in node.inputs:
+                if name in buffer_of:  # otherwise a constant, or a missing optional input
+                    buffer = buffer_of[name]
+                    pending[buffer] -= 1
+                    if buffer in kind_of:
+                        last_use[buffer] = index
+                        if not pending[buffer]:
+                            self._unread.setdefault(kind_of[buffer], []).append(buffer)
+            self.nodes.append(NodeBuffers(made, lent_bytes, []))
 
     def _own(self, name: str, buffer: str, size: int) -> None:
         """Gives a tensor its own buffer."""
         self._buffer_of[name], self._bytes[buffer], self._pending[buffer] = buffer, size, self._readers[name]
-
-    def _used(self, buffer: str, index: int) -> None:
-        """Marks an intermediate buffer as needed by a node."""
-        self.last_use[buffer] = index
-        if not self._pending[buffer]:
-            self._unread.setdefault(self._kind_of[buffer], []).append(buffer)
 
     def _shared(self, node: Node, layout: Layout, size: int) -> str | None:
         """The input buffer that a node's first output of `size` bytes reuses; None if it needs its own."""

@@ -22,10 +22,10 @@ the device, the same for every model).
 
 from __future__ import annotations
 
+import bisect
 import random
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache, partial
-from statistics import median
 
 from hase.inference.memory.buffers import (
     MIB,
@@ -206,10 +206,11 @@ def taken_bytes(record: ModelRecord, run: Sequence[NodeBuffers], layouts: Sequen
         lay_out(arena, changes, scratch)
         for size in second_run:
             arena.allocate(size)
-        taken.append(arena.taken)
-        if taken.count(arena.taken) > ORDERS / 2:  # then it is the median, whatever the other orders take
-            break
-    return float(median(taken))
+        bisect.insort(taken, arena.taken)
+        left = ORDERS - len(taken)
+        if left <= ORDERS // 2 and taken[ORDERS // 2 - left] == taken[ORDERS // 2]:
+            break  # this is the median, whatever the other orders take
+    return float(taken[ORDERS // 2])
 
 
 @lru_cache(maxsize=1024)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -84,7 +85,7 @@ class ModelRun:
 
     def share(self, keys: Sequence[Keyed]) -> float:
         """The share of some kernels in the total kernel time, a ratio; 0 for an empty graph."""
-        return sum(self.totals_ms[key] for key in keys) / (self.kernel_sum_ms or 1.0)
+        return math.fsum(self.totals_ms[key] for key in keys) / (math.fsum(self.totals_ms.values()) or 1.0)
 
     @cached_property
     def uncertain(self) -> dict[Keyed, KernelUncertainty]:

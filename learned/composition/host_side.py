@@ -61,7 +61,7 @@ class CopyCurve(Frozen):
         return float(np.interp(size, self.bytes, self.ms))
 
 
-class HostCosts(Frozen):
+class CopyCosts(Frozen):
     """`host.json`: the costs of copies and of waiting on a target.
 
     Attributes:
@@ -80,7 +80,7 @@ class HostCosts(Frozen):
 
 # 54 GB/s from 16 to 256 MiB to the host, 12.4 GB/s from 1 to 16 MiB to the GPU. A NonZero takes 30 µs, of which its dispatch
 # with five launches takes 25.
-DEFAULT_COSTS = HostCosts(to_host=CopyCurve(bytes=(54,), ms=(1e-6,)), to_gpu=CopyCurve(bytes=(124,), ms=(1e-5,)), wait_ms=0.005,
+DEFAULT_COSTS = CopyCosts(to_host=CopyCurve(bytes=(54,), ms=(1e-6,)), to_gpu=CopyCurve(bytes=(124,), ms=(1e-5,)), wait_ms=0.005,
                           measured=False)
 
 
@@ -106,7 +106,7 @@ class HostSide:
     """A target's host, ready to predict: costs of copies and of waiting, and predictors of the CPU's kernels. `kernels` is None
     if none were measured. `uncertainty` is for kernels about which nothing was learned."""
 
-    costs: HostCosts = DEFAULT_COSTS
+    costs: CopyCosts = DEFAULT_COSTS
     kernels: Predictors | None = None
     uncertainty: Uncertainty = NOTHING_LEARNED
 

@@ -1,4 +1,4 @@
-"""The collector: one row a kernel and level whatever happens: kills, crashes, hangs, other machines' datasets."""
+"""The collector: one row a kernel and level whatever happens: kills, crashes, hangs, and time that is up."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ import numpy as np
 import pandas as pd
 import psutil
 import pytest
-import yaml
 from conftest import build_workspace, endless, small_model
-from fake_worker import FakeWorker, made_up, replace_workers
+from fake_worker import made_up, replace_workers
 from made_up_dataset import chain, conv
 
 from hase.benchmark.collecting.collect import collect
 from hase.benchmark.collecting.config import CollectorConfig
-from hase.benchmark.collecting.plans import CollectionWork, KernelItem, ModelItem, by_similar_work, carriers, find_work, plan
-from hase.benchmark.collecting.units import start_workers
+from hase.benchmark.collecting.plans import CollectionWork, KernelItem, ModelItem, carriers, find_work, plan, plan_by_usefulness
 from hase.benchmark.metrics.sources import CpuSource
 from hase.kernel_model.building.kernel_models import build_model, write_kernel
 from hase.kernel_model.sampling.draws import SEED_FILE
@@ -42,27 +40,18 @@ from hase.records.dataset_files import (
     read_table,
 )
 from hase.records.dataset_tables import input_shape, kernel_rows, model_rows, model_sessions
-from hase.records.host_pace import idle_models, is_undisturbed, usual_probe_us
+from hase.records.host_pace import idle_models, usual_probe_us
 from hase.records.kernel_record import Kernel, KernelInput, Tensor
-from hase.records.kernel_record_files import index_path, read_index, record_path
+from hase.records.kernel_record_files import index_path, read_index
 from hase.records.kernel_types import describe_kernel
-from hase.records.measurement import (
-    Background,
-    Block,
-    Effort,
-    InputValues,
-    Measurement,
-    Status,
-)
+from hase.records.measurement import Background, Block, Measurement, Status
 from hase.runtimes import local_target
-from hase.runtimes.protocol import Request, Worker
 from hase.training.kernels.training_set import read_training_set
 from hase.utils import files
 from hase.utils.config import read_config
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import Flavour, instruction_set, machine
 from hase.utils.paths import ROOT, Workspace
-from hase.utils.processes import WorkerFailed
 
 METRICS = ["DCGM_FI_DEV_CPU_UTIL_TOTAL", "DCGM_FI_DEV_CPU_UTIL_SYS"]
 LEVELS = (0.0, 0.5)
@@ -114,12 +103,8 @@ class Collected:
     orphans: list[str]  # processes that the kill left behind
     blocks_after: list[str]  # the journal's lines after it
     final: subprocess.CompletedProcess[str]
-
-    def kernels(self) -> pd.DataFrame:
-        return read_table(kernel_table_path(self.folder))
-
-    def models(self) -> pd.DataFrame:
-        return read_table(model_table_path(self.folder))
+    kernels: pd.DataFrame
+    models: pd.DataFrame
 
 
 def killed_under_load(command: list[str], folder: Path) -> list[str]:
@@ -132,11 +117,10 @@ def killed_under_load(command: list[str], folder: Path) -> list[str]:
     process.kill()
     process.wait()
     _, alive = psutil.wait_procs(children, timeout=10)
-    orphans = [" ".join(child.cmdline()) for child in alive if child.is_running()]
     for child in alive:
         child.kill()
     assert len(children) >= 2, "a worker and a stressor"
-    return orphans
+    return [str(child) for child in alive]
 
 
 @pytest.fixture(scope="module")
@@ -146,12 +130,13 @@ def collected(tmp_path_factory: pytest.TempPathFactory) -> Collected:
     if X86:
         add_sampled(workspace, flavour)
     config, folder = workspace.root / "config.yaml", dataset_of(workspace)
-    config.write_text(yaml.safe_dump(TINY))
+    files.write_json(config, TINY)
     command = [sys.executable, "benchmark/collector.py", "--config", str(config), "--workspace", str(workspace.root), "--json"]
     orphans = killed_under_load(command, folder)
     blocks_after = files.read_lines(journal_path(folder))
     final = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    return Collected(workspace, flavour, folder, orphans, blocks_after, final)
+    kernels, models = read_table(kernel_table_path(folder)), read_table(model_table_path(folder))
+    return Collected(workspace, flavour, folder, orphans, blocks_after, final, kernels, models)
 
 
 @pytest.fixture
@@ -159,13 +144,6 @@ def fake_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times are made up, and nobody needs to wait for good readings of the metrics beside them."""
     replace_workers(monkeypatch)
     monkeypatch.setattr(CpuSource, "minimum_window_s", 0.03)
-
-
-@pytest.fixture
-def anet(workspace: Workspace) -> Workspace:
-    """A workspace of one model."""
-    build_workspace(workspace, {"anet_b1": small_model()})
-    return workspace
 
 
 def dataset_of(workspace: Workspace) -> Path:
@@ -187,69 +165,47 @@ def test_no_row_is_lost_or_doubled(collected: Collected) -> None:
     """Of the family held out, the model is measured, and its kernels are not, but those that another model has."""
     index = read_index(index_path(collected.workspace, collected.flavour))
     owners = {name: set(entry.models) for of_type in index.kernels.values() for name, entry in of_type.items()}
-    assert {"anet_b1", "heldnet_b1"} in owners.values()
-    assert {"heldnet_b1"} in owners.values()
+    assert all(models in owners.values() for models in ({"anet_b1", "heldnet_b1"}, {"heldnet_b1"}))
     of_models = {name for name, models in owners.items() if models != {"heldnet_b1"}}
     wanted = of_models | ({CRASHES.id, CRASHES_IN_A_CARRIER.id} if X86 else set())
-    kernels, models = collected.kernels(), collected.models()
+    kernels, models = collected.kernels, collected.models
     assert Counter(zip(kernels["Kernel_ID"], kernels["Level"], strict=True)) == {
         (name, level): 1 for name in wanted for level in LEVELS}
     assert {*zip(kernels["Level"], kernels["Background"], strict=True)} == {(0.0, ""), (0.5, "compute")}
     assert Counter(zip(models["Model"], models["Level"], strict=True)) == {
         (name, level): 1 for name in ("anet_b1", "heldnet_b1") for level in LEVELS}
-    measured = Counter((m.subject, m.id, m.label, m.context, block.level)
-                       for block in read_journal(collected.folder) for m in block.measurements)
-    assert set(measured.values()) == {1}
     assert not kernels["Models"].str.contains("heldnet").any()
     assert read_header(collected.folder).held_out == ("heldnet",)
 
 
 @pytest.mark.slow
-def test_columns(collected: Collected) -> None:
-    assert list(collected.kernels()) == [
-        "Kernel_ID", "OpType", "Input_Shape", *METRICS, "Latency_ms", "kernel_time_ms", "node_span_ms", "run_median_ms",
-        *(f"{metric}_during" for metric in METRICS), "Level", "Background", "Machine", "Context", "Models", "Canary_ms",
-        "Drift", "Unsteady", "Inputs", "Runs", "Started", "Ended", "Status", "Error", "Groups"]
-    assert list(collected.models())[:6] == ["Model", "Level", "Background", *METRICS, "Latency_ms"]
-
-
-@pytest.mark.slow
 def test_rows_say_what_was_measured(collected: Collected) -> None:
-    table, blocks, header = collected.kernels(), read_journal(collected.folder), read_header(collected.folder)
+    table, blocks = collected.kernels, read_journal(collected.folder)
     good = table[table["Status"] == "ok"]
     assert (good[["Latency_ms", "run_median_ms", "kernel_time_ms", "node_span_ms"]] > 0).all().all()
     assert ((good[METRICS] >= 0) & (good[METRICS] <= 1)).all().all()
     assert good[[f"{metric}_during" for metric in METRICS]].notna().any().all()
     assert set(table["Machine"]) == {machine("cpu").uuid}
-    assert (good["Started"] < good["Ended"]).all()
-    assert (good["Runs"] >= 3).all()
-    assert good["Context"].str.contains("kernel_time:in_model").all()
+    assert ((good["Started"] < good["Ended"]) & (good["Runs"] >= 3)).all()
     described = {entry.kernel.id: entry for entry in read_kernels(collected.folder)}
-    assert {model for entry in described.values() for model in entry.models} <= header.groups.keys()
-    assert header.collections == dict.fromkeys(header.groups, "made up")
-    runs = {(m.id, block.level): m.samples_ms for block in blocks for m in block.measurements if m.label == "run"}
+    samples = {(m.id, m.label, block.level): m.samples_ms for block in blocks for m in block.measurements}
     for _, row in good.iterrows():
-        entry = described[row["Kernel_ID"]]
-        assert (row["OpType"], row["Input_Shape"]) == (entry.kernel.type, input_shape(entry.kernel))
-        assert (row["Models"], row["Groups"]) == (entry.owners, "|".join(entry.groups))
-        samples = runs[row["Kernel_ID"], row["Level"]]
-        assert row["Latency_ms"] == pytest.approx(np.mean(samples), abs=1e-6)
-        assert row["run_median_ms"] == pytest.approx(np.median(samples), abs=1e-6)
-    latencies = {(m.id, block.level): m.samples_ms for block in blocks for m in block.measurements if m.label == "latency"}
-    for _, row in collected.models().iterrows():
-        assert row["Latency_ms"] == pytest.approx(np.mean(latencies[row["Model"], row["Level"]]), abs=1e-6)
+        entry, of_row = described[row["Kernel_ID"]], samples[row["Kernel_ID"], "run", row["Level"]]
+        assert (row["OpType"], row["Input_Shape"], row["Models"], row["Groups"]) == (
+            entry.kernel.type, input_shape(entry.kernel), entry.owners, "|".join(entry.groups))
+        assert (row["Latency_ms"], row["run_median_ms"]) == pytest.approx((np.mean(of_row), np.median(of_row)), abs=1e-6)
+    for _, row in collected.models.iterrows():
+        assert row["Latency_ms"] == pytest.approx(np.mean(samples[row["Model"], "latency", row["Level"]]), abs=1e-6)
     for block in blocks:
         assert (block.stress["duty"] > 0.0) is (block.level > 0.0)  # very little, if the machine is busy
-        assert set(block.background) == set(METRICS)
         assert block.background_s >= 0.2
         assert (block.during_s > 0.2) is bool(block.during)  # a window too short to be valid is left empty
-        assert block.drift > 0.0  # no two runs of a canary take as long
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not X86, reason="only x86 traps this division")
 def test_a_kernel_that_crashes_costs_only_its_row(collected: Collected) -> None:
-    table = collected.kernels().set_index("Kernel_ID")
+    table = collected.kernels.set_index("Kernel_ID")
     crashed, in_carrier = table.loc[CRASHES.id], table.loc[CRASHES_IN_A_CARRIER.id]
     assert set(crashed["Status"]) == set(in_carrier["Status"]) == {"crashed"}
     assert crashed["Error"].str.contains("SIGFPE").all()
@@ -268,7 +224,7 @@ def test_a_second_run_has_nothing_to_do_and_another_config_is_refused(collected:
     paths = [path_of(collected.folder) for path_of in (journal_path, kernel_table_path, model_table_path)]
     before = [path.read_bytes() for path in paths]
     result = collect(collected.workspace, CollectorConfig.model_validate(TINY))
-    assert result["kernel_rows"] == len(collected.kernels())
+    assert result["kernel_rows"] == len(collected.kernels)
     for change, message in (
             ({"held_out": ["heldnet", "bnet"]}, "collected with held_out"),
             ({"labels": ["run"]}, r"collected with labels \[run, kernel_time, node_span\], not \[run\]"),
@@ -284,33 +240,18 @@ def test_a_second_run_has_nothing_to_do_and_another_config_is_refused(collected:
 # what is measured ---------------------------------------------------------------------------------------------------------
 
 @pytest.mark.usefixtures("fake_workers")
-def test_labels_are_a_choice(anet: Workspace) -> None:
-    """One label alone makes whole rows, and what was not asked for is no column."""
-    collect(anet, CollectorConfig.model_validate(IDLE | {"labels": ["node_span"], "model_labels": False}))
-    table = read_table(kernel_table_path(dataset_of(anet)))
-    assert set(table["Status"]) == {"ok"}
-    assert set(table["Context"]) == {"node_span:carrier"}
-    assert table["Latency_ms"].isna().all()
-    assert not {"kernel_time_ms", "gpu_ms", "gpu_launches"} & set(table.columns)
-    assert read_header(dataset_of(anet)).labels == ("node_span",)
-    for _, row in table.iterrows():
-        expected = made_up("kernel", row["Kernel_ID"], "node_span", "carrier", "carrier")
-        assert row["node_span_ms"] == pytest.approx(np.median(expected.samples_ms))
-
-
-@pytest.mark.usefixtures("fake_workers")
-def test_numpy_in_and_out_is_a_variant(anet: Workspace) -> None:
+def test_numpy_in_and_out_is_a_variant(workspace: Workspace) -> None:
     """What a model takes with numpy arrays in and out stands beside its latency; asked for later, it is measured later. Models
     alone need no built kernels."""
-    shutil.rmtree(anet.kernel_onnx)
+    build_workspace(workspace, {"anet_b1": small_model()})
+    shutil.rmtree(workspace.kernel_onnx)
     for variants, rows in (([], 1), (["host_io"], 2), (["host_io"], 2)):
-        totals = collect(anet, CollectorConfig.model_validate(
+        totals = collect(workspace, CollectorConfig.model_validate(
             IDLE | {"kernel_levels": [], "model_labels": False, "variants": variants}))
         assert (totals["kernel_rows"], totals["model_rows"]) == (0, rows)
-    table = read_table(model_table_path(dataset_of(anet)))
+    table = read_table(model_table_path(dataset_of(workspace)))
     expected_ms = np.median(made_up("model", "anet_b1", "host_io", "anet_b1", "alone").samples_ms)
     assert table["host_io_ms"].to_list() == [pytest.approx(np.nan, nan_ok=True), pytest.approx(expected_ms)]
-    assert table["cuda_graph_ms"].isna().all()
 
 
 def test_without_kernels_or_models_the_command_before_is_named(workspace: Workspace) -> None:
@@ -327,34 +268,15 @@ def test_without_kernels_or_models_the_command_before_is_named(workspace: Worksp
         collect(workspace, config)
 
 
-def test_kernels_are_described_by_the_index_alone(anet: Workspace) -> None:
-    """Without their models, as where records stay on another machine; and if their file is damaged, which their row says."""
-    target = local_target("cpu")
-    both = find_work(anet, target, ())
-    record_path(anet, target.flavour, "anet_b1").unlink()
-    both.kernels[0].path.write_bytes(b"no model")
-    alone = find_work(anet, target, ())
-    assert [model.id for model in both.models] == ["anet_b1"]
-    assert (alone.models, alone.kernels, alone.described) == ((), both.kernels, both.described)
-
-
-def item_of(elements: int, opset: int = 20, op_type: str = "Relu") -> KernelItem:
-    x = KernelInput(dtype="float32", shape=(elements,))
-    return KernelItem(Path(), describe_kernel(op_type, "", opset, {}, [x], [x]))
-
-
 def test_carriers_are_bounded_and_hold_one_version_of_a_domain() -> None:
     """Relu means the same since operator set 14 and is described as of 20; Softmax of 12 means something else."""
+    def item_of(elements: int, opset: int = 20, op_type: str = "Relu") -> KernelItem:
+        x = KernelInput(dtype="float32", shape=(elements,))
+        return KernelItem(Path(), describe_kernel(op_type, "", opset, {}, [x], [x]))
+
     items = [item_of(4), item_of(4, 18), item_of(4, 12, "Softmax"), *(item_of(mib << 18) for mib in (150, 100, 400))]
     groups = [[(i.kernel.opset, i.kernel.inputs[0].elements >> 18) for i in group] for group in carriers(items, 512 << 20)]
     assert groups == [[(20, 0), (20, 0)], [(11, 0)], [(20, 150)], [(20, 100)], [(20, 400)]]
-
-
-def test_kernels_that_share_a_carrier_take_about_as_long() -> None:
-    """Of small ones all are alike; the others are within a factor of four."""
-    groups = by_similar_work([item_of(elements) for elements in (1 << 20, 4, 1 << 16, 3 << 16, 500, 7 << 20)])
-    sizes = [[i.kernel.inputs[0].elements for i in group] for group in groups]
-    assert sizes == [[4, 500], [1 << 16, 3 << 16], [1 << 20], [7 << 20]]
 
 
 # rows of made-up measurements ---------------------------------------------------------------------------------------------
@@ -392,10 +314,9 @@ def test_gpu_columns_of_a_kernel_and_a_model() -> None:
 def test_work_on_several_streams_counts_as_it_was_queued() -> None:
     """Whichever machine measured it. The kernel that was never queued keeps its time, and so do other loads."""
     slow, other = division((1,), 1), division((2,), 1)
-    rows = gpu_rows([block_of(of_gpu(slow, 0.8), of_gpu(other, 0.5), machine="a"),
-                     block_of(of_gpu(slow, 0.9), level=0.5, machine="a"),
-                     block_of(of_gpu(slow, 0.3, queued=True), of_gpu(other, 0.1, queued=True, status="failed"), machine="b")],
-                    slow, other)
+    rows = gpu_rows([
+        block_of(of_gpu(slow, 0.8), of_gpu(other, 0.5), machine="a"), block_of(of_gpu(slow, 0.9), level=0.5, machine="a"),
+        block_of(of_gpu(slow, 0.3, queued=True), of_gpu(other, 0.1, queued=True, status="failed"), machine="b")], slow, other)
     assert {(row["Kernel_ID"], row["Machine"], row["Level"]): row.get("gpu_ms") for row in rows} == {
         (other.id, "a", 0.0): 0.5, (slow.id, "a", 0.5): 0.9, (slow.id, "b", 0.0): 0.3, (other.id, "b", 0.0): None}
 
@@ -410,22 +331,16 @@ def test_each_session_of_a_model_is_a_row_and_the_median_of_those_that_tell_coun
     blocks = [timed_models(number, {"net": ratio}) for number, ratio in enumerate((0.0, 0.1, 0.5, 0.08))]
     table = pd.DataFrame(model_rows(model_sessions(blocks), {}))
     assert table["median_ms"].to_list() == [1.0, 1.1, 1.5, 1.08]
-    assert table["Started"].to_list() == ["0", "1", "2", "3"]
     assert idle_models(table)["median_ms"].to_dict() == pytest.approx({"net": 1.08})
 
 
 def test_sessions_with_better_inputs_replace_others() -> None:
     """An Asinh takes 1.6 times as long since inputs are standardised, and a session of before says nothing of that."""
-    def with_inputs(block: Block, inputs: InputValues, **changes: Any) -> Block:
-        return block.model_copy(update={"measurements": tuple(
-            m.model_copy(update={"inputs": inputs} | changes) for m in block.measurements)})
-
     old, new, loaded = timed_models(1, {"net": 0.5, "other": 0.0}), timed_models(2, {"net": 0.1}), timed_models(3, {"net": 0.2})
-    blocks = [old, with_inputs(new, "standardised"), loaded.model_copy(update={"level": 0.9})]
-    rows = [(row["Model"], row["Level"], row["Started"]) for row in model_rows(model_sessions(blocks), {})]
-    assert rows == [("other", 0.0, "1"), ("net", 0.0, "2"), ("net", 0.9, "3")]
-    failed = with_inputs(new, "standardised", status="failed", samples_ms=())
-    assert [session.block.key for session in model_sessions([old, failed]) if session.model == "net"] == ["1", "2"]
+    better = tuple(m.model_copy(update={"inputs": "standardised"}) for m in new.measurements)
+    blocks = [old, new.model_copy(update={"measurements": better}), loaded.model_copy(update={"level": 0.9})]
+    assert [(row["Model"], row["Level"], row["Started"]) for row in model_rows(model_sessions(blocks), {})] == [
+        ("other", 0.0, "1"), ("net", 0.0, "2"), ("net", 0.9, "3")]
 
 
 def test_a_model_is_measured_in_as_many_sessions_as_are_wanted() -> None:
@@ -439,30 +354,18 @@ def test_a_model_is_measured_in_as_many_sessions_as_are_wanted() -> None:
         return [item.id for block in blocks for item in block.units]
 
     order = planned()
-    assert [set(order[:3]), set(order[3:6]), set(order[6:])] == [names] * 3
-    assert len(order) == 9
+    assert [set(order[:3]), set(order[3:6]), set(order[6:9]), order[9:]] == [names, names, names, []]
     first, next_unit = timed_models(1, dict.fromkeys(names, 0.05)), order[0]
     assert planned(timed_models(1, {"a": 0.5, "b": 0.05, "c": 0.05}), sessions=1) == ["a"]
-    assert planned(timed_models(1, {"a": 0.5, "b": 0.05, "c": 0.05}), timed_models(2, {"a": 0.0}), sessions=1) == []
-    assert Counter(planned(first, timed_models(2, {next_unit: 0.5}))) == dict.fromkeys(names, 2)
-    assert Counter(planned(first, timed_models(2, {next_unit: 0.0})))[next_unit] == 1
-    assert next_unit not in planned(*[first] * 3)
+    assert [planned(first, timed_models(2, {next_unit: ratio})).count(next_unit) for ratio in (0.0, 0.5)] == [1, 2]
     assert Counter(planned(*[first] * 3, variants=("host_io",))) == dict.fromkeys(names, 3)
     failed = first.measurements[0].model_copy(update={"id": next_unit, "status": "crashed"})
-    assert next_unit not in planned(first.model_copy(update={"measurements": (failed,)}))
-
-
-@pytest.mark.parametrize(("latency_ms", "host_ms", "disturbance", "undisturbed"), [
-    (1.0, 0.9, 0.1, True), (1.0, 0.9, 0.5, False), (1.0, 0.6, 0.5, True), (1.0, float("nan"), 0.5, False),
-    (1.0, 0.9, float("nan"), True)])
-def test_a_disturbed_host_does_not_matter_to_a_model_that_the_gpu_holds_up(
-        latency_ms: float, host_ms: float, disturbance: float, undisturbed: bool) -> None:
-    assert is_undisturbed(latency_ms, host_ms, disturbance) is undisturbed
+    assert next_unit not in planned(block_of(failed))
 
 
 def test_the_pace_of_the_host_beside_each_model() -> None:
     """The probe usually takes 300 us, the median of the readings of idle rows that went well, without those far above the
-    fastest quarter."""
+    fastest quarter. Where no host was probed, a model counts beside a disturbed one only if the GPU holds it up."""
     rows = [  # model, latency, host time, disturbance, reading of the probe
         ("usual", 1.0, 0.9, 0.5, 300.0), ("elsewhere slower", 1.0, 0.9, 0.0, 300.0), ("elsewhere slower", 1.2, 1.0, 0.0, 330.0),
         ("slower", 1.0, 0.9, 0.0, 450.0), ("of the GPU", 1.0, 0.6, 0.0, 450.0), ("never probed", 1.0, 0.6, 0.5, None),
@@ -470,50 +373,16 @@ def test_the_pace_of_the_host_beside_each_model() -> None:
     table = pd.DataFrame([{"Model": model, "Level": 0.0, "Status": "ok", "Latency_ms": latency, "median_ms": latency,
                            "host_ms": host, "Disturbance": disturbance, "Probe_us": probe}
                           for model, latency, host, disturbance, probe in rows])
-    of_another_host = table.head(1).assign(Probe_us=1.0)
-    table = pd.concat([table, of_another_host.assign(Level=0.5), of_another_host.assign(Status="failed")])
+    odd = table.head(1).assign(Probe_us=1.0)
+    table = pd.concat([table, odd.assign(Level=0.5), odd.assign(Status="failed")])
     assert usual_probe_us(table) == 300.0
-    idle = idle_models(table)
+    idle, before = idle_models(table), idle_models(table.drop(columns="Probe_us"))
     assert idle["pace"].to_dict() == pytest.approx({
         "usual": 1.0, "elsewhere slower": 1.05, "of the GPU": 1.5, "never probed": 1.0, "never probed or disturbed": 1.0})
     assert idle["median_ms"]["elsewhere slower"] == pytest.approx(1.1)
     assert idle["host_ms"]["of the GPU"] == 0.6  # beside a host whose pace is known
-    assert np.isnan(idle["host_ms"]["never probed"])
-    before = table.drop(columns="Probe_us")
-    assert np.isnan(usual_probe_us(before))
-    assert set(idle_models(before)["pace"]) == {1.0}
-    assert "usual" not in idle_models(before).index  # its disturbance is all that is known then
-
-
-def test_drift() -> None:
-    """Of the canary, or between the halves of a latency."""
-    block = block_of(canary_before_ms=2.0, canary_after_ms=2.5)
-    assert block.drift == 0.25
-    assert block.model_copy(update={"measurements": (of_model("m", "latency", 2.0, 2.0, 1.0, 1.0),)}).drift == 0.5
-
-
-# the worker process ------------------------------------------------------------------------------------------------------
-
-@pytest.mark.slow
-def test_a_worker_that_hangs_is_replaced(tmp_path: Path) -> None:
-    """As one that crashes is, in the collection above."""
-    endless(tmp_path / "hangs.onnx")
-    before = set(psutil.Process().children())
-
-    def alone(name: str) -> Request:
-        return Request(do="alone", device="cpu", effort=Effort(), paths=(str(tmp_path / name),))
-
-    with Worker(timeout_s=60) as worker:
-        assert min(worker.ask(Request(do="canary", device="cpu", effort=Effort())).measurements[0].samples_ms) > 0
-        worker.timeout_s = 0.5
-        with pytest.raises(WorkerFailed, match="no answer within") as raised:
-            worker.ask(alone("hangs.onnx"))
-        assert raised.value.status == "timeout"
-        assert set(psutil.Process().children()) <= before
-        worker.timeout_s = 60
-        assert "no such file" in worker.ask(alone("none.onnx")).error
-        (worker_process,) = set(psutil.Process().children()) - before
-    assert not psutil.wait_procs([worker_process], timeout=10)[1]
+    assert set(before["pace"]) == {1.0}
+    assert "usual" not in before.index  # its disturbance is all that is known then
 
 
 @pytest.mark.slow
@@ -542,16 +411,6 @@ with Worker(60) as worker:
     assert not alive
 
 
-@pytest.mark.usefixtures("fake_workers")
-@pytest.mark.parametrize(("device", "labels", "prepared"), [
-    ("cuda", ("run", "gpu"), [("prepare", "cuda", ())] + [("prepare", "cuda", ("gpu",))] * 2),
-    ("cpu", ("run",), [("prepare", "cpu", ())])])
-def test_tracers_prepare_where_their_label_is_asked_for(device: str, labels: tuple[str, ...], prepared: list[object]) -> None:
-    with start_workers(CollectorConfig(tracers=2), device, labels) as workers:
-        asked = [request for worker in workers.processes if isinstance(worker, FakeWorker) for request in worker.asked]
-    assert [(request.do, request.device, request.labels) for request in asked] == prepared
-
-
 # kinds of load -----------------------------------------------------------------------------------------------------------
 
 BACKGROUNDS = [{"name": "products"}, {"name": "net", "kind": "model", "model": "other.onnx", "dims": {"batch": 2}},
@@ -577,39 +436,30 @@ def under_load(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workspace]:
         yield workspace
 
 
-def counted_loads(folder: Path) -> Counter[tuple[float, str]]:
-    """How many kernels each load has a row of; each kernel has one, and each model too."""
+def counted_loads(folder: Path) -> dict[tuple[float, str], int]:
+    """How many kernels each load has a row of, all of them good; the model has one at each load too."""
     kernels, models = read_table(kernel_table_path(folder)), read_table(model_table_path(folder))
     assert not kernels.duplicated(["Kernel_ID", "Level", "Background"]).any()
     assert set(kernels["Status"]) == {"ok"}
-    counts = Counter(zip(kernels["Level"], kernels["Background"], strict=True))
-    assert Counter(zip(models["Level"], models["Background"], strict=True)) == dict.fromkeys(counts, 1)
-    return counts
+    assert set(zip(models["Level"], models["Background"], strict=True)) == {*zip(
+        kernels["Level"], kernels["Background"], strict=True)}
+    return Counter(zip(kernels["Level"], kernels["Background"], strict=True))
 
 
 @pytest.mark.slow
 def test_every_background_is_used_at_each_level(under_load: Workspace) -> None:
+    """Rows beside one that is held out are not learned from."""
     folder = dataset_of(under_load)
-    (count,) = set(counted_loads(folder).values())
-    assert counted_loads(folder) == {(0.0, ""): count, (0.6, "products"): count, (0.6, "net"): count}
+    counts, header, table = counted_loads(folder), read_header(folder), read_table(kernel_table_path(folder))
+    assert counts == dict.fromkeys([(0.0, ""), (0.6, "products"), (0.6, "net")], counts[0.0, ""])
     for block in read_journal(folder):
-        assert bool(block.background_name) == (block.level > 0)
+        assert bool(block.background_name) == (block.stress["duty"] > 0.0) == (block.level > 0)
         assert set(block.background) == set(METRICS)  # alone, beside the window of the runs
-        assert (block.stress["duty"] > 0.0) is (block.level > 0)
-    header = read_header(folder)
     assert list(header.backgrounds) == ["products", "net"]
     assert header.backgrounds["net"] == Background(name="net", kind="model", model=Path("other.onnx"), dims={"batch": 2})
-    assert header.held_out_backgrounds == ("net",)
-
-
-@pytest.mark.slow
-def test_rows_beside_a_held_out_background_are_not_learned_from(under_load: Workspace) -> None:
-    folder = dataset_of(under_load)
     rows = read_training_set(under_load, folder.name)
-    table = read_table(kernel_table_path(folder))
     assert len(rows) == len(table[table["Background"] != "net"])
-    beside = table[table["Background"] == "products"]
-    assert sorted(rows.times_ms["run"][~rows.idle]) == sorted(beside["Latency_ms"])
+    assert sorted(rows.times_ms["run"][~rows.idle]) == sorted(table[table["Background"] == "products"]["Latency_ms"])
 
 
 @pytest.mark.slow
@@ -639,48 +489,32 @@ def test_a_further_background_is_measured_where_the_others_are_there(under_load:
     assert len(set(counted_loads(folder).values())) == 1
     collect(workspace, kinds_of_load(1, held_out_backgrounds=[], levels=[0.0]))  # what it does not name stays
     assert list(read_header(folder).backgrounds) == ["products", "net", "copies"]
-    assert read_header(folder).held_out_backgrounds == ("net",)
 
 
 # tables ------------------------------------------------------------------------------------------------------------------
 
-def write_table(path: Path, **last_row: object) -> None:
-    """A small kernel table whose last row is changed."""
-    rows = [{"Kernel_ID": f"k{number}", "OpType": "Conv", "Input_Shape": "1x3", "Latency_ms": 0.5, "kernel_time_ms": 0.4,
-             "Level": 0.0, "Models": "anet", "Groups": "anet", "Status": "ok"} for number in range(3)]
-    files.write_csv(path, list(rows[0]), [*rows[:2], rows[2] | last_row])
-
-
 @pytest.mark.parametrize(("column", "value", "shown"), [
-    ("Latency_ms", float("nan"), "nan"), ("Latency_ms", None, "nan"), ("Latency_ms", -0.25, "-0.25"), ("Latency_ms", 0, "0.0"),
-    ("Latency_ms", "inf", "inf"), ("Latency_ms", "fast", "fast"), ("kernel_time_ms", -1, "-1.0"),
-    ("kernel_time_ms", "slow", "slow")])
+    ("Latency_ms", None, "nan"), ("Latency_ms", 0, "0.0"), ("Latency_ms", "inf", "inf"), ("Latency_ms", "fast", "fast"),
+    ("kernel_time_ms", -1, "-1.0")])
 def test_times_that_are_none_are_refused(tmp_path: Path, column: str, value: object, shown: str) -> None:
-    path = tmp_path / "kernel_latency.csv"
-    write_table(path, **{column: value})
-    with pytest.raises(UserError, match=rf"kernel_latency\.csv.*line 4: {column} is {shown} for k2.*benchmark/collector\.py"):
+    """Except for rows that failed."""
+    path, row = tmp_path / "kernel_latency.csv", {
+        "Kernel_ID": "k", "OpType": "Conv", "Input_Shape": "1x3", "Latency_ms": 0.5, "kernel_time_ms": 0.4, "Level": 0.0,
+        "Models": "anet", "Groups": "anet", "Status": "ok"}
+    files.write_csv(path, list(row), [row, row | {"Latency_ms": None, "Status": "crashed"}, row | {column: value}])
+    with pytest.raises(UserError, match=rf"kernel_latency\.csv.*line 4: {column} is {shown} for k.*benchmark/collector\.py"):
         read_table(path)
-
-
-def test_rows_that_failed_need_no_time(tmp_path: Path) -> None:
-    write_table(tmp_path / "t.csv", Latency_ms=None, kernel_time_ms=None, Status="crashed")
-    assert list(read_table(tmp_path / "t.csv")["Status"]) == ["ok", "ok", "crashed"]
-    write_table(tmp_path / "t.csv", kernel_time_ms=None)
-    assert read_table(tmp_path / "t.csv")["kernel_time_ms"].isna().sum() == 1  # a label that was not taken
 
 
 @pytest.mark.parametrize(("text", "message"), [
     (None, "no such dataset"), ("", "not a CSV dataset"),
-    ("Kernel_ID,Latency_ms\nk,1\n", "column Level, Status, OpType, Input_Shape, Models, Groups missing"),
-    ("a,b\n1,2,3\n", "missing|not a CSV")])
+    ("Kernel_ID,Latency_ms\nk,1\n", "column Level, Status, OpType, Input_Shape, Models, Groups missing")])
 def test_files_that_are_no_table(tmp_path: Path, text: str | None, message: str) -> None:
     if text is not None:
         (tmp_path / "t.csv").write_text(text)
     with pytest.raises(UserError, match=message):
         read_table(tmp_path / "t.csv")
 
-
-# config ------------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize(("text", "message"), [
     ("levels: [0.3, 0.3]", "levels: duplicate value"),
@@ -694,14 +528,43 @@ def test_config_errors(tmp_path: Path, text: str, message: str) -> None:
         read_config(path, CollectorConfig)
 
 
-def test_the_shipped_configs_under_load_are_a_gpus_and_hold_nothing_out() -> None:
-    """Families and backgrounds are left out when learning, one after another."""
-    beside, more, with_kernels = (read_config(ROOT / "recipes" / "h200" / f"{name}.yaml", CollectorConfig)
-                                  for name in ("beside", "beside_more", "collector_under_load"))
-    assert beside.stress.backgrounds == with_kernels.stress.backgrounds
-    assert not beside.backgrounds_on("cuda").keys() & more.backgrounds_on("cuda").keys()
-    assert (beside.kernel_levels, more.kernel_levels, with_kernels.kernel_levels) == ((), (), None)
-    for config in (beside, more, with_kernels, read_config(ROOT / "benchmark" / "config.yaml", CollectorConfig)):
-        assert (config.held_out, config.held_out_backgrounds) == ((), ())
-    with pytest.raises(UserError, match="compute_deep: queue deep: only a GPU"):
-        with_kernels.backgrounds_on("cpu")
+# the most useful first ---------------------------------------------------------------------------------------------------
+
+USEFUL_FIRST = CollectorConfig.model_validate({
+    "device": "cpu", "labels": ["kernel_time"], "levels": [0.0], "window_s": 0.03, "patience_s": 0, "attempts": 1,
+    "block_kernels": 2, "canary_drift": 100.0})
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workspace, list[Kernel]]:
+    """A workspace with two models and six sampled convolutions."""
+    workspace = Workspace(tmp_path_factory.mktemp("sampled"))
+    flavour = build_workspace(workspace, {"a_net": small_model(), "b_net": small_model(channels=16)})
+    drawn = [conv(side=side, out=4 * side, batch=1 + side % 3) for side in range(8, 14)]
+    for kernel in drawn:
+        write_kernel(kernel, workspace.kernel_onnx / flavour.name)
+    files.write_json(workspace.kernel_onnx / flavour.name / SEED_FILE, {kernel.id: ["a"] for kernel in drawn})
+    return workspace, drawn
+
+
+def test_models_come_first_and_give_the_times_of_their_kernels(sampled: tuple[Workspace, list[Kernel]]) -> None:
+    work = find_work(sampled[0], local_target("cpu"), ())
+    blocks = plan_by_usefulness(USEFUL_FIRST, work, "cpu", ["here"], 0.0, []).own["here"]
+    planned = [item.id for block in blocks for item in block.units]
+    assert (set(planned[:2]), set(planned[2:])) == ({"a_net", "b_net"}, {kernel.id for kernel in sampled[1]})
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fake_workers")
+def test_a_collector_stops_in_time_and_the_next_one_goes_on(sampled: tuple[Workspace, list[Kernel]]) -> None:
+    workspace, drawn = sampled
+    stopped = collect(workspace, USEFUL_FIRST, minutes=1e-6)
+    assert (stopped["left"], stopped["measured_kernels"]) == (8, 0)
+    done = collect(workspace, USEFUL_FIRST, minutes=5.0)
+    assert (done["left"], done["failed"]) == (0, [])
+    blocks, target = read_journal(Path(done["dataset"])), local_target("cpu")
+    assert [block.measurements[0].subject for block in blocks] == ["model", "model", "kernel", "kernel", "kernel"]
+    of_models = {kernel.id for kernel in read_index(index_path(workspace, target.flavour)).all_kernels() if kernel.moves_data}
+    assert of_models | {kernel.id for kernel in drawn} <= set(read_training_set(workspace, target.name).ids.tolist())
+    work, uuid = find_work(workspace, target, ()), machine("cpu").uuid
+    assert not plan_by_usefulness(USEFUL_FIRST, work, "cpu", [uuid], 0.0, blocks).count, "nothing is left"

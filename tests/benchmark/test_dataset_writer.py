@@ -1,4 +1,4 @@
-"""A dataset as it grows: what is added to its tables, and when they are written anew."""
+"""A dataset as it grows: what is added to its tables, and when they are written anew; and what it holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from made_up_dataset import MACHINE, METRIC, TARGET, conv, draw_kernels, gemm, relu
+from command import printed, run_script
+from made_up_dataset import MACHINE, METRIC, TARGET, conv, gemm, relu, true_ms, write_dataset
 
 from hase.records import dataset_tables, dataset_writer
 from hase.records.dataset_files import (
@@ -28,7 +29,7 @@ from hase.records.dataset_files import (
     read_journal,
     read_kernels,
 )
-from hase.records.dataset_tables import read_kernel_table, read_model_table
+from hase.records.dataset_tables import read_kernel_table
 from hase.records.dataset_writer import DatasetWriter
 from hase.records.kernel_record import Kernel
 from hase.records.measurement import Block, Measurement, journal_line
@@ -53,17 +54,13 @@ def block_of(*kernels: Kernel, level: float = 0.0, model: str = "", status: str 
                  attempts=1, machine=MACHINE.uuid, measurements=measurements)
 
 
-def described(*kernels: Kernel, model: str = "net") -> list[DatasetKernel]:
-    return [DatasetKernel(kernel=kernel, models=(model,), groups=(model,)) for kernel in kernels]
+def open_writer(folder: Path, *kernels: Kernel, model: str = "net", header: DatasetHeader = HEADER) -> DatasetWriter:
+    return DatasetWriter(folder, header, [DatasetKernel(kernel=kernel, models=(model,), groups=(model,)) for kernel in kernels])
 
 
-def open_writer(folder: Path, *kernels: Kernel, model: str = "net") -> DatasetWriter:
-    return DatasetWriter(folder, HEADER, described(*kernels, model=model))
-
-
-def add(folder: Path, *kernels: Kernel, measured: Kernel, owner: str = "net", model: str = "") -> DatasetWriter:
+def add(folder: Path, *kernels: Kernel, measured: Kernel, model: str = "") -> DatasetWriter:
     """A further collector, of `kernels`, measures one of them, and perhaps a model."""
-    writer = open_writer(folder, *kernels, model=owner)
+    writer = open_writer(folder, *kernels)
     writer.append(block_of(measured, model=model))
     writer.write_tables()
     return writer
@@ -118,8 +115,7 @@ def test_rows_of_further_kernels_and_models_are_added(folder: Path, rewrites: li
     writer = add(folder, SECOND, THIRD, measured=SECOND, model="net")
     writer.append(block_of(THIRD, status="failed"))
     writer.write_tables()
-    assert not rewrites
-    assert writer.count_rows() == (3, 2)
+    assert (rewrites, writer.count_rows()) == ([], (3, 2))
     assert [text.count("\n") for text in tables(folder)] == [1 + 3, 1 + 2]
     assert tables(folder) == rewritten(folder)
 
@@ -127,11 +123,10 @@ def test_rows_of_further_kernels_and_models_are_added(folder: Path, rewrites: li
 def test_a_further_metric_is_a_column_that_is_empty_in_the_rows_before(folder: Path) -> None:
     """The config may name the metrics in any order. The journal keeps what was measured."""
     before = read_journal(folder)
-    writer = DatasetWriter(folder, HEADER.model_copy(update={"metrics": (FURTHER, METRIC)}), described(SECOND))
+    writer = open_writer(folder, SECOND, header=HEADER.model_copy(update={"metrics": (FURTHER, METRIC)}))
     writer.append(block_of(SECOND, model="net").model_copy(update={"background": {METRIC: 2.0, FURTHER: 3.0}}))
     writer.write_tables()
-    assert read_header(folder).metrics == (METRIC, FURTHER)
-    assert read_journal(folder)[:1] == before
+    assert (read_header(folder).metrics, read_journal(folder)[:1]) == ((METRIC, FURTHER), before)
     for path_of in (kernel_table_path, model_table_path):
         table = pd.read_csv(path_of(folder))
         assert table[METRIC].tolist() == [1.0, 2.0]
@@ -150,55 +145,30 @@ def test_another_way_of_measuring_is_refused(folder: Path, change: dict[str, obj
     assert header_path(folder).read_bytes() == before
 
 
-def test_another_machine_of_the_target_joins(folder: Path) -> None:
-    second = MACHINE.model_copy(update={"uuid": "another"})
-    DatasetWriter(folder, HEADER.model_copy(update={"machines": {"another": second}}), [])
-    assert set(read_header(folder).machines) == {MACHINE.uuid, "another"}
-
-
 def test_without_anything_new_nothing_is_written(folder: Path, rewrites: list[int]) -> None:
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir() if path != header_path(folder)}
     open_writer(folder, FIRST).write_tables()
-    assert {path: path.stat().st_mtime_ns for path in before} == before
-    assert not rewrites
-
-
-def test_tables_are_updated_now_and_then_while_it_measures(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dataset_writer, "TABLES_EVERY_S", 0.0)
-    writer = open_writer(folder, SECOND, THIRD)
-    writer.append(block_of(SECOND))
-    assert SECOND.id in tables(folder)[0]
-    monkeypatch.setattr(dataset_writer, "TABLES_EVERY_S", 30.0)
-    writer = open_writer(folder, THIRD)
-    writer.append(block_of(THIRD))
-    assert THIRD.id not in tables(folder)[0]
+    assert ({path: path.stat().st_mtime_ns for path in before}, rewrites) == (before, [])
 
 
 def test_a_kernel_measured_again_keeps_one_row(folder: Path, rewrites: list[int]) -> None:
-    writer = open_writer(folder, FIRST, SECOND, THIRD)
+    """Whichever collector measured it before; the row names the models of both."""
+    writer = open_writer(folder, FIRST, SECOND, THIRD, model="other")
     writer.append(block_of(FIRST, SECOND))
     writer.write_tables()
-    assert rewrites == [2]
-    assert writer.count_rows() == (2, 1)
-    assert tables(folder)[0].count("\n") == 1 + 2
-    writer.append(block_of(THIRD, SECOND, level=0.5))  # what this collector measured may come again too
+    assert (rewrites, writer.count_rows(), tables(folder)[0].count("\n")) == ([2], (2, 1), 1 + 2)
+    assert [row.split(",")[0] for row in tables(folder)[0].splitlines() if "other" in row] == [FIRST.id, SECOND.id]
+    writer.append(block_of(THIRD, SECOND, level=0.5))
     writer.write_tables()
     assert rewrites == [2, 3]
     assert tables(folder) == rewritten(folder)
-
-
-def test_the_row_of_a_kernel_names_a_further_model(folder: Path, rewrites: list[int]) -> None:
-    add(folder, FIRST, SECOND, measured=SECOND, owner="other")
-    assert rewrites == [2]
-    assert [row.split(",")[0] for row in tables(folder)[0].splitlines() if "other" in row] == [FIRST.id, SECOND.id]
 
 
 def test_blocks_of_a_collector_that_was_killed_are_not_forgotten(folder: Path, rewrites: list[int]) -> None:
     """It had appended to the journal, not to the tables."""
     open_writer(folder, SECOND).append(block_of(SECOND))
     add(folder, THIRD, measured=THIRD)
-    assert rewrites == [3]
-    assert tables(folder)[0].count("\n") == 1 + 3
+    assert (rewrites, tables(folder)[0].count("\n")) == ([3], 1 + 3)
 
 
 @pytest.mark.parametrize("older", [[kernel_table_path], [model_table_path],
@@ -213,7 +183,9 @@ def test_tables_of_an_older_journal_are_made_anew_whatever_their_times_say(
         path.write_bytes(contents)
         os.utime(path, ns=(later_ns, later_ns))
     open_writer(folder).write_tables()
-    assert rewrites == [2]
+    assert (rewrites, tables(folder)) == ([2], right)
+    kernel_table_path(folder).unlink()
+    open_writer(folder).write_tables()
     assert tables(folder) == right
 
 
@@ -228,9 +200,6 @@ def test_who_reads_a_changed_table_gets_the_right_one_and_a_warning(folder: Path
     assert read(folder)["run_median_ms"][0] == 0.5
     assert tables(folder) == right
     assert "the tables are not those of the journal" in caplog.text
-    caplog.clear()
-    assert read_model_table(Workspace(folder.parents[2]), folder.name)["median_ms"][0] == 0.5
-    assert not caplog.text
 
 
 def test_tables_that_were_never_checked_are_made_anew_where_that_is_possible(folder: Path,
@@ -248,14 +217,6 @@ def test_tables_that_were_never_checked_are_made_anew_where_that_is_possible(fol
     change_table(folder)
     assert read(folder)["run_median_ms"][0] == 0.7
     assert "its tables can't be checked without kernels.jsonl; they are used as they are" in caplog.text
-
-
-def test_a_changed_table_without_a_journal_is_refused(folder: Path) -> None:
-    digests = files.read_json(digests_path(folder)) | {"files": {}}
-    digests_path(folder).write_text(json.dumps(files.with_digest(digests)))
-    journal_path(folder).unlink()
-    with pytest.raises(UserError, match=r"the tables were changed .* without measurements\.jsonl; measure anew"):
-        read(folder)
 
 
 def test_tables_are_read_while_another_process_measures(folder: Path, caplog: pytest.LogCaptureFixture,
@@ -290,8 +251,7 @@ def test_a_block_that_stands_twice_counts_once(folder: Path, caplog: pytest.LogC
     right, journal = tables(folder), journal_path(folder)
     lines = journal.read_text()
     old_lines(journal)
-    with journal.open("a") as appended:
-        appended.write(lines)
+    journal.write_text(journal.read_text() + lines)
     assert len(read_journal(folder)) == 1
     assert "measurements.jsonl: 1 lines stand there twice" in caplog.text
     open_writer(folder).write_tables()
@@ -301,30 +261,21 @@ def test_a_block_that_stands_twice_counts_once(folder: Path, caplog: pytest.LogC
 @pytest.mark.parametrize("digests", [True, False])
 @pytest.mark.parametrize(("path_of", "right", "wrong", "message"), [
     *((journal_path, "0.25", time, r"measurements\.jsonl, line 1: not a block .*measurements\.0\.samples_ms\.1: ")
-      for time in ("NaN", "Infinity", "1e400", "null", "[0.5]", "-1.0", '"fast"')),
+      for time in ("NaN", "1e400", "null", "-1.0", '"fast"')),
     (journal_path, "[0.5,0.25,1.0]", "[]", "has status ok and no samples of label run"),
-    *((kernels_path, '"pads":[1,1,1,1]', f'"pads":{pads}',
-       r"kernels\.jsonl: damaged at kernel\.attributes: .*attribute pads must be whole")
-      for pads in ('"1"', '[1,1,1,"1"]', "1", "[0.5]"))])
+    (kernels_path, "}\n", "", r"kernels\.jsonl: damaged \(its last line is cut short\)"),
+    (kernels_path, '"pads":[1,1,1,1]', '"pads":[1,1,1,"1"]',
+     r"kernels\.jsonl: damaged at kernel\.attributes: .*attribute pads must be whole")])
 def test_damage_is_reported_with_its_place(folder: Path, digests: bool, path_of: Callable[[Path], Path], right: str, wrong: str,
                                            message: str) -> None:
     """By the digest of its line, or, in a file of an earlier version, by what it says."""
     path = path_of(folder)
     if not digests:
         old_lines(path)
-    before = path.read_text()
-    path.write_text(before.replace(right, wrong, 1))
-    assert path.read_text() != before
+    path.write_text(path.read_text().replace(right, wrong, 1))
     by_digest = rf"{path.name}, line 1: damaged .*its digest does not match its contents"
-    with pytest.raises(UserError, match=by_digest if digests else message):
+    with pytest.raises(UserError, match=by_digest if digests and wrong else message):
         (read_journal if path_of is journal_path else read_kernels)(folder)
-
-
-def test_a_label_that_the_dataset_does_not_have_is_refused(folder: Path) -> None:
-    writer, block = open_writer(folder), block_of(FIRST)
-    writer.append(block.model_copy(update={"measurements": (block.measurements[0].model_copy(update={"label": "odd"}),)}))
-    with pytest.raises(UserError, match=r"measurements\.jsonl: damaged: it has odd_ms, which kernel_latency\.csv has no "):
-        writer.write_tables()
 
 
 def test_a_journal_that_lost_blocks_is_refused(folder: Path) -> None:
@@ -334,9 +285,6 @@ def test_a_journal_that_lost_blocks_is_refused(folder: Path) -> None:
     for use in (open_writer, read):
         with pytest.raises(UserError, match=r"blocks are missing: .*restore it, or remove .*tables\.json"):
             use(folder)
-    digests_path(folder).unlink()
-    open_writer(folder).write_tables()
-    assert tables(folder)[0].count("\n") == 1 + 1
 
 
 def test_a_line_that_a_kill_cut_short_is_no_lost_block(folder: Path) -> None:
@@ -351,34 +299,50 @@ def test_a_line_that_a_kill_cut_short_is_no_lost_block(folder: Path) -> None:
     assert tables(folder) == rewritten(folder)
 
 
-@pytest.mark.parametrize("contents", [None, "Kernel_ID,median_ms\n"])
-def test_tables_that_are_gone_or_of_other_columns_are_written_anew(folder: Path, rewrites: list[int],
-                                                                   contents: str | None) -> None:
-    right, path = tables(folder), kernel_table_path(folder)
-    path.unlink() if contents is None else path.write_text(contents)
-    open_writer(folder).write_tables()
-    assert rewrites == [1]
-    assert tables(folder) == right
-
-
 def test_new_kernels_join_the_described_ones(folder: Path) -> None:
     """Sorted by id; the lines of the other kernels do not change."""
-    kernels = draw_kernels(20)
     before = kernel_lines(folder)
-    open_writer(folder, *kernels, model="later")
-    assert [entry.kernel.id for entry in read_kernels(folder)] == sorted({FIRST.id, *(kernel.id for kernel in kernels)})
-    assert {name: line for name, line in kernel_lines(folder).items() if name in before} == before
-    wanted = {kernels[3].id, FIRST.id, "never described"}
-    assert {entry.kernel.id: entry.models for entry in read_kernels(folder, wanted)} == {
-        kernels[3].id: ("later",), FIRST.id: ("net",)}
+    open_writer(folder, SECOND, THIRD, model="later")
+    assert [entry.kernel.id for entry in read_kernels(folder)] == sorted(kernel.id for kernel in (FIRST, SECOND, THIRD))
+    assert kernel_lines(folder).items() > before.items()
+    assert {entry.kernel.id: entry.models for entry in read_kernels(folder, {SECOND.id, FIRST.id, "never described"})} == {
+        SECOND.id: ("later",), FIRST.id: ("net",)}
 
 
-@pytest.mark.parametrize(("added", "message"), [
-    *((f"{line}\n", r"kernels\.jsonl, line 2: damaged .*; measure anew: python benchmark/collector\.py")
-      for line in ("no json", "[]", '{"kernel": 1}', '{"models": []}')),
-    ('{"kernel"', r"kernels\.jsonl: damaged \(its last line is cut short\)")])
-def test_a_line_that_describes_no_kernel_is_reported(folder: Path, added: str, message: str) -> None:
-    with kernels_path(folder).open("a") as kernels:
-        kernels.write(added)
-    with pytest.raises(UserError, match=message):
-        open_writer(folder, SECOND)
+# what it holds -----------------------------------------------------------------------------------------------------------
+
+SCRIPT = "benchmark/dataset.py"
+LITTLE, LARGE, FAILED = relu(1, 8, 8), relu(4, 64, 112), gemm()  # of 4 kB, 25.7 MB, and one whose measurements fail
+
+
+@pytest.fixture
+def made_up(workspace: Workspace) -> Workspace:
+    """Two Relus, a product that failed, and nine convolutions; idle and at a load."""
+    kernels = [LITTLE, LARGE, FAILED, *(conv(out=8 * size) for size in range(1, 10))]
+    write_dataset(workspace, {kernel.id: kernel for kernel in kernels}, {LITTLE.id: ["anet"], LARGE.id: ["sampled:anet"]},
+                  {"anet": 10.0, "bnet": 5.0}, {0.0: 0.0, 0.5: 50.0}, failed=(FAILED.id,), noise=0.0)
+    return workspace
+
+
+def test_kernels_are_counted_by_operator_and_size(made_up: Workspace, tmp_path: Path) -> None:
+    page = tmp_path / "dataset.html"
+    coverage = json.loads(printed(SCRIPT, "--workspace", made_up.root, "--json", "--html", page))
+    assert "11 kernels of 2 operators were measured on Made Up, and 2 models" in page.read_text()
+    assert (coverage["kernels"], coverage["measured"], coverage["models"]) == (12, 11, 2)
+    by_operator = {row["operator"]: row for row in coverage["operators"]}
+    assert list(by_operator) == ["Conv", "Relu", "Gemm"]
+    sizes = dict(zip(coverage["sizes"], by_operator["Relu"]["by_size"], strict=True))
+    assert {size: count for size, count in sizes.items() if count} == {"below 10 kB": 1, "to 100 MB": 1}
+    assert by_operator["Relu"]["in_models"] == 1  # the other was sampled
+    assert [by_operator["Relu"][name] for name in ("least_ms", "most_ms")] == pytest.approx([true_ms(LITTLE), true_ms(LARGE)])
+    assert [by_operator["Gemm"][name] for name in ("kernels", "measured", "failed", "least_ms")] == [1, 0, 1, None]
+    assert [(load["level"], load["kernels"], load["models"]) for load in coverage["loads"]] == [(0.0, 11, 2), (0.5, 11, 0)]
+    assert sum(sum(row["by_size"]) for row in coverage["operators"]) == coverage["measured"]
+
+
+def test_a_dataset_is_named_where_there_are_several(made_up: Workspace) -> None:
+    files.write_json(made_up.dataset("other-cpu") / "dataset.json", {})
+    done = run_script(SCRIPT, "--workspace", made_up.root)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "say which with --target" in done.stderr
+    assert run_script(SCRIPT, "--workspace", made_up.root, "--target", TARGET.name).returncode == 0

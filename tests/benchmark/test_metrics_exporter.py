@@ -1,15 +1,13 @@
-"""The exporter as Prometheus meets it: a process that is asked over HTTP, playing readings from a file."""
+"""The exporter as Prometheus meets it: asked over HTTP, playing readings from a file."""
 
 from __future__ import annotations
 
 import logging
 import platform
 import re
-import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,47 +21,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_stand import INTERVAL_S, Exporter, free_port, recorded, start_exporter, wait_for
 
 from hase.benchmark import metrics_exporter
-from hase.benchmark.metrics.names import ALL, LATENCY, MODE, PHASE, QUANTILE, RUNS, TAKEN, Probed, ProbeSample, probed_of
-from hase.benchmark.metrics.sources import CpuSource, ReplaySource
-from hase.benchmark.metrics_exporter import LAST_SAMPLE, PROCESSES, ProbeSampler, ProcessSampler, Sampler, device_labels
-from hase.benchmark.ort.probes import SharingProbe
+from hase.benchmark.metrics.names import LATENCY, MODE, PHASE, TAKEN, Probed, ProbeSample, probed_of
+from hase.benchmark.metrics_exporter import LAST_SAMPLE, PROCESSES, ProbeSampler, ProcessSampler, device_labels
 from hase.utils.errors import UserError
 from hase.utils.paths import ROOT
 from hase.utils.web_server import STALE
-
-pytestmark = pytest.mark.slow
 
 SM, UTIL, CLOCK = "DCGM_FI_PROF_SM_ACTIVE", "DCGM_FI_DEV_GPU_UTIL", "DCGM_FI_DEV_SM_CLOCK"
 POWER = "DCGM_FI_DEV_POWER_USAGE"
 READING = {SM: 0.25, UTIL: 60.0, CLOCK: 1980.0, POWER: 312.5}
 PATIENCE_S = 30.0
-
-Start = Callable[..., tuple[subprocess.Popen[str], str]]
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts an exporter that plays readings; gives the process and its address."""
-    started: list[subprocess.Popen[str]] = []
-
-    def run(readings: Sequence[Mapping[str, Any]], *options: str) -> tuple[subprocess.Popen[str], str]:
-        process, url = start_exporter(recorded(tmp_path / "gpu_of_yesterday.jsonl", readings), *options)
-        started.append(process)
-        return process, url
-
-    yield run
-    for process in started:
-        process.kill()
-        process.communicate()
-
-
-def answer(url: str, status: int) -> requests.Response:
-    """The first answer of that status."""
-    until = time.monotonic() + PATIENCE_S
-    while (response := requests.get(url, timeout=5)).status_code != status:
-        assert time.monotonic() < until, f"{response.status_code}: {response.text}"
-        time.sleep(0.05)
-    return response
 
 
 def families(text: str) -> dict[str, Any]:
@@ -73,152 +40,89 @@ def families(text: str) -> dict[str, Any]:
     return {name: family for name, family in by_name.items() if not name.startswith("process_")}
 
 
-def test_names_values_labels_and_units(start: Start) -> None:
-    _, url = start([READING] * 600)
+def answer(url: str, status: int) -> requests.Response:
+    """The first answer of that status."""
+    got: list[requests.Response] = []
+    wait_for(lambda: got.append(requests.get(url, timeout=5)) or got[-1].status_code == status)  # type: ignore[func-returns-value]
+    return got[-1]
+
+
+@pytest.mark.slow
+def test_the_command_serves_until_a_signal(tmp_path: Path) -> None:
+    """Names, values, labels and units, at a port that nobody else gets meanwhile."""
     began = time.time()
-    served = families(answer(url, 200).text)
-    assert set(served) == {SM, UTIL, CLOCK, POWER, LAST_SAMPLE}
-    assert {name: served[name].samples[0].value for name in READING} == pytest.approx(READING)
-    labels = {"gpu": "0", "UUID": "replay-gpu_of_yesterday", "device": "replay", "modelName": "gpu_of_yesterday",
-              "Hostname": platform.node()}
-    assert all(served[name].samples[0].labels == labels and served[name].type == "gauge" for name in READING)
-    units = {name: served[name].documentation.rpartition("(")[2].rstrip(")") for name in READING}
-    assert units == {SM: "ratio", UTIL: "per cent", CLOCK: "MHz", POWER: "W"}
-    assert began - INTERVAL_S < served[LAST_SAMPLE].samples[0].value <= time.time()
-
-
-def test_new_names_have_their_own_units(start: Start) -> None:
-    _, url = start([READING] * 600, "--names", "new")
-    served = families(answer(url, 200).text)
-    assert {name: family.samples[0].value for name, family in served.items() if name != LAST_SAMPLE} == pytest.approx({
-        "DCGM_FI_PROF_SM_UTIL_RATIO": 0.25, "DCGM_FI_DEV_GPU_UTIL_RATIO": 0.6, "DCGM_FI_DEV_SM_CLOCK_HERTZ": 1.98e9,
-        "DCGM_FI_DEV_BOARD_POWER_WATTS": 312.5})
-    assert served["DCGM_FI_DEV_SM_CLOCK_HERTZ"].documentation == "clock of the SMs (Hz)"
-
-
-def test_the_time_of_the_last_sample_moves_on(start: Start) -> None:
-    _, url = start([READING] * 600)
-    first_s = families(answer(url, 200).text)[LAST_SAMPLE].samples[0].value
-    time.sleep(2 * INTERVAL_S)
-    assert families(answer(url, 200).text)[LAST_SAMPLE].samples[0].value > first_s
-
-
-def test_no_values_are_served_after_the_last_reading(start: Start) -> None:
-    process, url = start([READING] * 10)
-    answer(url, 200)
-    gone = answer(url, 503)
-    assert gone.headers["Content-Type"].startswith("text/plain")
-    assert "the last sound sample is" in gone.text
-    assert "the replay is over" in gone.text
-    assert SM not in gone.text
-    process.send_signal(signal.SIGINT)
-    _, log = process.communicate(timeout=PATIENCE_S)
-    assert log.count("the replay is over") == 1  # logged once, not every interval
-
-
-@pytest.mark.parametrize(("bad", "why"), [
-    ({SM: 4294967295}, "stands for no value"), ({SM: None}, "reports nan"),
-    ({SM: 0.0, "DCGM_FI_PROF_GR_ENGINE_ACTIVE": 0.9}, "stuck at 0")])
-def test_invalid_readings_are_never_served(bad: dict[str, Any], why: str, start: Start) -> None:
-    _, url = start([READING | bad] * 600)
-    until = time.monotonic() + (STALE + 2) * INTERVAL_S
-    while time.monotonic() < until:
-        refused = requests.get(url, timeout=5)
-        assert refused.status_code == 503
-        time.sleep(0.1)
-    assert "no sound sample so far" in refused.text
-    assert why in refused.text
-
-
-def test_a_signal_ends_it_cleanly(start: Start) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        process, url = start([READING] * 600)
-        answer(url, 200)
-        process.send_signal(number)
+    process, url = start_exporter(recorded(tmp_path / "gpu_of_yesterday.jsonl", [READING] * 600))
+    try:
+        served = families(answer(url, 200).text)
+        assert set(served) == {SM, UTIL, CLOCK, POWER, LAST_SAMPLE}
+        assert {name: served[name].samples[0].value for name in READING} == pytest.approx(READING)
+        labels = {"gpu": "0", "UUID": "replay-gpu_of_yesterday", "device": "replay", "modelName": "gpu_of_yesterday",
+                  "Hostname": platform.node()}
+        assert all(served[name].samples[0].labels == labels and served[name].type == "gauge" for name in READING)
+        units = {name: served[name].documentation.rpartition("(")[2].rstrip(")") for name in READING}
+        assert units == {SM: "ratio", UTIL: "per cent", CLOCK: "MHz", POWER: "W"}
+        assert began - INTERVAL_S < served[LAST_SAMPLE].samples[0].value <= time.time()
+        port = url.rpartition(":")[2].partition("/")[0]
+        done = run_script("benchmark/metrics_exporter.py", "--host", "127.0.0.1", "--port", port, "--source", "psutil",
+                          "--workspace", tmp_path)
+        assert (done.returncode, done.stderr.startswith(f"error: port {port}: ")) == (1, True)
+        assert "choose another port" in done.stderr.lower()
+        process.send_signal(signal.SIGTERM)
         _, log = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0
         assert re.fullmatch(r"served for \d+ s, which took \d+\.\d\d % of a core\n", log)
-        with pytest.raises(requests.ConnectionError):
-            requests.get(url, timeout=5)
+    finally:
+        process.kill()
+        process.communicate()
 
 
-def test_a_port_that_is_taken(start: Start, tmp_path: Path) -> None:
-    _, url = start([READING] * 600)
-    port = url.rpartition(":")[2].partition("/")[0]
-    done = run_script("benchmark/metrics_exporter.py", "--host", "127.0.0.1", "--port", port, "--source", "psutil",
-                      "--workspace", tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.startswith(f"error: port {port}: ")
-    assert "choose another port" in done.stderr.lower()
+Export = Callable[..., str]
 
 
-def test_a_sample_is_stale_after_some_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = ReplaySource(recorded(tmp_path / "one.jsonl", [READING]))
-    sampler = Sampler(source, interval_s=5.0)
-    assert sampler.trouble() == "no sound sample so far"
-    sampler.means, sampler.sampled_s = source.stop(_opened(source)), 1000.0
-    for now, trouble in ((1000.0 + 5.0 * STALE, ""), (1016.0, "the last sound sample is 16 s old")):
-        monkeypatch.setattr(time, "time", lambda now=now: now)
-        assert sampler.trouble() == trouble
+@pytest.fixture
+def export(tmp_path: Path) -> Iterator[Export]:
+    """Starts an exporter in this process that plays readings; gives its address."""
+    started: list[Exporter] = []
 
+    def serve(readings: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        started.append(Exporter(recorded(tmp_path / "gpu.jsonl", readings), device_labels("cpu", None), **options))
+        return f"http://{started[-1].address}/metrics"
 
-def _opened(source: ReplaySource) -> Any:
-    """A window in which the file's only reading came."""
-    window = source.start()
-    time.sleep(source.times_s[0] + 0.05)
-    return window
+    yield serve
+    for exporter in started:
+        exporter.close()
 
 
 @pytest.fixture
 def log_lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the exporter logs."""
-    told = Told()
-    monkeypatch.setattr(metrics_exporter.log, "handlers", [told])
-    return told.lines
+    """What the exporter logs, each line once however often its parents pass it on."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    monkeypatch.setattr(handler, "emit", lambda record: lines.append(handler.format(record)))
+    monkeypatch.setattr(metrics_exporter.log, "handlers", [handler])
+    return lines
 
 
-def test_sampling_goes_on_after_a_lack_of_file_descriptors(log_lines: list[str]) -> None:
-    sampler, over = Sampler(CpuSource(), interval_s=0.25), threading.Event()
-    thread = threading.Thread(target=sampler.run, args=(over,), daemon=True)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    thread.start()
-    wait_for(lambda: bool(sampler.means))
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
-        wait_for(lambda: "Too many open files" in sampler.error)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    wait_for(lambda: not sampler.error and time.time() - sampler.sampled_s < 0.25)
-    over.set()
-    thread.join(PATIENCE_S)
-    assert [line for line in log_lines if "Too many open files" in line] == log_lines[:1]
-    assert len(log_lines) == 1
+@pytest.mark.slow
+def test_no_values_are_served_after_the_last_reading(export: Export, log_lines: list[str]) -> None:
+    url = export([READING] * 8)
+    answer(url, 200)
+    gone = answer(url, 503)
+    assert gone.headers["Content-Type"].startswith("text/plain")
+    assert [text in gone.text for text in ("the last sound sample is", "the replay is over", SM)] == [True, True, False]
+    assert ["the replay is over" in line for line in log_lines] == [True]  # logged once, not every interval
 
 
-@pytest.mark.parametrize(("fault", "shown"), [(MemoryError(), "MemoryError"), (ZeroDivisionError("division"), "division")])
-def test_sampling_goes_on_after_any_fault(fault: Exception, shown: str, log_lines: list[str],
-                                          monkeypatch: pytest.MonkeyPatch) -> None:
-    """A probe's, too; only a fault of the program itself is shown with its traceback."""
-    probes = ProbeSampler("cpu", every_s=5.0)
-    with monkeypatch.context() as patched:
-        patched.setattr("hase.benchmark.ort.probes.SharingProbe.read", Mock(side_effect=fault))
-        probes.read()
-        assert (probes.latest, probes.error) == (None, shown)
-    probes.read()
-    assert probes.latest
-    assert not probes.error
-    assert len(log_lines) == 1
-    assert log_lines[0].startswith(f"the sharing probe: {shown}")
-    assert ("Traceback" in log_lines[0]) == isinstance(fault, ZeroDivisionError)
+@pytest.mark.slow
+def test_invalid_readings_are_never_served(export: Export) -> None:
+    url = export([READING | {SM: 0.0, "DCGM_FI_PROF_GR_ENGINE_ACTIVE": 0.9}] * 600)
 
+    def refused_with_reason() -> bool:
+        refused = requests.get(url, timeout=5)
+        assert (refused.status_code, "no sound sample so far" in refused.text) == (503, True)
+        return "stuck at 0" in refused.text
 
-def test_labels_of_a_cpu() -> None:
-    labels = device_labels("cpu", None)
-    assert list(labels) == ["gpu", "UUID", "device", "modelName", "Hostname"]
-    assert (labels["gpu"], labels["device"], labels["Hostname"]) == ("", "cpu", platform.node())
-
-
-# the sharing probe ---------------------------------------------------------------------------------------------------------
+    wait_for(refused_with_reason)
 
 
 def probe_samples(by_name: Mapping[str, Any]) -> list[ProbeSample]:
@@ -227,42 +131,29 @@ def probe_samples(by_name: Mapping[str, Any]) -> list[ProbeSample]:
             for sample in by_name[name].samples]
 
 
+@pytest.mark.slow
 def test_the_probe_beside_the_metrics_of_a_cpu(tmp_path: Path) -> None:
     """The real command, with a reading every second."""
-    port, began = free_port(), time.time()
+    port, began, labels = free_port(), time.time(), device_labels("cpu", None)
     process = subprocess.Popen(
         [sys.executable, "benchmark/metrics_exporter.py", "--host", "127.0.0.1", "--port", str(port), "--source", "psutil",
          "--interval", "0.5", "--probe-every", "1", "--workspace", str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout
         process.stdout.readline()
-        url = f"http://127.0.0.1:{port}/metrics"
 
         def probed() -> dict[str, Any]:
-            until = time.monotonic() + PATIENCE_S
-            while TAKEN not in (served := families(answer(url, 200).text)):
-                assert time.monotonic() < until
-                time.sleep(0.1)
-            return served
+            return families(answer(f"http://127.0.0.1:{port}/metrics", 200).text)
 
+        wait_for(lambda: TAKEN in probed())
         served = probed()
-        assert served["DCGM_FI_DEV_CPU_UTIL_TOTAL"].samples[0].labels == device_labels("cpu", None)
-        assert all(device_labels("cpu", None).items() <= sample.labels.items() for sample in probe_samples(served))
+        assert served["DCGM_FI_DEV_CPU_UTIL_TOTAL"].samples[0].labels == labels
+        assert all(labels.items() <= sample.labels.items() for sample in probe_samples(served))
         assert all(served[name].type == "gauge" and served[name].documentation for name in (LATENCY, PHASE, TAKEN))
         summary, taken_s = probed_of(probe_samples(served))
-        assert summary.sharing is None
-        assert served[TAKEN].samples[0].labels[MODE] == "cpu"
+        assert (summary.sharing, served[TAKEN].samples[0].labels[MODE]) == (None, "cpu")
         assert began < taken_s <= time.time()
-        alone_ms = min(SharingProbe("cpu").read(0.1).long.latencies_ms)
-        assert alone_ms / 5 < summary.latencies_ms[0] < 20 * alone_ms  # other programs use this machine too
-        assert summary.busy_ms + summary.quiet_ms < 1e3
-        medians = [sample.value for sample in served[LATENCY].samples
-                   if (sample.labels[RUNS], sample.labels[QUANTILE]) == (ALL, "0.5")]
-        assert medians == [pytest.approx(summary.latencies_ms[10] / 1e3)]
-        until = time.monotonic() + PATIENCE_S
-        while probed_of(probe_samples(probed())).taken_s == taken_s:
-            assert time.monotonic() < until
-            time.sleep(0.2)
+        wait_for(lambda: probed_of(probe_samples(probed())).taken_s > taken_s)
         process.send_signal(signal.SIGINT)
         assert process.wait(PATIENCE_S) == 0
     finally:
@@ -270,75 +161,48 @@ def test_the_probe_beside_the_metrics_of_a_cpu(tmp_path: Path) -> None:
         process.communicate()
 
 
-@pytest.fixture
-def probed_exporter(tmp_path: Path) -> Iterator[tuple[ProbeSampler, str]]:
-    """An exporter of a replay with a probe of this CPU that is read when asked to, and its address."""
+@pytest.mark.slow
+def test_a_reading_that_is_old_is_not_served(export: Export) -> None:
+    """An exporter of a replay, with a probe of this CPU that is read when asked to."""
     probes = ProbeSampler("cpu", every_s=5.0)
-    exporter = Exporter(recorded(tmp_path / "gpu.jsonl", [READING] * 600), device_labels("cpu", None), probes=probes)
-    yield probes, f"http://{exporter.address}/metrics"
-    exporter.close()
-
-
-def test_a_reading_that_is_old_is_not_served(probed_exporter: tuple[ProbeSampler, str]) -> None:
-    probes, url = probed_exporter
+    url = export([READING] * 600, probes=probes)
     assert not probe_samples(families(answer(url, 200).text))  # none so far
     probes.read()
     assert probes.latest
-    summary, taken_s = probed_of(probe_samples(families(answer(url, 200).text)))
-    assert taken_s == probes.latest.taken_s
-    assert summary.latencies_ms == pytest.approx(probes.latest.summary.latencies_ms)
     for age_s, served in ((5.0 * STALE - 2.0, True), (5.0 * STALE + 1.0, False)):
         probes.latest = probes.latest._replace(taken_s=time.time() - age_s)
         served_now = families(answer(url, 200).text)
-        assert bool(probe_samples(served_now)) == served
-        assert served_now[SM].samples[0].value == READING[SM]
+        assert (bool(probe_samples(served_now)), served_now[SM].samples[0].value) == (served, READING[SM])
 
 
-class Told(logging.Handler):
-    """Keeps what a logger says, each line once however often its parents pass it on."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(self.format(record))
-
-
-def test_a_failing_probe_leaves_the_metrics_alone(probed_exporter: tuple[ProbeSampler, str], log_lines: list[str],
+@pytest.mark.slow
+def test_a_failing_probe_leaves_the_metrics_alone(export: Export, log_lines: list[str],
                                                   monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pretended: at first a device without memory for the probe's sessions, then one that fails while it runs."""
-    probes, url = probed_exporter
-
-    def fails(why: str) -> Callable[..., Any]:
-        def fail(*_: object) -> Any:
-            raise UserError(why)
-        return fail
-
-    with monkeypatch.context() as patched:
-        patched.setattr("hase.benchmark.ort.probes.SharingProbe.__init__", fails("no memory left"))
-        for _ in range(3):
-            probes.read()
-    assert (probes.latest, probes.error) == (None, "no memory left")
-    assert set(families(answer(url, 200).text)) == {*READING, LAST_SAMPLE}
-    probes.read()  # there is some now
-    assert probes.error == ""
-    latest = probes.latest
-    with monkeypatch.context() as patched:
-        patched.setattr("hase.benchmark.ort.probes.SharingProbe.read", fails("the device fails"))
-        for _ in range(3):
-            probes.read()
-    assert (probes.latest, probes.error) == (latest, "the device fails")
-    assert set(families(answer(url, 200).text)) == {*READING, LAST_SAMPLE, LATENCY, PHASE, TAKEN}  # while it is fresh
-    assert log_lines == ["the sharing probe: no memory left", "the sharing probe: the device fails"]
+    """Pretended: at first a device without memory for the probe's sessions, then a fault of the program, which alone is shown
+    with its traceback."""
+    probes = ProbeSampler("cpu", every_s=5.0)
+    url = export([READING] * 600, probes=probes)
+    for place, fault, shown, served in (("__init__", MemoryError(), "MemoryError", ()),
+                                        ("read", ZeroDivisionError("division"), "division", (LATENCY, PHASE, TAKEN))):
+        latest = probes.latest  # which is fresh
+        with monkeypatch.context() as patched:
+            patched.setattr(f"hase.benchmark.ort.probes.SharingProbe.{place}", Mock(side_effect=fault))
+            for _ in range(3):
+                probes.read()
+        assert (probes.latest, probes.error) == (latest, shown)
+        assert set(families(answer(url, 200).text)) == {*READING, LAST_SAMPLE, *served}
+        probes.read()
+        assert probes.error == ""
+    assert log_lines[0] == "the sharing probe: MemoryError"
+    assert log_lines[1].startswith("the sharing probe: division\nTraceback")
 
 
-def test_the_count_of_processes(tmp_path: Path, log_lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a pretended GPU. A count that fails is logged once and leaves the metrics alone; an old one is not served."""
+@pytest.mark.slow
+def test_the_count_of_processes(export: Export, log_lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a pretended GPU. A count that fails is logged once and leaves the metrics alone."""
     probes = ProbeSampler("cuda", every_s=5.0)
     counts = ProcessSampler("cuda", every_s=5.0, probing=[probes])
-    exporter = Exporter(recorded(tmp_path / "gpu.jsonl", [READING] * 600), device_labels("cpu", None), counts=counts)
-    url = f"http://{exporter.address}/metrics"
+    url = export([READING] * 600, counts=counts)
 
     def served() -> list[ProbeSample]:
         return [ProbeSample(*sample[:3]) for family in [families(answer(url, 200).text).get(PROCESSES)] if family
@@ -357,33 +221,12 @@ def test_the_count_of_processes(tmp_path: Path, log_lines: list[str], monkeypatc
     count.assert_called_with(own=True)
     assert log_lines == ["the count of processes: the driver does not list this process"]
     assert len(served()) == 1
-    assert counts.latest
-    counts.latest = counts.latest._replace(taken_s=time.time() - 5.0 * STALE - 1.0)
-    assert served() == []
-    exporter.close()
-
-
-def test_readings_are_taken_until_the_sampler_is_stopped() -> None:
-    probes, over = ProbeSampler("cpu", every_s=0.05), threading.Event()
-    thread = threading.Thread(target=probes.run, args=(over,))
-    thread.start()
-    taken: set[float] = set()
-    until = time.monotonic() + PATIENCE_S
-    while len(taken) < 3:
-        assert time.monotonic() < until
-        taken |= {probes.latest.taken_s} if probes.latest else set()
-        time.sleep(0.02)
-    over.set()
-    thread.join(PATIENCE_S)
-    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize(("options", "message"), [
     (["--probe-every", "0.5"], "--probe-every 0.5: 1 s at least, since each run of the probe keeps the device busy"),
-    (["--probe-every", "0"], "not a positive number"),
     (["--probe-every", "5", "--source", "replay", "--replay", "gpu.jsonl"], "with --source replay there is no device to probe"),
 ])
 def test_impossible_probe_options(options: list[str], message: str) -> None:
     done = run_script("benchmark/metrics_exporter.py", *options)
-    assert done.returncode == 2
-    assert message in done.stderr
+    assert (done.returncode, message in done.stderr) == (2, True)

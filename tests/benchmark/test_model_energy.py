@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pandas as pd
 import pytest
@@ -19,7 +20,7 @@ from hase.benchmark.metrics import power
 from hase.benchmark.metrics.power import NoPowerSensor, PowerSample, PowerSensor
 from hase.benchmark.ort import worker
 from hase.benchmark.ort.worker import answer
-from hase.records.dataset_files import DatasetHeader, header_path, model_table_path, read_header, read_table
+from hase.records.dataset_files import DatasetHeader, model_table_path, read_table
 from hase.records.dataset_tables import energy_warnings
 from hase.records.dataset_writer import DatasetWriter, joined_header
 from hase.records.measurement import ENERGY, Block, Effort, Measurement
@@ -58,9 +59,8 @@ def sensor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "open_power_sensor", lambda device: Standing())
     monkeypatch.setattr(worker, "energy_of_runs", while_busy)
     monkeypatch.setattr(Standing, "busy", False)
-    for name, value in (("REST_S", 0.1), ("CALM_S", 0.0)):
-        monkeypatch.setattr(worker, name, value)
-    monkeypatch.setattr(power, "SETTLE_S", 0.1)
+    for module, name, value in ((worker, "REST_S", 0.1), (worker, "CALM_S", 0.0), (power, "SETTLE_S", 0.1)):
+        monkeypatch.setattr(module, name, value)
 
 
 def measured(path: Path, energy_s: float) -> dict[str, Measurement]:
@@ -71,117 +71,88 @@ def measured(path: Path, energy_s: float) -> dict[str, Measurement]:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    flavour = build_workspace(Workspace(tmp_path), {"anet_1": small_model()})
-    assert flavour.device == "cpu"
+    build_workspace(Workspace(tmp_path), {"anet_1": small_model()})
     return Workspace(tmp_path).models / "anet_1.onnx"
+
+
+def block_of(key: str, uuid: str, *measurements: Measurement) -> Block:
+    return Block(level=0.0, key=key, background={}, during={}, canary_before_ms=1.0, canary_after_ms=1.0, attempts=1,
+                 machine=uuid, measurements=measurements)
 
 
 def test_the_energy_of_a_run_is_a_part_of_its_window(model: Path, sensor: None) -> None:
     by_label = measured(model, 0.4)
     assert set(by_label) == {"latency", ENERGY}
-    energy_label = by_label[ENERGY]
-    quantities = {name: value for name, (value,) in energy_label.quantities.items()}
-    assert quantities["power_w"] == pytest.approx(90.0, rel=0.01)
-    assert quantities["idle_w"] == pytest.approx(40.0, rel=0.01)
-    assert quantities["window_s"] >= 0.4
-    assert quantities["energy_j"] == pytest.approx(90.0 * quantities["window_s"] / quantities["runs"], rel=0.01)
-    assert quantities["counter_j"] == pytest.approx(quantities["energy_j"], rel=0.05)
-    assert energy_label.samples_ms == pytest.approx((1e3 * quantities["window_s"] / quantities["runs"],), rel=1e-3)
-    assert "too short for the sensor" in energy_label.error  # 0.4 s is no 3 s
+    read = {name: value for name, (value,) in by_label[ENERGY].quantities.items()}
+    assert (read["power_w"], read["idle_w"]) == pytest.approx((90.0, 40.0), rel=0.01)
+    assert read["window_s"] >= 0.4
+    run_s = read["window_s"] / read["runs"]
+    assert read["energy_j"] == pytest.approx(90.0 * run_s, rel=0.01)
+    assert read["counter_j"] == pytest.approx(read["energy_j"], rel=0.05)
+    assert by_label[ENERGY].samples_ms == pytest.approx((1e3 * run_s,), rel=1e-3)
+    assert "too short for the sensor" in by_label[ENERGY].error  # 0.4 s is no 3 s
 
 
-def test_without_a_sensor_the_latency_is_still_measured(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(device: str) -> PowerSensor:
-        raise NoPowerSensor("power: none here")
-
-    monkeypatch.setattr(worker, "open_power_sensor", none)
-    by_label = measured(model, 0.4)
+def test_without_a_sensor_the_latency_is_still_measured(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                        caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(worker, "open_power_sensor", Mock(side_effect=NoPowerSensor("power: none here")))
+    by_label = measured(model, 0.1)
     assert (by_label["latency"].status, by_label[ENERGY].status, by_label[ENERGY].error) == ("ok", "failed", "power: none here")
     assert set(measured(model, 0.0)) == {"latency"}
+    monkeypatch.setattr(power.RaplPower.__init__, "__defaults__", (tmp_path,))
+    with caplog.at_level(logging.WARNING):
+        assert CollectorConfig(energy_s=3.0).with_energy_on("cpu") == CollectorConfig()
+    assert "no energy is measured: power: this CPU's energy can't be read" in caplog.text
 
 
 def test_the_table_has_the_energy_only_where_it_was_measured(model: Path, sensor: None, tmp_path: Path) -> None:
-    target, this_machine = local_target("cpu"), machine("cpu")
-    plain = DatasetHeader(target=target, metrics=(), machines={this_machine.uuid: this_machine}, groups={"anet_1": "anet"})
+    this_machine = machine("cpu")
+    plain = DatasetHeader(target=local_target("cpu"), metrics=(), machines={this_machine.uuid: this_machine},
+                          groups={"anet_1": "anet"})
     folder = tmp_path / "dataset"
-
-    def block(key: str, energy_s: float) -> Block:
-        return Block(level=0.0, key=key, background={}, during={}, canary_before_ms=1.0, canary_after_ms=1.0, attempts=1,
-                     machine=this_machine.uuid, measurements=tuple(measured(model, energy_s).values()))
-
     writer = DatasetWriter(folder, plain, [])
-    writer.append(block("before", 0.0))
+    writer.append(block_of("before", this_machine.uuid, *measured(model, 0.0).values()))
     writer.write_tables()
-    assert "energy" not in header_path(folder).read_text(encoding="utf-8")
     assert "energy_j" not in read_table(model_table_path(folder)).columns
     writer = DatasetWriter(folder, plain.model_copy(update={"energy": True}), [])  # the collector again, now with energy
-    writer.append(block("after", 0.3))
+    writer.append(block_of("after", this_machine.uuid, *measured(model, 0.3).values()))
     writer.write_tables()
     table = read_table(model_table_path(folder))
-    assert pd.isna(table["power_w"][0])
+    assert (pd.isna(table["power_w"][0]), "too short" in table["energy_doubts"][1]) == (True, True)
     assert table["power_w"][1] == pytest.approx(90.0, rel=0.01)
     assert table["energy_j"][1] == pytest.approx(table["power_w"][1] * table["energy_s"][1] / table["energy_runs"][1], rel=0.01)
-    assert "too short" in table["energy_doubts"][1]
     assert joined_header(folder, plain).energy  # a later run without energy keeps the columns
-    assert read_header(folder).energy
 
 
+@pytest.mark.slow
 def test_kernels_are_measured_in_batches_of_one_operator_and_never_singly(model: Path, sensor: None, tmp_path: Path) -> None:
     workspace = Workspace(tmp_path)
-    build_workspace(workspace, {f"anet_{channels}": small_model(channels) for channels in (8, 16, 24, 32)})
-    items = find_work(workspace, local_target("cpu"), ()).kernels
-    batches = energy_batches(items, "cpu")
+    build_workspace(workspace, {f"anet_{channels}": small_model(channels) for channels in (16, 24, 32)})
+    batches = energy_batches(find_work(workspace, local_target("cpu"), ()).kernels, "cpu")
     assert batches
     for batch in batches:
         assert LEAST_IN_BATCH <= len(batch) <= MOST_IN_BATCH
         assert len({(item.kernel.op_type, item.kernel.dtype) for item in batch}) == 1
-    of_type = {batch[0].kernel.op_type: batch for batch in batches}
-    too_few = [item for item in items if item.kernel.op_type not in of_type]
-    assert energy_batches(too_few, "cpu") == []
-    largest = max((item.kernel for item in items if item.kernel.op_type in ("Conv", "FusedConv")),
-                  key=lambda kernel: kernel.flops)
-    assert largest.id in {item.id for batch in batches for item in batch}
-
     batch = batches[0]
-    reply = answer(Request(do="kernels_energy", device="cpu", paths=tuple(str(item.path) for item in batch), effort=EFFORT,
-                           energy_s=0.3))
-    [measurement] = reply.measurements
+    [measurement] = answer(Request(do="kernels_energy", device="cpu", paths=tuple(str(item.path) for item in batch),
+                                   effort=EFFORT, energy_s=0.3)).measurements
     assert (measurement.subject, measurement.members) == ("kernels", tuple(item.id for item in batch))
-    (energy_j,), (window_s,), (rounds,) = (measurement.quantities[name] for name in ("energy_j", "window_s", "runs"))
-    assert energy_j == pytest.approx(90.0 * window_s / rounds, rel=0.01)  # of one run of each
-    read_back = Measurement.model_validate_json(measurement.model_dump_json())
-    assert read_back == measurement
-    assert "members" not in measurement.model_copy(update={"members": ()}).model_dump_json()  # journals stay small
+    read = {name: value for name, (value,) in measurement.quantities.items()}
+    assert read["energy_j"] == pytest.approx(90.0 * read["window_s"] / read["runs"], rel=0.01)  # of one run of each
 
 
 def test_runs_that_other_work_slowed_down_give_a_warning() -> None:
-    latency, energy_ = (Measurement(subject="model", id="m", label=label, context="m", place="alone", samples_ms=samples)
-                        for label, samples in (("latency", (0.9, 1.0, 5.0)), (ENERGY, (1.2,))))
-    assert energy_warnings(energy_, latency) == ""
-    slow = energy_.model_copy(update={"samples_ms": (2.5,), "error": "no sample for 2.00 s"})
-    assert energy_warnings(slow, latency) == "no sample for 2.00 s; its runs took 2.5 times as long as for its latency"
+    latency, energy = (Measurement(subject="model", id="m", label=label, context="m", place="alone", samples_ms=samples)
+                       for label, samples in (("latency", (0.9, 1.0, 5.0)), (ENERGY, (1.2,))))
+    slow = energy.model_copy(update={"samples_ms": (2.5,)})
+    assert [energy_warnings(of, latency) for of in (energy, slow)] == [
+        "", "its runs took 2.5 times as long as for its latency"]
 
 
-def test_a_model_without_its_energy_is_measured_again(tmp_path: Path) -> None:
-    workspace = Workspace(tmp_path)
-    build_workspace(workspace, {"anet_1": small_model()})
-    work = find_work(workspace, local_target("cpu"), ())
+@pytest.mark.parametrize(("energy_s", "planned"), [(0.0, []), (3.0, ["anet_1"])])
+def test_a_model_without_its_energy_is_measured_again(model: Path, tmp_path: Path, energy_s: float, planned: list[str]) -> None:
+    work = find_work(Workspace(tmp_path), local_target("cpu"), ())
     latency = Measurement(subject="model", id="anet_1", label="latency", context="anet_1", place="alone", samples_ms=(1.0,))
-    block = Block(level=0.0, key="", background={}, during={}, canary_before_ms=1.0, canary_after_ms=1.0, attempts=1,
-                  machine="", measurements=(latency,))
-
-    def models_planned(config: CollectorConfig) -> list[str]:
-        return [item.id for planned in plan(work, [block], 32, variants=config.model_labels_on("cpu")) for item in planned.units
-                if item in work.models]
-
-    assert models_planned(CollectorConfig(variants=())) == []
-    assert models_planned(CollectorConfig(variants=(), energy_s=3.0)) == ["anet_1"]
-
-
-def test_the_collector_says_why_it_measures_no_energy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-                                                       caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(power.RaplPower.__init__, "__defaults__", (tmp_path,))
-    config = CollectorConfig(energy_s=3.0)
-    with caplog.at_level(logging.WARNING):
-        assert config.with_energy_on("cpu") == CollectorConfig()
-    assert "no energy is measured: power: this CPU's energy can't be read" in caplog.text
+    labels = CollectorConfig(variants=(), energy_s=energy_s).model_labels_on("cpu")
+    assert [item.id for part in plan(work, [block_of("", "", latency)], 32, variants=labels) for item in part.units
+            if item in work.models] == planned

@@ -13,38 +13,11 @@ from pathlib import Path
 
 import pytest
 from command import printed
-from prometheus_stand import (
-    READINGS,
-    Exporter,
-    MadeUpExporter,
-    Page,
-    Recorder,
-    device_labels,
-    prometheus,
-    recorded,
-    value,
-    wait_for,
-)
+from prometheus_stand import READINGS, Exporter, MadeUpExporter, Page, device_labels, prometheus, recorded, value, wait_for
 
-from hase.benchmark.metrics.names import (
-    ALL,
-    AT,
-    BUSY,
-    LATENCY,
-    MODE,
-    PHASE,
-    QUANTILE,
-    RUNS,
-    TAKEN,
-    WAITED,
-    Probed,
-    ProbeSample,
-    Unreadable,
-    probed_of,
-    samples_of,
-)
+from hase.benchmark.metrics import names
+from hase.benchmark.metrics.names import Probed, ProbeSample, Unreadable, probed_of, samples_of
 from hase.benchmark.metrics_exporter import ProbeSampler
-from hase.inference.evaluation.evaluate import EvaluationLoads
 from hase.inference.library.predictor import predict
 from hase.inference.live.load import InferenceConfig, LoadReading, current_load, fields_asked
 from hase.inference.live.prometheus import PrometheusConfig, PrometheusError
@@ -58,27 +31,25 @@ from hase.utils import files
 from hase.utils.errors import UserError
 from hase.utils.paths import ROOT, Workspace
 
-pytestmark = pytest.mark.slow
-
 MAX_AGE_S = 3600.0  # of readings: longer than all tests of this file take
 TARGET = "nvidia-h200-cuda-ort1.31-all"
 ENGINE = "DCGM_FI_PROF_GR_ENGINE_ACTIVE"
 METRICS = {ENGINE: 0.4, "DCGM_FI_DEV_GPU_UTIL": 50.0}
 LOADS = ((0.0, ""), (0.25, "resnet50_16"), (0.5, "compute"), (1.0, "memory_2ms"))
-TOKEN = "t0ken"
 
 
 @pytest.fixture(scope="module")
 def readings() -> dict[float, ProbeReading]:
     """By level: of an H200 that is idle, and beside three kinds of load."""
+    found: dict[float, ProbeReading] = {}
     with tarfile.open(ROOT / "recipes" / "h200" / "under-load-nvidia-h200.tar.xz") as opened:
         journal = opened.extractfile(f"benchmark/dataset/{TARGET}/measurements.jsonl")
         assert journal is not None
-        blocks = [Block.model_validate_json(line) for line in journal]
-    return {load[0]: next(block.probe for block in blocks if block.load == load and block.probe) for load in LOADS}
-
-
-# there and back ------------------------------------------------------------------------------------------------------------
+        while len(found) < len(LOADS):
+            block = Block.model_validate_json(journal.readline())
+            if block.load in LOADS and block.probe:
+                found.setdefault(block.level, block.probe)
+    return found
 
 
 def test_a_summary_is_what_its_samples_say(readings: dict[float, ProbeReading]) -> None:
@@ -86,87 +57,60 @@ def test_a_summary_is_what_its_samples_say(readings: dict[float, ProbeReading]) 
         written = Probed(summarise_probe(reading), 1.75e9)
         samples = list(samples_of(written))
         assert bool(written.summary.waited_ms) == (0.0 < level < 1.0)  # beside work that never pauses all wait alike
-        assert len(samples) == len(AT) + len(written.summary.waited_ms) + 2 + 1
-        read_back = probed_of(samples)
-        assert (read_back.taken_s, read_back.summary.sharing) == (1.75e9, "time_slices")
+        assert len(samples) == len(names.AT) + len(written.summary.waited_ms) + 2 + 1
+        back = probed_of(samples)
+        assert (back.taken_s, back.summary.sharing) == (1.75e9, "time_slices")
         for name in ("latencies_ms", "waited_ms", "busy_ms", "quiet_ms"):
-            assert getattr(read_back.summary, name) == pytest.approx(getattr(written.summary, name))
-    assert samples[10] == ProbeSample(LATENCY, {RUNS: ALL, QUANTILE: "0.5"}, written.summary.latencies_ms[10] / 1e3)
-
-
-def test_a_cpu_has_a_mode_too(readings: dict[float, ProbeReading]) -> None:
-    written = Probed(summarise_probe(readings[0.5]).model_copy(update={"sharing": None}), 5.0)
-    *_, taken = samples_of(written)
-    assert taken == ProbeSample(TAKEN, {MODE: "cpu"}, 5.0)
-    assert probed_of(samples_of(written)).summary.sharing is None
-
-
-def test_series_that_a_server_still_has_of_earlier_readings(readings: dict[float, ProbeReading]) -> None:
+            assert getattr(back.summary, name) == pytest.approx(getattr(written.summary, name))
+    # a server still has series of an earlier reading
     earlier = Probed(summarise_probe(readings[0.5]).model_copy(update={"sharing": "mps"}), 1000.0)
-    now = Probed(summarise_probe(readings[0.0]), 1015.0)
-    of_now = list(samples_of(now))
-    series = {(sample.name, *sample.labels.values()) for sample in of_now}
+    now = list(samples_of(Probed(summarise_probe(readings[0.0]), 1015.0)))
+    series = {(sample.name, *sample.labels.values()) for sample in now}
     stale = [sample for sample in samples_of(earlier) if (sample.name, *sample.labels.values()) not in series]
-    assert len(stale) == len(AT) + 1
-    assert probed_of([*stale, *of_now]) == probed_of(of_now)
+    assert len(stale) == len(names.AT) + 1
+    assert probed_of([*stale, *now]) == probed_of(now)
 
 
-def with_value(value: float, name: str, *labels: str) -> Callable[[list[ProbeSample]], list[ProbeSample]]:
+Change = Callable[[list[ProbeSample]], list[ProbeSample]]
+
+
+def with_value(value: float, name: str, *labels: str) -> Change:
     """Changes the value of one of the samples."""
-    return lambda samples: [
-        sample._replace(value=value) if (sample.name, *sample.labels.values()) == (name, *labels) else sample
-        for sample in samples]
+    return lambda samples: [s._replace(value=value) if (s.name, *s.labels.values()) == (name, *labels) else s for s in samples]
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (with_value(math.nan, LATENCY, ALL, "0.5"), r"latencies_ms\.10: Input should be a finite number"),
-    (with_value(math.inf, LATENCY, WAITED, "1"), r"waited_ms\.20: Input should be a finite number"),
-    (with_value(math.nan, PHASE, BUSY), "busy_ms: Input should be a finite number"),
-    (with_value(math.nan, TAKEN, "time_slices"), "hase_probe_timestamp_seconds is not a time"),
-    (with_value(-1.0, LATENCY, ALL, "0"), "positive and ascend"), (with_value(9.0, LATENCY, ALL, "0.9"), "positive and ascend"),
-    (with_value(-1.0, PHASE, BUSY), "phases can't be negative"),
+    (with_value(math.nan, names.LATENCY, names.ALL, "0.5"), "latencies_ms.10: Input should be a finite number"),
+    (with_value(math.nan, names.TAKEN, "time_slices"), "hase_probe_timestamp_seconds is not a time"),
+    (with_value(9.0, names.LATENCY, names.ALL, "0.9"), "positive and ascend"),
+    (with_value(-1.0, names.PHASE, names.BUSY), "phases can't be negative"),
     (lambda samples: samples[1:], 'are missing, hase_probe_latency_seconds{runs="all",quantile="0"} first'),
-    (lambda samples: [sample for sample in samples if sample.labels.get(RUNS) != WAITED], "21 of its samples are missing"),
-    (lambda samples: [sample for sample in samples if sample.name != PHASE], 'hase_probe_phase_seconds{phase="busy"}'),
     (lambda samples: samples[:-1], "hase_probe_timestamp_seconds is missing"),
-    (lambda samples: [*samples[:-1], ProbeSample(TAKEN, {MODE: "exclusive"}, 1.0)], "sharing: Input should be"),
-    (lambda samples: [*samples[:-1], ProbeSample(TAKEN, {}, 1.0)], "sharing: Input should be"),
+    (lambda samples: [*samples[:-1], ProbeSample(names.TAKEN, {names.MODE: "exclusive"}, 1.0)], "sharing: Input should be"),
 ])
-def test_samples_that_are_no_reading(
-        readings: dict[float, ProbeReading], change: Callable[[list[ProbeSample]], list[ProbeSample]], message: str) -> None:
+def test_samples_that_are_no_reading(readings: dict[float, ProbeReading], change: Change, message: str) -> None:
     with pytest.raises(Unreadable) as raised:
         probed_of(change(list(samples_of(Probed(summarise_probe(readings[0.5]), 1.75e9)))))
-    assert message.replace("\\", "") in raised.value.fact
-
-
-# by way of a Prometheus ----------------------------------------------------------------------------------------------------
+    assert message in raised.value.fact
 
 
 @pytest.fixture(scope="module")
 def port(readings: dict[float, ProbeReading], tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """A Prometheus that scrapes exporters of several pretended devices: their metrics are replayed, the readings an H200's."""
-    folder = tmp_path_factory.mktemp("probed")
+    folder, now = tmp_path_factory.mktemp("probed"), time.time()
+    probed = {f"level_{level:g}": Probed(summarise_probe(reading), now) for level, reading in readings.items()}
+    half = probed["level_0.5"]
+    probed |= {"mps": half._replace(summary=half.summary.model_copy(update={"sharing": "mps"})),
+               "old": half._replace(taken_s=now - 2 * MAX_AGE_S)}
+    replay = recorded(folder / "metrics.jsonl", [METRICS] * READINGS)
+    exporters = {name: Exporter(replay, device_labels(f"GPU-{name}"), probes=None if name == "unprobed" else ProbeSampler(
+        "cuda", every_s=MAX_AGE_S, latest=probed[name])) for name in (*probed, "unprobed")}
 
-    def exporter(name: str, probed: Probed | None) -> Exporter:
-        probes = ProbeSampler("cuda", every_s=MAX_AGE_S, latest=probed) if probed else None
-        return Exporter(recorded(folder / f"{name}.jsonl", [METRICS] * READINGS), device_labels(f"GPU-{name}"),
-                        probes=probes)
-
-    def page(name: str, change: Callable[[list[ProbeSample]], list[ProbeSample]]) -> Page:
-        samples = change(list(samples_of(Probed(summarise_probe(readings[0.5]), time.time()))))
-        labels = device_labels(f"GPU-{name}")
-        return Page(labels, dict(METRICS),
-                    more=[(labels | dict(sample.labels), {sample.name: sample.value}) for sample in samples])
-
-    summaries = {f"level_{level:g}": summarise_probe(reading) for level, reading in readings.items()}
-    now, of_mps = time.time(), summarise_probe(readings[0.5]).model_copy(update={"sharing": "mps"})
-    exporters = {name: exporter(name, Probed(summary, now)) for name, summary in summaries.items()} | {
-        "mps": exporter("mps", Probed(of_mps, now)), "unprobed": exporter("unprobed", None),
-        "old": exporter("old", Probed(summarise_probe(readings[0.5]), now - 2 * MAX_AGE_S))}
-    made_up = MadeUpExporter({
-        "nan": page("nan", with_value(math.nan, LATENCY, ALL, "0.5")), "part": page("part", lambda samples: samples[5:])})
+    labels = device_labels("GPU-part")
+    made_up = MadeUpExporter({"part": Page(labels, dict(METRICS), more=[
+        (labels | dict(sample.labels), {sample.name: sample.value}) for sample in list(samples_of(half))[5:]])})
     targets = {name: (served.address, "metrics") for name, served in exporters.items()}
-    targets |= {name: (made_up.address, name) for name in made_up.pages} | {"again": targets["level_0.5"]}
+    targets |= {name: (made_up.address, name) for name in made_up.pages}
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("NO_PROXY", "127.0.0.1,localhost")
         with prometheus(folder / "prometheus", targets) as server:
@@ -197,12 +141,12 @@ def predicted(load: LoadReading, model: Path, workspace: Workspace) -> Predictio
     return predict(model, target=TARGET, workspace=workspace, load=load.metrics, notices=load.notices, co_runner=co_runner)
 
 
-@pytest.mark.parametrize("level", [level for level, _ in LOADS])
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [0.0, 0.5, 1.0])
 def test_the_server_gives_the_same_prediction_as_the_file(port: int, readings: dict[float, ProbeReading], level: float,
                                                           model: Path, workspace: Workspace) -> None:
     """To within a few per cent, by the predictors and the sharing that ship for an H200; the metrics give another latency."""
     load = load_of(config(port, f"level_{level:g}"), workspace)
-    assert load.metrics == {ENGINE: pytest.approx(0.4)}
     from_server = predicted(load, model, workspace).under_load
     from_file = predict(model, target=TARGET, workspace=workspace,
                         co_runner=probed_work(fitted_for(workspace, TARGET), readings[level])).under_load
@@ -213,84 +157,52 @@ def test_the_server_gives_the_same_prediction_as_the_file(port: int, readings: d
     assert (from_server.told_by, from_metrics.told_by) == ("probe", "metrics")
     assert from_server.mean_ms == pytest.approx(from_file.mean_ms, rel=0.03)
     assert from_server.percentile_ms(95) == pytest.approx(from_file.percentile_ms(95), rel=0.03)
-    assert from_server.busy_share == pytest.approx(from_file.busy_share, abs=0.02)
     assert from_metrics.mean_ms != pytest.approx(from_file.mean_ms, rel=0.05)
 
 
-def test_no_probe_is_read_for_a_target_without_a_sharing_model(port: int, workspace: Workspace) -> None:
-    assert current_load(config(port, "level_0.5"), fields=[ENGINE]).probe is None
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "more", "notices"), [
+    ("old", {}, ["the sharing probe was last read 7"]), ("unprobed", {}, []), ("level_0.5", {"probe_max_age_s": None}, [])])
+def test_a_reading_that_is_old_or_missing_or_not_wanted(port: int, name: str, more: dict[str, object], notices: list[str],
+                                                        model: Path, workspace: Workspace) -> None:
+    load = load_of(config(port, name, **more), workspace)
+    prediction = predicted(load, model, workspace)
+    assert (load.probe, prediction.under_load and prediction.under_load.told_by) == (None, "metrics")
+    assert any("metrics do not show" in warning and "--probe-every" in warning for warning in prediction.warnings)
+    assert all(any(warning.startswith(notice) for warning in prediction.warnings) for notice in notices)
 
 
-def test_a_reading_that_is_old_or_missing_or_not_wanted(port: int, model: Path, workspace: Workspace) -> None:
-    for name, more, notice in (("old", {}, "the sharing probe was last read 7"), ("unprobed", {}, None),
-                               ("level_0.5", {"probe_max_age_s": None}, None)):
-        load = load_of(config(port, name, **more), workspace)
-        prediction = predicted(load, model, workspace)
-        assert load.probe is None
-        assert prediction.under_load
-        assert prediction.under_load.told_by == "metrics"
-        assert any("metrics do not show" in warning and "--probe-every" in warning for warning in prediction.warnings)
-        matching = [warning for warning in prediction.warnings if notice and warning.startswith(notice)]
-        assert len(matching) == (1 if notice else 0)
-    assert load_of(config(port, "old", probe_max_age_s=10000), workspace).probe
-
-
-@pytest.mark.parametrize(("name", "more", "message"), [
-    ("nan", {}, r"reading of GPU-nan \(index 0, host node7\) can't be used: latencies_ms\.10: Input should be a finite"),
-    ("part", {}, r"can't be used: 5 of its samples are missing, .*; mend its exporter .*probe_max_age_s: null"),
-    ("level_0.5", {"job": None}, "several exporters report GPU-level_0.5"),
-    ("level_0.5", {"job": None, "gpu": None}, "several devices match: GPU-level_0 "),
-])
-def test_what_is_no_reading_is_an_error(port: int, name: str, more: dict[str, object], message: str,
-                                        workspace: Workspace) -> None:
-    with pytest.raises(PrometheusError, match=message):
-        load_of(config(port, name, **more), workspace)
-
-
-def test_on_failure_forgives_what_is_no_reading(port: int, workspace: Workspace) -> None:
-    load = load_of(config(port, "nan", on_failure="idle"), workspace)
+@pytest.mark.slow
+def test_what_is_no_reading_is_an_error(port: int, workspace: Workspace) -> None:
+    with pytest.raises(PrometheusError, match=r"reading of GPU-part \(.*\) can't be used: 5 of its samples are missing"):
+        load_of(config(port, "part"), workspace)
+    load = load_of(config(port, "part", on_failure="idle"), workspace)
     assert (load.metrics, load.probe) == ({}, None)
     assert "predicted for an idle device" in load.notices[0]
 
 
+@pytest.mark.slow
 def test_a_gpu_that_is_shared_otherwise(port: int, model: Path, workspace: Workspace) -> None:
+    """And no probe is read for a target without a sharing model."""
     with pytest.raises(UserError, match=r"sharing mode mps: .* measured in time slices only"):
         predicted(load_of(config(port, "mps"), workspace), model, workspace)
+    assert current_load(config(port, "level_0.5"), fields=[ENGINE]).probe is None
 
 
-def test_one_more_request(port: int, workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HASE_TEST_TOKEN", TOKEN)
-    recorder = Recorder(port, TOKEN)
-    load = load_of(config(port, "level_0.5", url=recorder.url, token_env="HASE_TEST_TOKEN"), workspace)
-    assert load.probe
-    assert (recorder.connections, recorder.requests) == (1, 3)
-    recorder.close()
-
-
-def test_the_evaluator_uses_the_probe_too(port: int, workspace: Workspace) -> None:
-    fitted = fitted_for(workspace, TARGET)
-    load, co_runner = EvaluationLoads(config(port, "level_0.5")).now(fitted, 0.0, None)
-    assert load.probe
-    assert co_runner
-    assert (co_runner.busy_ms, co_runner.quiet_ms) == pytest.approx((load.probe.busy_ms, load.probe.quiet_ms))
-
-
+@pytest.mark.slow
 def test_the_commands(port: int, readings: dict[float, ProbeReading], model: Path, workspace: Workspace,
                       tmp_path: Path) -> None:
-    """Both use the probe of the Prometheus, once and with --watch; a file named with --probe comes first."""
-    (tmp_path / "config.yaml").write_text(config(port, "level_0.25").model_dump_json())
+    """All use the probe of the Prometheus, once and with --watch; a file named with --probe comes first."""
+    settings = config(port, "level_0.25")
+    (tmp_path / "config.yaml").write_text(settings.model_dump_json())
     files.write_json(tmp_path / "reading.json", readings[1.0])
     command = ["inference/predict_model_latency.py", "--model", str(model), "--target", TARGET, "--config",
                str(tmp_path / "config.yaml"), "--workspace", str(workspace.root), "--json"]
-
-    def shell(*options: str) -> dict[str, object]:
-        under_load: dict[str, object] = json.loads(printed(*command, *options))[0]["under_load"]
-        return under_load
-
-    expected = predicted(load_of(config(port, "level_0.25"), workspace), model, workspace).under_load
+    expected = predicted(load_of(settings, workspace), model, workspace).under_load
     assert expected
-    assert shell() == expected.model_dump(mode="json")
-    assert shell("--probe", str(tmp_path / "reading.json"))["busy_share"] == 1.0
+    assert json.loads(printed(*command))[0]["under_load"] == expected.model_dump(mode="json")
+    of_file = json.loads(printed(*command, "--probe", tmp_path / "reading.json"))[0]["under_load"]
+    assert of_file["busy_share"] == 1.0
     watched = subprocess.Popen([sys.executable, *command, "--watch", "0.3"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert watched.stdout

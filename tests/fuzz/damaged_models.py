@@ -1,14 +1,20 @@
-"""Wrong ONNX files, by a seed: small models damaged in their bytes or in one to three fields, and models made to do harm."""
+"""Campaign `models`: wrong ONNX files, by a seed: small models damaged in their bytes or in one to three fields, and models
+made to do harm."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fuzz.reading import Outcome, Parts, Reader
+from hase.inference import predict
+from hase.ort_analysis.isolated.analysis import check_opens, graph_of, own_sizes
 from hase.utils.lazy import onnx
 from hase.utils.model_files import COLLECTION_KEY, DEFAULT_DIMS_KEY, GROUP_KEY
 
@@ -22,7 +28,6 @@ DEFAULTS = ("", "x", "[]", "1", "null", '{"batch": "x"}', '{"batch": 1.5}', '{"b
             '{"batch": [2]}', '{"batch": 1e400}', '{"batch": 10000000000000000000000}', "[" * 5000,
             '{"batch": ' + "9" * 5000 + "}")
 NAMES = ("", ".", "..", "a/b", "../x", "a|b", "a\0b", "\x1b[2J", "\n", "x" * 5000, "é", "con", "a\\b", " ")
-BEYOND_64_BITS = b"\xff" * 10 + b"\x7f"  # a number of eleven bytes; protobuf's have ten at most
 
 
 def value(name: str, shape: Sequence[int | str] = (1, WIDTH), dtype: int = FLOAT) -> onnx.ValueInfoProto:
@@ -30,7 +35,6 @@ def value(name: str, shape: Sequence[int | str] = (1, WIDTH), dtype: int = FLOAT
 
 
 def new_node(op_type: str, inputs: Sequence[str], outputs: Sequence[str], **fields: Any) -> onnx.NodeProto:
-    """A node; `fields` are its attributes, name and domain."""
     return onnx.helper.make_node(op_type, inputs, outputs, **fields)
 
 
@@ -42,8 +46,6 @@ def model_of(nodes: Sequence[onnx.NodeProto], constants: Sequence[onnx.TensorPro
     opsets = [onnx.helper.make_opsetid(*opset) for opset in OPSETS]
     return onnx.helper.make_model(graph, opset_imports=opsets, functions=functions, ir_version=10)
 
-
-# sound models ------------------------------------------------------------------------------------------------------------
 
 def network() -> onnx.ModelProto:
     """Convolutions with a dynamic batch, and the metadata that an exporter of Hase writes."""
@@ -110,8 +112,6 @@ def words() -> onnx.ModelProto:
 SOUND: tuple[Callable[[], onnx.ModelProto], ...] = (network, network, loop, choice, calls, words)
 
 
-# models made to do harm --------------------------------------------------------------------------------------------------
-
 def folded(products: int = 400, side: int = 4096) -> onnx.ModelProto:
     """Products of constants, which a runtime computes while it optimises: hours."""
     constants = [onnx.numpy_helper.from_array(np.array([side, side]), "shape")]
@@ -127,17 +127,6 @@ def large_constants(gib: int) -> onnx.ModelProto:
     nodes = [new_node("ConstantOfShape", ["shape"], ["large"]), new_node("Exp", ["large"], ["e"]),
              new_node("ReduceSum", ["e"], ["s"]), new_node("Add", ["x", "s"], ["y"])]
     return model_of(nodes, constants)
-
-
-def many_constants(parts: int, side: int = 4096) -> onnx.ModelProto:
-    """Weights of 64 MiB each that a runtime computes while it optimises, from a file of some KiB."""
-    constants = [onnx.numpy_helper.from_array(np.array([side, side]), "shape"),
-                 *(onnx.numpy_helper.from_array(np.array(n, np.float32), f"n{n}") for n in range(parts))]
-    nodes = [new_node("ConstantOfShape", ["shape"], ["zeros"])]
-    for n in range(parts):
-        nodes += [new_node("Add", ["zeros", f"n{n}"], [f"w{n}"]),
-                  new_node("MatMul", [f"x{n}" if n else "x", f"w{n}"], [f"x{n + 1}"])]
-    return model_of(nodes, constants, [value("x", (1, side))], [value(f"x{parts}", (1, side))])
 
 
 def types_in_types(depth: int) -> onnx.ModelProto:
@@ -169,7 +158,6 @@ HARMFUL: dict[str, Callable[[], onnx.ModelProto]] = {
     "calls 3,000 deep": lambda: calls(3000), "a function that calls itself": circle,
     "constants folded for hours": folded, "a constant of 2 GiB": lambda: large_constants(2),
     "a constant of 7 GiB": lambda: large_constants(7), "a constant of 320 GiB": lambda: large_constants(320),
-    "constants of 7 GiB in parts": lambda: many_constants(110),
     "types 40 deep": lambda: types_in_types(40), "20,000 nodes": lambda: wide(20_000),
 }
 
@@ -190,154 +178,72 @@ def torn(data: bytes, rng: random.Random) -> bytes:
                        data[:begin] + bytes(end - begin) + data[end:]])
 
 
-Edit = Callable[["onnx.ModelProto", random.Random], None]
+def edit(what: str, model: onnx.ModelProto, rng: random.Random) -> None:
+    """Damages a model in one way of EDITS, by way of protobuf."""
+    graph, weights, tensor = model.graph, model.graph.initializer, onnx.TensorProto
+    values, node = [*graph.input, *graph.output], rng.choice(graph.node)
+
+    def dims(info: onnx.ValueInfoProto) -> Any:
+        return info.type.tensor_type.shape.dim
+
+    match what:
+        case "odd dimension":
+            rng.choice([dim for info in (*values, *graph.value_info) for dim in dims(info)]).dim_value = rng.choice(
+                [0, -1, 2**31, 2**40, 2**62, 7])
+        case "odd weight":
+            weight = rng.choice(weights)
+            weight.dims[rng.randrange(len(weight.dims))] = rng.choice([0, -1, 2**31, 2**62, 3, 4])
+            weight.data_type = rng.choice([0, 1, 1, 1, 7, 8, 10, 16, 22, 99])
+        case "type of an end":
+            rng.choice(values).type.tensor_type.elem_type = rng.choice([0, 6, 8, 9, 11, 99])
+        case "cycle":
+            first, last = sorted(rng.sample(range(len(graph.node)), 2))
+            graph.node[first].input[0] = graph.node[last].output[0]
+        case "missing input":
+            node.input[rng.randrange(len(node.input))] = rng.choice(["", "nowhere", "../x"])
+        case "odd attribute":
+            name = rng.choice([*(each.name for each in node.attribute), "pads", "strides", "kernel_shape", "group", "axis"])
+            for attribute in [attribute for attribute in node.attribute if attribute.name == name]:
+                node.attribute.remove(attribute)
+            odd = rng.choice([[0, 0], [-1, -1], [2**62] * 2, [2**31 - 1] * 2, 1.5, "x", 2**62, -1])
+            node.attribute.append(onnx.helper.make_attribute(name, odd))
+        case "same names":
+            node, namesake = rng.sample(list(graph.node), 2)
+            node.name, node.output[0] = namesake.name, namesake.output[0]
+        case "odd version":
+            model.opset_import[0].version = rng.choice([0, -1, 1, 5, 17, 99, 2**31, 2**62])
+            model.ir_version = rng.choice([0, 1, 3, 10, 99, 2**40])
+        case "odd operator":
+            node.op_type = rng.choice(["", "Nothing", "../x", "If", "Loop", "Sqrt", "MatMul", "Concat", "NonZero", "C" * 2000])
+            node.domain = rng.choice(["", "com.microsoft", "ai.onnx.ml", "mine", "../.."])
+        case "other place":  # of a weight's data
+            weight, sizes = rng.choice(weights), ["0", "4", "-1", "", "x", str(2**62)]
+            places = ["/dev/zero", "../x", "model.bin", "", ".", "*/_ORT_MEM_ADDR_/*", "x" * 5000]
+            weight.data_location = tensor.EXTERNAL
+            for key, texts in (("location", places), ("offset", sizes), ("length", sizes)):
+                weight.external_data.add(key=key, value=rng.choice(texts))
+        case "less data":
+            weight = rng.choice(weights)
+            weight.raw_data = weight.raw_data[:rng.randrange(len(weight.raw_data))]
+        case "odd metadata":
+            key = rng.choice([DEFAULT_DIMS_KEY, DEFAULT_DIMS_KEY, GROUP_KEY, COLLECTION_KEY])
+            for entry in [entry for entry in model.metadata_props if entry.key == key and rng.random() < 0.8]:
+                model.metadata_props.remove(entry)
+            model.metadata_props.add(key=key, value=rng.choice(DEFAULTS if key == DEFAULT_DIMS_KEY else NAMES))
+        case "no type":
+            rng.choice(values).ClearField("type")
+        case "sequence":
+            rng.choice(values).type.sequence_type.elem_type.tensor_type.elem_type = rng.choice([1, 99])
+        case "no rank":
+            rng.choice(values).type.tensor_type.ClearField("shape")
+        case "odd names":
+            node.name, graph.name, node.output[0] = rng.choices(NAMES, k=3)
+            rng.choice(dims(rng.choice(graph.input))).dim_param = rng.choice(NAMES)
 
 
-def _dims(value: onnx.ValueInfoProto) -> Any:
-    return value.type.tensor_type.shape.dim
-
-
-def odd_dimension(model: onnx.ModelProto, rng: random.Random) -> None:
-    dims = [dim for value in (*model.graph.input, *model.graph.output, *model.graph.value_info) for dim in _dims(value)]
-    rng.choice(dims).dim_value = rng.choice([0, -1, 2**31, 2**40, 2**62, 7])
-
-
-def odd_weight_shape(model: onnx.ModelProto, rng: random.Random) -> None:
-    weight = rng.choice(model.graph.initializer)
-    weight.dims[rng.randrange(len(weight.dims))] = rng.choice([0, -1, 2**31, 2**62, 3])
-
-
-def another_type(model: onnx.ModelProto, rng: random.Random) -> None:
-    if rng.random() < 0.5:
-        rng.choice(model.graph.initializer).data_type = rng.choice([0, 1, 7, 8, 10, 16, 22, 99])
-    else:
-        rng.choice([*model.graph.input, *model.graph.output]).type.tensor_type.elem_type = rng.choice([0, 6, 8, 9, 11, 99])
-
-
-def cycle(model: onnx.ModelProto, rng: random.Random) -> None:
-    first, last = sorted(rng.sample(range(len(model.graph.node)), 2))
-    model.graph.node[first].input[0] = model.graph.node[last].output[0]
-
-
-def missing_input(model: onnx.ModelProto, rng: random.Random) -> None:
-    node = rng.choice(model.graph.node)
-    node.input[rng.randrange(len(node.input))] = rng.choice(["", "nowhere", "../x"])
-
-
-def missing_weight(model: onnx.ModelProto, rng: random.Random) -> None:
-    del model.graph.initializer[rng.randrange(len(model.graph.initializer))]
-
-
-def odd_attribute(model: onnx.ModelProto, rng: random.Random) -> None:
-    node = rng.choice(model.graph.node)
-    odd = rng.choice([[0, 0], [-1, -1], [2**62] * 2, [2**31 - 1] * 2, 1.5, "x", 2**62, -1])
-    name = rng.choice([attribute.name for attribute in node.attribute] + [
-        "pads", "strides", "kernel_shape", "group", "dilations", "axis"])
-    for attribute in [attribute for attribute in node.attribute if attribute.name == name]:
-        node.attribute.remove(attribute)
-    node.attribute.append(onnx.helper.make_attribute(name, odd))
-
-
-def same_names(model: onnx.ModelProto, rng: random.Random) -> None:
-    node, namesake = rng.sample(list(model.graph.node), 2)
-    node.name = namesake.name
-    if rng.random() < 0.5:
-        node.output[0] = namesake.output[0]
-
-
-def odd_opset(model: onnx.ModelProto, rng: random.Random) -> None:
-    if rng.random() < 0.5:
-        model.opset_import[0].version = rng.choice([0, -1, 1, 5, 99, 2**31, 2**62])
-    else:
-        model.ir_version = rng.choice([0, 1, 3, 99, 2**40])
-
-
-def odd_operator(model: onnx.ModelProto, rng: random.Random) -> None:
-    node = rng.choice(model.graph.node)
-    node.op_type = rng.choice(["", "Nothing", "../x", "If", "Loop", "Sqrt", "MatMul", "Concat", "NonZero", "Conv" * 500])
-    node.domain = rng.choice(["", "com.microsoft", "ai.onnx.ml", "mine", "../.."])
-
-
-def other_place(model: onnx.ModelProto, rng: random.Random) -> None:
-    weight = rng.choice(model.graph.initializer)
-    weight.data_location = onnx.TensorProto.EXTERNAL
-    places = ["/dev/zero", "../x", "model.bin", "", ".", "*/_ORT_MEM_ADDR_/*", "x" * 5000]
-    sizes = ["0", "4", "-1", "", "x", str(2**62)]
-    for key, values in (("location", places), ("offset", sizes), ("length", sizes)):
-        value = rng.choice(values)
-        weight.external_data.append(onnx.StringStringEntryProto(key=key, value=value))
-
-
-def deep(model: onnx.ModelProto, rng: random.Random) -> None:
-    inner = onnx.helper.make_graph([new_node("Identity", ["x"], ["d"])], "g", [], [])
-    for _ in range(rng.choice([3, 20])):
-        inner = onnx.helper.make_graph([new_node("If", ["c"], ["d"], then_branch=inner)], "g", [], [])
-    model.graph.node.append(new_node("If", ["c"], ["d"], then_branch=inner))
-
-
-def less_data(model: onnx.ModelProto, rng: random.Random) -> None:
-    weight = rng.choice(model.graph.initializer)
-    weight.raw_data = weight.raw_data[:rng.randrange(len(weight.raw_data))]
-
-
-def many_nodes(model: onnx.ModelProto, rng: random.Random) -> None:
-    name = model.graph.node[0].output[0]
-    for number in range(rng.choice([200, 1500])):
-        model.graph.node.append(new_node("Relu", [name], [f"many{number}"]))
-        name = f"many{number}"
-
-
-def odd_metadata(model: onnx.ModelProto, rng: random.Random) -> None:
-    key = rng.choice([DEFAULT_DIMS_KEY, DEFAULT_DIMS_KEY, GROUP_KEY, COLLECTION_KEY])
-    for entry in [entry for entry in model.metadata_props if entry.key == key and rng.random() < 0.8]:
-        model.metadata_props.remove(entry)
-    model.metadata_props.add(key=key, value=rng.choice(DEFAULTS if key == DEFAULT_DIMS_KEY else NAMES))
-
-
-def odd_kind(model: onnx.ModelProto, rng: random.Random) -> None:
-    """An input, an output or an attribute that is no tensor, or of a type that nobody knows."""
-    value_info = rng.choice([*model.graph.input, *model.graph.output])
-    odd = rng.choice(["none", "sequence", "map", "sparse", "rank", "attribute"])
-    if odd == "none":
-        value_info.ClearField("type")
-    elif odd == "sequence":
-        value_info.type.sequence_type.elem_type.tensor_type.elem_type = rng.choice([1, 99])
-    elif odd == "map":
-        value_info.type.map_type.key_type = rng.choice([7, 99])
-        value_info.type.map_type.value_type.tensor_type.elem_type = 1
-    elif odd == "sparse":
-        value_info.type.sparse_tensor_type.elem_type = rng.choice([1, 99])
-    elif odd == "rank":
-        value_info.type.tensor_type.ClearField("shape")
-    else:
-        node = rng.choice(model.graph.node)
-        tensor = rng.choice([onnx.TensorProto(data_type=99, dims=[2]), onnx.TensorProto(data_type=1, dims=[2**40]),
-                             onnx.TensorProto(data_type=8, dims=[1], string_data=[b"\xff"])])
-        node.attribute.append(onnx.helper.make_attribute(rng.choice(["value", "axis"]), tensor))
-        node.attribute.append(onnx.AttributeProto(name="bytes", type=onnx.AttributeProto.STRINGS, strings=[b"\xff\xfe"]))
-
-
-def odd_name(model: onnx.ModelProto, rng: random.Random) -> None:
-    """A name that ends lines or paths, is empty, or very long: of a tensor, a node, the graph or a dimension."""
-    name, node = rng.choice(NAMES), rng.choice(model.graph.node)
-    what = rng.choice(["tensor", "node", "graph", "dimension"])
-    if what == "tensor":
-        before, node.output[0] = node.output[0], name
-        for reader in model.graph.node:
-            for index, read in enumerate(reader.input):
-                if read == before:
-                    reader.input[index] = name
-    elif what == "node":
-        node.name = name
-    elif what == "graph":
-        model.graph.name = name
-    else:
-        rng.choice(_dims(rng.choice(model.graph.input))).dim_param = name
-
-
-EDITS: tuple[Edit, ...] = (
-    odd_metadata, odd_kind, odd_name, odd_dimension, odd_weight_shape, another_type, cycle, missing_input, missing_weight,
-    odd_attribute, same_names, odd_opset, odd_operator, other_place, deep, less_data, many_nodes)
+EDITS = ("odd metadata", "odd dimension", "odd weight", "type of an end", "cycle", "missing input",
+         "odd attribute", "same names", "odd version", "odd operator", "other place", "less data", "no type",
+         "sequence", "no rank", "odd names")
 
 
 def not_utf8(data: bytes, rng: random.Random) -> bytes:
@@ -351,7 +257,7 @@ def not_utf8(data: bytes, rng: random.Random) -> bytes:
 
 def beyond_64_bits(data: bytes, rng: random.Random) -> bytes:
     """A further weight or input, of which a size or a type is a number beyond 64 bits."""
-    number = rng.choice([BEYOND_64_BITS, b"\xff" * 9 + b"\x01", b"\xff" * 9 + b"\x7f"])
+    number = rng.choice([b"\xff" * 10 + b"\x7f", b"\xff" * 9 + b"\x01", b"\xff" * 9 + b"\x7f"])  # the first has too many bytes
     field = rng.choice([b"\x08", b"\x10"])  # of TensorProto: dims, data_type
     tensor = field + number + b"\x42\x01w"  # and its name
     graph = b"\x2a" + bytes([len(tensor)]) + tensor  # an initializer; protobuf joins it with the graph before
@@ -361,20 +267,65 @@ def beyond_64_bits(data: bytes, rng: random.Random) -> bytes:
 def damaged_model(data: bytes, rng: random.Random) -> tuple[str, bytes]:
     """The damage by name, and the damaged bytes: bytes of the file changed, or one to three fields by way of protobuf."""
     kind = rng.random()
-    if kind < 0.2:
-        return "flipped", flipped(data, rng)
-    if kind < 0.35:
-        return "torn", torn(data, rng)
-    if kind < 0.4:
-        return "not UTF-8", not_utf8(data, rng)
-    if kind < 0.45:
-        return "beyond 64 bits", beyond_64_bits(data, rng)
-    model = onnx.load_from_string(data)
-    done = []
-    for edit in rng.sample(EDITS, rng.choice([1, 1, 2, 3])):
-        try:
-            edit(model, rng)
-        except (ValueError, IndexError, TypeError):  # nothing left to damage in this way, or no such value in protobuf
-            continue
-        done.append(edit.__name__)
-    return "+".join(done), model.SerializeToString()
+    for most, damage in ((0.2, flipped), (0.35, torn), (0.4, not_utf8), (0.45, beyond_64_bits)):
+        if kind < most:
+            return damage.__name__, damage(data, rng)
+    model, done = onnx.load_from_string(data), []
+    for what in rng.sample(EDITS, rng.choice([1, 1, 2, 3])):
+        with suppress(ValueError, IndexError, TypeError):  # nothing left to damage in this way, or no such value in protobuf
+            edit(what, model, rng)
+            done.append(what)
+    return ", ".join(done), model.SerializeToString()
+
+
+CASES = 500
+QUESTIONS = ("predicted_ms", "predicted_ms", "predicted_ms", "looked_at", "opened")  # by the number of a model
+PATIENT = ("constants folded for hours", "20,000 nodes", "2^16 calls")  # many seconds each
+
+
+def predicted_ms(path: str) -> list[float]:
+    """Predictors for an H200 come with Hase, so nothing has to be trained."""
+    return [predict(path, target="nvidia-h200", force=True).latency_ms]
+
+
+def looked_at(path: str) -> None:
+    """What commands ask of a model besides its record."""
+    own_sizes(Path(path), {"batch": [1, 2]})
+    graph_of(Path(path), "cuda", {"batch": 2}, True)
+
+
+def opened(path: str) -> None:
+    """What commands that run a model ask before."""
+    check_opens(Path(path), "cpu", {"batch": 2}, False)
+
+
+def damaged(count: int, seed: int, folder: Path) -> Iterator[Outcome]:
+    """The outcomes of damaged models. The files that give faults are left in `folder`."""
+    sound = [(make.__name__, make().SerializeToString()) for make in SOUND]
+    with Reader("fuzz.damaged_models") as reader:
+        for number in range(count):
+            rng, path = random.Random(f"{seed} {number}"), folder / f"damaged_{number}.onnx"
+            name, data = rng.choice(sound)
+            damage, changed = damaged_model(data, rng)
+            path.write_bytes(changed)
+            outcome = reader.read((QUESTIONS[number % len(QUESTIONS)], str(path)), f"{number}: {name}: {damage}")
+            if not outcome.fault:
+                path.unlink()
+            yield outcome
+
+
+def harmful(patient: bool, folder: Path) -> Iterator[Outcome]:
+    """The outcomes of models that are made to do harm; those of PATIENT only on request."""
+    with Reader("fuzz.damaged_models") as reader:
+        for name, make in HARMFUL.items():
+            if patient or name not in PATIENT:
+                path = folder / "harmful.onnx"
+                path.write_bytes(make().SerializeToString())
+                yield reader.read(("predicted_ms", str(path)), name)
+                path.unlink()
+
+
+def parts(count: int, seed: int, folder: Path) -> Parts:
+    """`count` damaged models and the harmful ones, whose slowest run only where all CASES are asked for."""
+    yield "damaged models", damaged(count, seed, folder)
+    yield "models made to do harm", harmful(count >= CASES, folder)

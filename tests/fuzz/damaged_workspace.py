@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gzip
-import hashlib
-import io
 import json
 import math
 import random
 import shutil
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +15,68 @@ import numpy as np
 import yaml
 
 from fuzz.damaged_models import flipped, torn
-from fuzz.reading import Reader
-from fuzz.reporting import Outcome, titled
+from fuzz.reading import Outcome, Parts, Reader
 from fuzz.small_workspace import trained_workspace
-from hase.learned import target_files
-from hase.records.dataset_files import digests_path
-from hase.records.kernel_record_files import update_index
+from hase.benchmark.collecting.config import CollectorConfig
+from hase.inference import predict
+from hase.inference.evaluation.evaluate import evaluate
+from hase.inference.live.load import InferenceConfig
+from hase.kernel_model.sampling.usefulness import read_errors
+from hase.learned.kernels.interface import TrainingConfig
+from hase.model_zoo.exporting.zoo_config import ZooConfig
+from hase.records.dataset_files import read_journal, read_kernels
+from hase.records.kernel_record_files import kernels_in_file, read_model_records, update_index
 from hase.runtimes import flavour_of, local_target
-from hase.utils import files
+from hase.training.kernels.training_set import read_training_set
+from hase.utils.config import Config, read_config
 from hase.utils.paths import ROOT, Workspace
 
 CASES = 30  # damages of each file
 ODD_NUMBERS: tuple[Any, ...] = (0, -1, 1, 2**31, 2**63 - 1, -2**63, 10**30, 1e308, -1e308, 1e-320, math.nan, math.inf, 0.5)
 ODD_VALUES: tuple[Any, ...] = (None, "", "x", "../../x", "\ud800", "a\0b", [], {}, [[]], True, "9" * 5000)
-
 ODD_NAMES = ("", "a/b", "..", "\x01", "\x7f", "\ud800", "x" * 5000, "name")
+SCHEMAS: dict[str, type[Config]] = {"collector": CollectorConfig, "training": TrainingConfig, "inference": InferenceConfig,
+                                    "zoo": ZooConfig}
 
 
-# files of a workspace ----------------------------------------------------------------------------------------------------
+def read(what: str, path: str, root: str, target: str) -> list[float]:
+    """What a part of Hase reads of a file of the workspace at `root`: numbers that must be right."""
+    workspace = Workspace(Path(root))
+    match what:
+        case "kernels":
+            kernels_in_file(Path(path))
+        case "records":
+            read_model_records(workspace, flavour_of("cpu"))
+        case "errors":
+            read_errors(Path(path))
+        case "latency" | "strict latency":
+            return [predict(path, target=target, strict="strict" in what, workspace=root).latency_ms]
+        case "evaluation":
+            comparisons = evaluate(workspace, [], recorded=True, target=target).comparisons
+            return [value for row in comparisons for value in (row.predicted_ms, row.strict_ms, row.measured_ms)]
+        case "training set":  # a number that changes with any time, load or feature that training learns from
+            rows = read_training_set(workspace, target)
+            times_ms = sum(sum(times_ms[times_ms > 0]) for times_ms in rows.times_ms.values())
+            return [float(times_ms + np.nansum(rows.load) + rows.features.sum())]
+        case "journal":
+            return [len(read_journal(workspace.dataset(target)))]
+        case "kernels of a dataset":
+            return [sum(entry.kernel.flops for entry in read_kernels(workspace.dataset(target)))]
+        case _:
+            read_config(Path(path), SCHEMAS[what])
+    return []
+
+
+def readers(path: Path, root: str, target: str) -> list[tuple[str, ...]]:
+    """The calls that read a file of the workspace at `root`."""
+    place = path.relative_to(root).as_posix()
+    parts: dict[str, tuple[str, ...]] = {  # by how the place begins
+        "configs": tuple(SCHEMAS), "ort_analysis": ("kernels",) if path.stem == "index" else ("latency", "kernels", "records"),
+        "training/predictors": ("latency", "strict latency"), "training/kernel_errors": ("errors",),
+        "benchmark": ("evaluation", "training set", "journal", "kernels of a dataset")}
+    text = "anet_c16.onnx" if place.startswith("training/predictors") else str(path)
+    return [("read", what, text, root, target) for begin, whats in parts.items() if place.startswith(begin) for what in whats]
+
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     yield path
@@ -50,42 +92,29 @@ def damaged_document(document: Any, rng: random.Random) -> tuple[str, Any]:
     """A document of JSON or YAML with a value of another kind, one missing, one too many, or one too deep."""
     document = json.loads(json.dumps(document))
     path = rng.choice([place for place in _places(document) if place] or [()])
-    parent = document
-    for step in path[:-1]:
-        parent = parent[step]
     damage = rng.choice(["odd number", "odd number", "near", "odd value", "missing", "more", "deep", "whole", "renamed"])
     if damage == "whole" or not path:
         return "whole", rng.choice([[], {}, None, 1, "x", [document]])
-    if damage == "missing":
-        del parent[path[-1]]
-    elif damage == "more":
-        if isinstance(parent, dict):
+    *steps, last = path
+    parent = reduce(lambda part, step: part[step], steps, document)
+    match damage, parent[last]:
+        case "missing", _:
+            del parent[last]
+        case "more", _ if isinstance(parent, dict):
             parent["unknown"] = 1
-        else:
+        case "more", _:
             parent.append(parent[-1])
-    elif damage == "renamed" and isinstance(parent, dict):
-        parent[rng.choice(ODD_NAMES)] = parent.pop(path[-1])
-    elif damage == "near" and isinstance(parent[path[-1]], (int, float)) and not isinstance(parent[path[-1]], bool):
-        parent[path[-1]] = parent[path[-1]] * 2 + 1
-    elif damage == "deep":
-        nested: Any = 1
-        for _ in range(rng.choice([10, 400])):
-            nested = [nested]
-        parent[path[-1]] = nested
-    else:
-        parent[path[-1]] = rng.choice(ODD_NUMBERS if "number" in damage or damage == "near" else ODD_VALUES)
+        case "renamed", _ if isinstance(parent, dict):
+            parent[rng.choice(ODD_NAMES)] = parent.pop(last)
+        case "near", int() | float() as value if not isinstance(value, bool):
+            parent[last] = value * 2 + 1
+        case "deep", _:
+            parent[last] = [1]
+            for _ in range(rng.choice([9, 399])):
+                parent[last] = [parent[last]]
+        case _:
+            parent[last] = rng.choice(ODD_NUMBERS if damage in ("odd number", "near") else ODD_VALUES)
     return f"{damage} at {'.'.join(map(str, path))[:60]}", document
-
-
-def damaged_cell(table: bytes, rng: random.Random) -> tuple[str, bytes]:
-    """A CSV table with another value in one of its cells."""
-    lines = table.decode().split("\n")
-    number = rng.randrange(max(len(lines) - 1, 1))
-    cells = lines[number].split(",")
-    column = rng.randrange(len(cells))
-    cells[column] = str(rng.choice(ODD_NUMBERS + ODD_VALUES)).encode("utf-8", "replace").decode()
-    return f"line {number + 1}, cell {column}: {cells[column][:20]}", "\n".join(
-        [*lines[:number], ",".join(cells), *lines[number + 1:]]).encode()
 
 
 def damaged_line(journal: bytes, rng: random.Random) -> tuple[str, bytes]:
@@ -93,130 +122,43 @@ def damaged_line(journal: bytes, rng: random.Random) -> tuple[str, bytes]:
     lines = journal.decode().splitlines()
     number = rng.randrange(len(lines))
     damage, document = damaged_document(json.loads(lines[number]), rng)
-    damaged = rng.choice([[json.dumps(document)], [json.dumps(document)], [lines[number]] * 2])
-    if len(damaged) > 1:
-        damage = "twice"
-    lines[number:number + 1] = damaged
+    if rng.random() < 0.33:
+        damage, lines[number:number] = "twice", [lines[number]]
+    else:
+        lines[number] = json.dumps(document)
     return f"line {number + 1}: {damage}", "\n".join([*lines, ""]).encode()
 
 
 def damaged_file(path: Path, data: bytes, rng: random.Random) -> tuple[str, bytes]:
     """The damage by name, and the damaged bytes, by the kind of the file."""
     kind = rng.random()
-    if kind < 0.2 or path.suffix in (".xz", ".gz", ".npz"):
+    if kind < 0.2 or path.suffix in (".xz", ".gz", ".npz", ".csv"):
         return "flipped", flipped(data, rng)
     if kind < 0.35:
         return "torn", torn(data, rng)
     if kind < 0.4:
         return "nested 100,000 deep", b"[" * 100_000
-    if path.suffix == ".csv":
-        return damaged_cell(data, rng)
     if path.suffix == ".jsonl":
         return damaged_line(data, rng)
-    if path.suffix == ".yaml":
-        damage, document = damaged_document(yaml.safe_load(data), rng)
-        return damage, json.dumps(document).encode()  # JSON is YAML too
-    damage, document = damaged_document(json.loads(data), rng)
-    return damage, json.dumps(document).encode()
-
-
-def damaged_contents(path: Path, data: bytes, rng: random.Random) -> tuple[str, bytes, dict[Path, bytes]]:
-    """Damage that no digest shows, as a faulty program would write it: the damage by name, the damaged file, and other files
-    that hold its digest, with the right one."""
-    if path.suffix == ".npz":
-        with np.load(io.BytesIO(data)) as stored:
-            arrays = dict(stored)
-        name = rng.choice(sorted(arrays))
-        array = arrays[name].copy()
-        if array.size:
-            array.flat[rng.randrange(array.size)] = np.array(rng.choice([-1, 0, 2**40, -2**40, 99])).astype(array.dtype)
-        arrays[name] = rng.choice([array, array[:-1], array.astype(np.float64), array.reshape(-1, 1)])
-        packed = io.BytesIO()
-        np.savez_compressed(packed, **arrays)
-        changed = packed.getvalue()
-        return f"array {name}", changed, in_sidecar(path, changed)
-    if path.suffix == ".gz":
-        damage, document = damaged_document(json.loads(gzip.decompress(data)), rng)
-        lines = [f"{json.dumps(key)}:{json.dumps(value)}" for key, value in sorted(document.items())] if isinstance(
-            document, dict) else [json.dumps(document)]
-        changed = gzip.compress("{{\n{}\n}}".format(",\n".join(lines)).encode(), mtime=0)
-        return damage, changed, in_sidecar(path, changed)
-    if path.suffix == ".csv":
-        damage, changed = damaged_cell(data, rng)
-        noted = files.read_json(digests_path(path.parent))
-        noted["files"][path.name] = {"bytes": len(changed), "sha256": hashlib.sha256(changed).hexdigest()}
-        return damage, changed, {digests_path(path.parent): json.dumps(files.with_digest(noted)).encode()}
-    if path.suffix == ".jsonl":
-        damage, changed = damaged_line(data, rng)
-        lines = [with_right_digest(json.loads(line)) for line in changed.decode().splitlines()]
-        return damage, "".join(f"{line}\n" for line in lines).encode(), {}
-    damage, document = damaged_document(json.loads(data), rng)
-    return damage, json.dumps(files.with_digest(document) if isinstance(document, dict) else document).encode(), {}
-
-
-def with_right_digest(document: Any) -> str:
-    """A line of a journal; its digest is that of its contents."""
-    if not isinstance(document, dict) or document.keys() <= {files.DIGEST}:
-        return json.dumps(document)
-    return files.line_with_digest(json.dumps({key: value for key, value in document.items() if key != files.DIGEST}))
-
-
-def in_sidecar(path: Path, changed: bytes) -> dict[Path, bytes]:
-    """The sidecar beside a file, with the SHA-256 that the file has once it is changed."""
-    old, new = (hashlib.sha256(data).hexdigest() for data in (path.read_bytes(), changed))
-    document = json.loads(target_files.PREDICTORS.path(path.parent).read_text().replace(old, new))
-    return {target_files.PREDICTORS.path(path.parent): json.dumps(files.with_digest(document)).encode()}
-
-
-def questions(path: Path, root: Path, target: str) -> list[str]:
-    """Lines of Python that read a file of the workspace at `root`; `answers` gathers what must not change."""
-    place = path.relative_to(root).as_posix()
-    quoted, at = repr(str(path)), f"Workspace(Path({str(root)!r}))"
-    predicting = f"answers.append(predict('anet_c16.onnx', target={target!r}, workspace={str(root)!r}).latency_ms)"
-    if path.suffix == ".yaml":
-        return [f"read_config(Path({quoted}), {schema})" for schema in
-                ("CollectorConfig", "TrainingConfig", "InferenceConfig", "ZooConfig")]
-    if place.endswith("index.json"):
-        return [f"kernels_in_file(Path({quoted}))"]
-    if place.startswith("ort_analysis"):
-        return [predicting.replace("'anet_c16.onnx'", quoted), f"kernels_in_file(Path({quoted}))",
-                f"read_model_records({at}, flavour_of('cpu'))"]
-    if place.startswith("training/predictors"):
-        return [predicting, predicting.replace("workspace=", "strict=True, workspace=")]
-    if place.startswith("training/kernel_errors"):
-        return [f"read_errors(Path({quoted}))"]
-    dataset = f"{at}.dataset({target!r})"
-    return [f"answers.extend(evaluated_ms(evaluate({at}, [], recorded=True, target={target!r})))",
-            f"answers.append(learned_ms(read_training_set({at}, {target!r})))",
-            f"answers.append(len(read_journal({dataset})))",
-            f"answers.append(sum(entry.kernel.flops for entry in read_kernels({dataset})))"]
+    damage, document = damaged_document(yaml.safe_load(data) if path.suffix == ".yaml" else json.loads(data), rng)
+    return damage, json.dumps(document).encode()  # JSON is YAML too
 
 
 def damaged(root: Path, target: str, paths: Sequence[Path], count: int, seed: int) -> Iterator[Outcome]:
-    """The outcomes of `count` damages of each file of a workspace, which is put back each time.
-
-    Every third damage is one that no digest shows: an answer may then be another one, but no nonsense.
-    """
-    with Reader("fuzz.workspace_reading") as reader:
+    """The outcomes of `count` damages of each file of a workspace, which is put back each time."""
+    with Reader("fuzz.damaged_workspace") as reader:
         for path in paths:
-            lines = questions(path, root, target)
-            data, digests = path.read_bytes(), {holder: holder.read_bytes() for holder in path.parent.glob("*.json")}
-            wanted = {line: reader.answers(line) for line in lines if path.suffix != ".yaml"}
+            calls = readers(path, str(root), target)
+            before = path.read_bytes()
+            wanted = [reader.answers(call) if path.suffix != ".yaml" else None for call in calls]
             for number in range(count):
-                rng, no_digest = random.Random(f"{seed} {path.name} {number}"), number % 3 == 2 and path.suffix != ".yaml"
-                damage, changed, holders = (damaged_contents(path, data, rng) if no_digest else
-                                            (*damaged_file(path, data, rng), {}))
-                if changed == data:
-                    continue
+                damage, changed = damaged_file(path, before, random.Random(f"{seed} {path.name} {number}"))
                 try:
-                    for place, contents in {**holders, path: changed}.items():
-                        place.write_bytes(contents)
-                    for line in lines:
-                        yield reader.read(line, f"{path.relative_to(root)}: {damage}: {line[:40]}",
-                                          None if no_digest else wanted.get(line))
+                    path.write_bytes(changed)
+                    for call, right in zip(calls, wanted, strict=True):
+                        yield reader.read(call, f"{path.relative_to(root)}: {damage}: {call[1]}", right)
                 finally:
-                    for place, contents in {**digests, path: data}.items():
-                        place.write_bytes(contents)
+                    path.write_bytes(before)
 
 
 def files_of(workspace: Path, target: str) -> list[Path]:
@@ -233,8 +175,8 @@ def files_of(workspace: Path, target: str) -> list[Path]:
             *sorted((workspace / "training" / "kernel_errors").glob("*.json")), *sorted(configs.glob("*.yaml"))]
 
 
-def outcomes(count: int, seed: int, folder: Path) -> Iterator[tuple[str, Outcome]]:
-    """The outcomes of `count` damages of each file of a small workspace, which is made in `folder`."""
+def parts(count: int, seed: int, folder: Path) -> Parts:
+    """`count` damages of each file of a small workspace, which is made in `folder`."""
     target = local_target("cpu").name
     root = trained_workspace(folder / "workspace").root
-    yield from titled("damaged files", damaged(root, target, files_of(root, target), count, seed))
+    yield "damaged files", damaged(root, target, files_of(root, target), count, seed)

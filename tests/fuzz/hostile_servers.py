@@ -1,5 +1,5 @@
-"""Campaign `servers`: servers that answer a query for the load as no Prometheus does, and clients of the exporter that ask as
-no Prometheus does (hostile_clients.py)."""
+"""Campaign `servers`: servers that answer a query for the load as no Prometheus does; and clients of the exporter that ask as
+no Prometheus does, beside which a sound client must be answered all the same."""
 
 from __future__ import annotations
 
@@ -7,27 +7,31 @@ import gzip
 import json
 import os
 import random
+import resource
 import socket
 import struct
+import subprocess
+import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import repeat
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import chain, repeat
 from pathlib import Path
 from threading import Thread
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import psutil
+
 from fuzz.damaged_workspace import damaged_document
-from fuzz.hostile_clients import clients
-from fuzz.reading import Reader
-from fuzz.reporting import Outcome, titled
+from fuzz.reading import HANG_S, MOST_MIB, Outcome, Parts, Reader
 from hase.inference.live.load import InferenceConfig, current_load
 from hase.inference.live.prometheus import MAX_ANSWER_MIB, PrometheusConfig
+from hase.utils.lazy import requests
+from hase.utils.paths import ROOT
 
 CASES = 200  # damaged answers; each of the others comes once
-MODULE = "fuzz.hostile_servers"
 UTIL = "DCGM_FI_DEV_GPU_UTIL"
 MOST_UTIL = 100.0  # per cent
 TIMEOUT_S = 0.2
@@ -86,10 +90,7 @@ def dripped(before: bytes, slowly: bytes) -> Pieces:
 
 
 def endless(before: bytes, again: bytes) -> Pieces:
-    def pieces(request: bytes) -> Iterator[bytes]:
-        yield before
-        yield from repeat(again)
-    return pieces
+    return lambda request: chain([before], repeat(again))
 
 
 def silent(request: bytes) -> Iterator[bytes]:
@@ -155,25 +156,19 @@ HOSTILE: dict[str, tuple[Pieces, str]] = {  # what each does, and what the error
     "drips its status": (dripped(b"HTTP/1.1 ", b"2"), LATE),
     "drips headers": (dripped(OK, b"A: b\r\n"), LATE),
     "drips a text": (dripped(OK + b"Content-Length: 100000\r\n\r\n", b" "), LATE),
-    "drips a text without a length": (dripped(OK + b"\r\n", b" "), LATE),
     "drips chunks": (dripped(OK + CHUNKED, b"1\r\n \r\n"), LATE),
     "drips a packed text": (dripped(OK + PACKED + b"\r\n" + gzip.compress(b"{")[:12], b"\0"), LATE),
-    "drips trailers": (dripped(OK + CHUNKED + b"2\r\n{}\r\n0\r\n", b"A: b\r\n"), LATE),
     "says continue for ever": (endless(b"", b"HTTP/1.1 100 Continue\r\n\r\n"), LATE),
     "trailers for ever": (endless(OK + CHUNKED + b"2\r\n{}\r\n0\r\n", b"A: b\r\n" * 10000), LATE),
-    "headers for ever": (endless(OK, b"A: b\r\n" * 10000), UNREADABLE),
     "a header for ever": (endless(OK + b"A: ", MANY), UNREADABLE),
     "a text for ever": (endless(OK + b"\r\n", MANY), LARGE),
     "a text of 100 GB": (endless(OK + b"Content-Length: 100000000000\r\n\r\n", MANY), LARGE),
     "chunks for ever": (endless(OK + CHUNKED, b"10000\r\n" + MANY + b"\r\n"), LARGE),
-    "a page to log in for ever": (endless(b"HTTP/1.1 302 Found\r\nLocation: /\r\n\r\n", MANY), LARGE),
     "a chunk's size for ever": (endless(OK + CHUNKED, b"1" * 60000), UNREADABLE),
     "a bomb": (body(bomb(), PACKED), LARGE),
     "a bomb in a bomb": (body(gzip.compress(bomb()), b"Content-Encoding: gzip, gzip\r\n"), LARGE),
-    "a broken archive": (body(b"\x1f\x8b nothing of the kind", PACKED), UNREADABLE),
     "no HTTP": (once(b"\x15\x03\x01\0\x02\x02P" * 100), UNREADABLE),
     "no header's form": (once(OK + b"no colon\r\n: no name\r\n\r\n{}"), "no Prometheus answer"),
-    "a length below 0": (once(OK + b"Content-Length: -5\r\n\r\n{}"), "no Prometheus answer"),
     "a text cut short": (once(OK + b"Content-Length: 100\r\n\r\n{"), UNREADABLE),
     "nothing": (once(b""), "can't be reached"),
     "a reset within a text": (reset, "can't be reached"),
@@ -182,7 +177,6 @@ HOSTILE: dict[str, tuple[Pieces, str]] = {  # what each does, and what the error
     "a failure of its own": (body(b"<html>", status=b"HTTP/1.1 500 Internal Server Error\r\n"), "HTTP 500: no JSON"),
     "deep lists": (body(b"[" * 1_000_000), "no JSON"),
     "a long number": (body(b"1" * 1_000_000), "no JSON"),
-    "no text": (body(b"\xff\xfe\xfd" * 1000), "no JSON"),
     "names that are no text": (series_body([{"metric": {"__name__": {}}, "values": [[1, "1"]]}]),
                                "a series that no Prometheus"),
     "times that are none": (series_body([{"metric": {"__name__": UTIL}, "values": [[float("nan"), "1"]]}]), "a series that no"),
@@ -225,7 +219,7 @@ def loads(url: str) -> list[float]:
 def asked(reader: Reader, case: str, pieces: Pieces, scheme: str = "http") -> Outcome:
     """The outcomes of asking such a server for the load."""
     with serving(pieces) as url:
-        outcome = reader.read(f"answers.extend(loads({url.replace('http', scheme, 1)!r}))", case)
+        outcome = reader.read(("loads", url.replace("http", scheme, 1)), case)
     if any(value > MOST_UTIL for value in outcome.answers):
         outcome.what = "another answer"
     return outcome
@@ -241,11 +235,145 @@ def servers(reader: Reader) -> Iterator[Outcome]:
             yield outcome
 
 
-def outcomes(count: int, seed: int, folder: Path) -> Iterator[tuple[str, Outcome]]:
-    """The outcomes of hostile servers, of `count` damaged answers, and of hostile clients."""
+GET = b"GET /metrics HTTP/1.1\r\n"
+CROWD = 200  # connections at a time
+FEW_FILES = 64  # file descriptors of an exporter that lacks some; more than one that is idle has
+METRIC = "DCGM_FI_DEV_CPU_UTIL_TOTAL"
+GREETING = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"  # how a client of TLS begins
+CONNECT_S = 2.0
+SCRAPE_S = 20.0  # for a sound client
+
+Address = tuple[str, int]
+Client = Callable[[Address], list[socket.socket]]  # connects, does harm, and returns the connections that stay open
+
+
+def sending(data: bytes, times: int = 1, crowd: int = 1) -> Client:
+    """Connections that send something, and then neither send nor read any more."""
+    def client(address: Address) -> list[socket.socket]:
+        opened: list[socket.socket] = []
+        for _ in range(crowd):
+            try:
+                opened.append(socket.create_connection(address, timeout=CONNECT_S))
+            except OSError:  # the exporter accepts no more
+                break
+            with suppress(OSError):  # the exporter has closed it, as it may
+                for _ in range(times):
+                    opened[-1].sendall(data)
+        return opened
+    return client
+
+
+def dripping(data: bytes) -> Client:
+    """A connection that sends byte by byte, for a second."""
+    def client(address: Address) -> list[socket.socket]:
+        connection = socket.create_connection(address, timeout=CONNECT_S)
+        with suppress(OSError):
+            for byte in (data * 50)[:50]:
+                connection.sendall(bytes([byte]))
+                time.sleep(0.02)
+        return [connection]
+    return client
+
+
+def leaving(data: bytes, crowd: int = 20) -> Client:
+    """Connections that are reset after they have sent something."""
+    def client(address: Address) -> list[socket.socket]:
+        for connection in sending(data, crowd=crowd)(address):
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.close()
+        return []
+    return client
+
+
+CLIENTS: dict[str, Client] = {
+    "a silent crowd": sending(b"", crowd=CROWD),
+    "a crowd that asks and never reads": sending(GET + b"\r\n", times=50, crowd=CROWD),
+    "a crowd that leaves within its request": leaving(GET),
+    "a crowd that leaves before the answer": leaving(GET + b"\r\n"),
+    "one that drips its request": dripping(GET + b"A: b\r\n"),
+    "a request for ever": sending(b"G" * 65536, times=100),
+    "headers for ever": sending(GET + b"A: b\r\n" * 10000, times=20),
+    "garbage": sending(bytes(range(256)) * 100),
+    "a greeting of TLS": sending(GREETING + bytes(512)),
+    "a text of 100 MB": sending(b"POST /metrics HTTP/1.1\r\nContent-Length: 100000000\r\n\r\n" + b"x" * 65536, times=100),
+    "a text of a negative length": sending(b"POST /metrics HTTP/1.1\r\nContent-Length: -1\r\n\r\n"),
+    "a method that is none": sending(b"\xff\xfe / HTTP/1.1\r\n\r\n"),
+    "an address that is no text": sending(b"GET /\xff%ff%00?name[]=%ff&name[]=\xff HTTP/1.1\r\n\r\n"),
+    "a path to elsewhere": sending(b"GET /../../../../etc/passwd HTTP/1.1\r\n\r\n"),
+    "odd headers": sending(GET + b"Accept: \xff;q=x;version=\r\nAccept-Encoding: gzip;q=nan\r\nHost: \xff\r\n\r\n"),
+}
+
+
+class Exporter:
+    """The real exporter in a process of its own, under the metrics of this machine's CPU. Use as a context manager."""
+
+    def __init__(self, folder: Path, most_files: int | None = None) -> None:
+        self.log = folder / "exporter.log"
+        with self.log.open("wb") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "benchmark/metrics_exporter.py", "--json", "--port", "0", "--source", "psutil", "--interval",
+                 "1", "--workspace", str(folder)], cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True)
+        assert self.process.stdout is not None
+        report = ""
+        while not report.endswith("}\n"):
+            if not (line := self.process.stdout.readline()):
+                raise RuntimeError(f"the exporter does not start: {self.log.read_text()}")
+            report += line
+        self.url = str(json.loads(report)["url"])
+        parts = urlsplit(self.url)
+        self.address = (parts.hostname or "", parts.port or 0)
+        if most_files:
+            resource.prlimit(self.process.pid, resource.RLIMIT_NOFILE, (most_files, most_files))
+
+    def __enter__(self) -> Exporter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def scraped(self, case: str) -> Outcome:
+        """What a sound client gets; it may have to try again where descriptors are lacking, or no sample is there yet."""
+        began_s, why = time.monotonic(), ""
+        while (seconds := time.monotonic() - began_s) < HANG_S:
+            if self.process.poll() is not None:
+                return Outcome("crash", case, f"exit code {self.process.returncode}: {self.log.read_text()}", seconds=seconds)
+            try:
+                answer = requests.get(self.url, timeout=SCRAPE_S)
+                why = f"HTTP {answer.status_code}: {answer.text[:200]}"
+                if answer.status_code == requests.codes.ok and f"\n{METRIC}{{" in answer.text:
+                    peak_mib = psutil.Process(self.process.pid).memory_info().rss / 2**20
+                    what = "memory" if peak_mib > MOST_MIB else "traceback" if "Traceback" in self.log.read_text() else "answer"
+                    return Outcome(what, case, self.log.read_text(), seconds=seconds, peak_mib=peak_mib)
+            except requests.RequestException as error:
+                why = str(error)
+            time.sleep(0.2)
+        return Outcome("hang", case, why, seconds=HANG_S)
+
+
+def clients(folder: Path, names: Iterable[str] = CLIENTS) -> Iterator[Outcome]:
+    """What a sound client gets while each of some CLIENTS is connected, and after all file descriptors were taken."""
     os.environ["NO_PROXY"] = "127.0.0.1"
-    with Reader(MODULE) as reader:
-        yield from titled("hostile servers", servers(reader))
-        yield from titled("damaged answers of a server", (
-            asked(reader, f"answer {number}", damaged_answers(seed, number)) for number in range(count)))
-    yield from titled("hostile clients of the exporter", clients(folder))
+    with Exporter(folder) as exporter:
+        yield exporter.scraped("no other client")
+        for case in names:
+            with ExitStack() as connections:
+                for connection in CLIENTS[case](exporter.address):
+                    connections.enter_context(connection)
+                yield exporter.scraped(case)
+    with Exporter(folder, FEW_FILES) as exporter:
+        with ExitStack() as connections:
+            for connection in sending(b"", crowd=2 * FEW_FILES)(exporter.address):
+                connections.enter_context(connection)
+            time.sleep(3.0)  # the sampling, too, lacks descriptors meanwhile
+        yield exporter.scraped("a crowd that took all file descriptors, once it has left")
+
+
+def parts(count: int, seed: int, folder: Path) -> Parts:
+    """Hostile servers, `count` damaged answers, and hostile clients."""
+    os.environ["NO_PROXY"] = "127.0.0.1"
+    with Reader("fuzz.hostile_servers") as reader:
+        yield "hostile servers", servers(reader)
+        yield "damaged answers of a server", (
+            asked(reader, f"answer {number}", damaged_answers(seed, number)) for number in range(count))
+    yield "hostile clients of the exporter", clients(folder)

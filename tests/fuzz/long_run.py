@@ -11,33 +11,21 @@ from pathlib import Path
 import psutil
 
 from fuzz.damaged_models import SOUND, network
-from fuzz.reading import Reader
-from fuzz.reporting import Outcome, titled
+from fuzz.reading import Outcome, Parts, Reader
 from hase.inference import predict
 from hase.utils.lazy import onnx
 
 CASES = 10_000  # predictions
 EACH = 100  # predictions of a case
 TARGET = "nvidia-h200"
-MODULE = "fuzz.long_run"
-MOST_GROWTH = 1.1  # of memory and descriptors, from the second tenth of the predictions to the last one
+MOST_GROWTH = 1.1  # of memory, from the first tenth of the predictions to the last one
 _number = counting()
 
 
-def models(folder: str) -> list[str]:
-    """The files of some small models."""
-    paths = []
-    for number, make in enumerate(SOUND[1:]):
-        path = Path(folder) / f"sound_{number}.onnx"
-        onnx.save(make(), path)
-        paths.append(str(path))
-    return paths
-
-
-def many(paths: list[str]) -> list[float]:
+def many(folder: str) -> list[float]:
     """The latencies of EACH predictions: of files, at sizes that come again and others, strictly or not, and of a model in
     memory that is a new one each time."""
-    answers = []
+    paths, answers = sorted(Path(folder).glob("*.onnx")), []
     for turn in range(EACH):
         if turn % 10 == 9:
             model = network()
@@ -49,33 +37,31 @@ def many(paths: list[str]) -> list[float]:
     return answers
 
 
-def held() -> tuple[float, float, float]:
-    """Memory (MiB) and file descriptors of this process, and memory of its children."""
+def held() -> tuple[float, float]:
+    """Memory (MiB) of this process and its children, and its file descriptors."""
     process = psutil.Process()
-    return (process.memory_info().rss / 2**20, process.num_fds(),
-            sum(child.memory_info().rss for child in process.children(recursive=True)) / 2**20)
+    return sum(each.memory_info().rss for each in (process, *process.children(recursive=True))) / 2**20, process.num_fds()
 
 
 def cases(count: int, folder: Path) -> Iterator[Outcome]:
     """The outcomes of each EACH predictions; the last has the memory, descriptors and time in the beginning and in the end."""
-    with Reader(MODULE) as reader:
-        line = f"answers.extend(many({models(str(folder))!r}))"
-        wanted = reader.answers(line)  # also loads everything
+    for number, make in enumerate(SOUND[1:]):
+        onnx.save(make(), folder / f"sound_{number}.onnx")
+    with Reader("fuzz.long_run") as reader:
+        wanted = reader.answers(("many", str(folder)))  # also loads everything
         seconds, memory = [], []
         for number in range(max(2, count // EACH)):
-            outcome = reader.read(line, f"predictions from {number * EACH} on", wanted)
+            outcome = reader.read(("many", str(folder)), f"predictions from {number * EACH} on", wanted)
             seconds.append(outcome.seconds)
-            memory.append(reader.answers("answers.extend(held())"))
+            memory.append(reader.answers(("held",)))
             yield outcome
-        tenth = max(1, len(memory) // 10)
-        (mib, descriptors, child_mib), (mib_then, descriptors_then, child_mib_then) = memory[tenth - 1], memory[-1]
-        ms, ms_then = (1e3 * statistics.median(part) / EACH for part in (seconds[:tenth], seconds[-tenth:]))
-        grown = (mib_then > MOST_GROWTH * mib or child_mib_then > MOST_GROWTH * child_mib or descriptors_then > descriptors)
-        remark = (f"{mib:.0f} to {mib_then:.0f} MiB, its child {child_mib:.0f} to {child_mib_then:.0f} MiB, "
-                  f"{descriptors:.0f} to {descriptors_then:.0f} descriptors, {ms:.1f} to {ms_then:.1f} ms each")
-        yield Outcome("memory" if grown else "answer", "memory and descriptors in the end", remark, remark=remark)
+    tenth = max(1, len(memory) // 10)
+    (mib, descriptors), (mib_then, descriptors_then) = memory[tenth - 1], memory[-1]
+    ms, ms_then = (1e3 * statistics.median(part) / EACH for part in (seconds[:tenth], seconds[-tenth:]))
+    grown = mib_then > MOST_GROWTH * mib or descriptors_then > descriptors
+    remark = f"{mib:.0f} to {mib_then:.0f} MiB, {descriptors} to {descriptors_then} descriptors, {ms:.1f} to {ms_then:.1f} ms"
+    yield Outcome("memory" if grown else "answer", "memory and descriptors in the end", remark, remark=remark)
 
 
-def outcomes(count: int, seed: int, folder: Path) -> Iterator[tuple[str, Outcome]]:
-    """The outcomes of `count` predictions in one process, counted by the hundred."""
-    yield from titled(f"predictions in one process, each case {EACH}", cases(count, folder))
+def parts(count: int, seed: int, folder: Path) -> Parts:
+    yield f"predictions in one process, each case {EACH}", cases(count, folder)

@@ -14,13 +14,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from fuzz.reporting import HANG_S, Outcome, titled
+from fuzz.reading import Outcome, Parts
 from fuzz.small_workspace import TRAINING, learning, trained_workspace
 from hase.inference import predict
 from hase.records.kernel_record_files import record_path
 from hase.runtimes import flavour_of, local_target
 from hase.utils import files
-from hase.utils.errors import UserError
 from hase.utils.paths import ROOT, Workspace
 
 CASES = 50  # processes
@@ -29,7 +28,6 @@ TREES = (60, 20)  # of the two trainings
 ANSWERS = 30  # of a process
 MOST_S = 1200.0  # of all processes together
 PAUSE_S = 0.1  # between two answers of a process
-MODULE = "fuzz.rewriting"
 
 
 def latencies_ms(root: Path) -> list[float]:
@@ -37,16 +35,6 @@ def latencies_ms(root: Path) -> list[float]:
     records = [record_path(Workspace(root), flavour_of("cpu"), model) for model in MODELS]
     return [predict(record, target=local_target("cpu").name, workspace=root, strict=strict).latency_ms
             for record in records for strict in (False, True)]
-
-
-def predict_often(root: Path) -> None:
-    """Predicts ANSWERS times, and prints each answer as a line of JSON; an error for the user as text."""
-    for _ in range(ANSWERS):
-        try:
-            print(json.dumps(latencies_ms(root)), flush=True)
-        except UserError as error:
-            print(json.dumps(str(error)), flush=True)
-        time.sleep(PAUSE_S)
 
 
 def train(root: Path, trees: int) -> Iterator[list[float]]:
@@ -57,47 +45,33 @@ def train(root: Path, trees: int) -> Iterator[list[float]]:
         yield latencies_ms(root)
 
 
-def outcome_of(process: subprocess.Popen[str], number: int, right: list[list[float]]) -> Outcome:
-    """The outcome of a process; `right` are all answers that a training gave."""
-    case = f"process {number}"
-    try:
-        stdout, stderr = process.communicate(timeout=HANG_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return Outcome("hang", case)
-    if process.returncode:
-        return Outcome("traceback" if "Traceback" in stderr else "crash", case, stderr)
-    answers = [json.loads(line) for line in stdout.splitlines()]
-    errors = [answer for answer in answers if isinstance(answer, str)]
-    for answer in answers:
-        if isinstance(answer, list) and not all(  # each by itself: a training may end between two of them
-                any(math.isclose(latency, known) for known in column)
-                for latency, column in zip(answer, zip(*right, strict=True), strict=True)):
-            return Outcome("another answer", case, f"{answer} where {right} are right")
-    return Outcome("error" if errors else "answer", case, "; ".join(sorted(set(errors))))
-
-
-def cases(count: int, root: Path) -> Iterator[Outcome]:
+def cases(count: int, root: Path, answers: int = ANSWERS) -> Iterator[Outcome]:
     """The outcomes of `count` processes that predict in the small workspace at `root`."""
     right = [latencies_ms(root), *(answer for trees in reversed(TREES) for answer in train(root, trees))]
-    processes = [subprocess.Popen([sys.executable, "-m", MODULE, str(root)], cwd=ROOT / "tests",
+    processes = [subprocess.Popen([sys.executable, "-m", "fuzz.rewriting", str(root), str(answers)], cwd=ROOT / "tests",
                                   env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
                                   stderr=subprocess.PIPE, text=True) for _ in range(count)]
     trainings, began_s = 0, time.monotonic()
     while any(process.poll() is None for process in processes) and time.monotonic() - began_s < MOST_S:
         trainings += 1
         right += train(root, TREES[trainings % 2])
-    for number, process in enumerate(processes):
-        outcome = outcome_of(process, number, right)
-        outcome.remark = f"{trainings} trainings, {ANSWERS} answers of each process"
-        yield outcome
+    for process in processes:
+        if hangs := process.poll() is None:
+            process.kill()
+        stdout, stderr = process.communicate()
+        what = "hang" if hangs else "traceback" if "Traceback" in stderr else "crash" if process.returncode else "answer"
+        for answer in map(json.loads, stdout.splitlines()) if what == "answer" else ():
+            if not all(any(math.isclose(latency, known) for known in column)  # each by itself: a training may end between two
+                       for latency, column in zip(answer, zip(*right, strict=True), strict=True)):
+                what, stderr = "another answer", f"{answer} where {right} are right"
+        yield Outcome(what, f"process {process.pid}", stderr, remark=f"{trainings} trainings, {answers} answers of each")
 
 
-def outcomes(count: int, seed: int, folder: Path) -> Iterator[tuple[str, Outcome]]:
-    """The outcomes of `count` processes."""
-    root = trained_workspace(folder / "workspace").root
-    yield from titled("processes that predict while predictors are trained", cases(count, root))
+def parts(count: int, seed: int, folder: Path) -> Parts:
+    yield "processes that predict while predictors are trained", cases(count, trained_workspace(folder / "workspace").root)
 
 
 if __name__ == "__main__":
-    predict_often(Path(sys.argv[1]))
+    for _ in range(int(sys.argv[2])):
+        print(json.dumps(latencies_ms(Path(sys.argv[1]))), flush=True)
+        time.sleep(PAUSE_S)

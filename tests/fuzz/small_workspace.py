@@ -80,31 +80,28 @@ def make_dataset(workspace: Workspace, records: list[ModelRecord]) -> None:
     target = local_target("cpu")
     folder = workspace.dataset(target.name)
     kernels = {kernel.id: kernel for record in records for kernel in record.kernels.values()}
-    described = {
-        name: DatasetKernel.held_by(kernel, records)
-        for name, kernel in kernels.items()}
     this_machine = machine("cpu").model_copy(update={"uuid": "made-up"})  # its canary is made up too, so nothing waits for it
-    stamps = {"started": "2026-01-01T00:00:00+00:00", "ended": "2026-01-01T00:00:01+00:00"}
+
+    def measured(subject: str, name: str, label: str, *samples_ms: float) -> Measurement:
+        return Measurement.model_validate({
+            "subject": subject, "id": name, "label": label, "context": "alone", "place": "alone", "samples_ms": samples_ms,
+            "started": "2026-01-01T00:00:00+00:00", "ended": "2026-01-01T00:00:01+00:00"})
+
     blocks = []
     for level, metric in LEVELS.items():
-        measurements = [Measurement(subject="kernel", id=name, label=label, context="alone", place="alone",
-                                    samples_ms=(made_up_ms(kernel, metric),) * 3, **stamps)
+        measurements = [measured("kernel", name, label, *(made_up_ms(kernel, metric),) * 3)
                         for name, kernel in kernels.items() for label in DEFAULT_LABELS]
-        measurements += [Measurement(subject="model", id=record.model, label="latency", context="alone", place="alone",
-                                      samples_ms=(0.9 * time_ms, time_ms, 1.1 * time_ms), **stamps)
+        measurements += [measured("model", record.model, "latency", 0.9 * time_ms, time_ms, 1.1 * time_ms)
                          for record in records for time_ms in [model_ms(record, metric)]]
-        measurements += [Measurement(subject="model", id=record.model, label="host_io", context="alone", place="alone",
-                                      samples_ms=(model_ms(record) + copies_ms(record),) * 3, **stamps)
+        measurements += [measured("model", record.model, "host_io", *(model_ms(record) + copies_ms(record),) * 3)
                          for record in records if level == 0]
-        blocks.append(Block(level=level, key="all", background={METRIC: metric}, during={METRIC: metric},
-                                    canary_before_ms=1.0, canary_after_ms=1.0, attempts=1, machine=this_machine.uuid,
-                                    measurements=tuple(measurements)))
-    groups = {record.model: record.group for record in records}
+        blocks.append(Block(level=level, key="all", background={METRIC: metric}, during={METRIC: metric}, canary_before_ms=1.0,
+                            canary_after_ms=1.0, attempts=1, machine=this_machine.uuid, measurements=tuple(measurements)))
     header = DatasetHeader(target=target, metrics=(METRIC,), machines={this_machine.uuid: this_machine}, held_out=(HELD_OUT,),
-                           groups=groups)
+                           groups={record.model: record.group for record in records})
     files.write_json(header_path(folder), header)
     write_journal(folder, blocks)
-    write_kernels(folder, (entry.model_dump_json() for entry in described.values()))
+    write_kernels(folder, (DatasetKernel.held_by(kernel, records).model_dump_json() for kernel in kernels.values()))
     write_tables(folder, header, blocks)
 
 

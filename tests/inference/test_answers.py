@@ -5,12 +5,12 @@ The models and the H200's predictors are real; how an H200 is shared is made up,
 
 from __future__ import annotations
 
+import csv
 import json
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,8 +23,7 @@ from prometheus_stand import STEP_S, Exporter, device_labels, free_port, prometh
 
 from hase.graph_model.simulation.pipeline import NodeKind, PipelineCosts, Tracks
 from hase.graph_model.simulation.sharing import CoRunner, turns_ms
-from hase.inference import Predictor, Watch, check_slo, highest_busy_share, predict
-from hase.inference.live.load import fields_asked
+from hase.inference import Predictor, check_slo, highest_busy_share, predict
 from hase.inference.live.watch import AT_PERCENTILE, CHANCE, FAILED, LATENCY, LIMIT, MEAN, PREDICTED, ROUGH
 from hase.inference.prediction.conditions import RunMode
 from hase.inference.prediction.targets import fitted_for
@@ -81,99 +80,66 @@ def working(model: SharedModel, gpu_ms: float, nodes: int = 31) -> SharedModel:
     return replace(model, tracks=tracks, costs=FREE)
 
 
-# turns ---------------------------------------------------------------------------------------------------------------------
-
-
-def turns(gpu_ms: list[float], node_ms: float, away_ms: float) -> np.ndarray:
+@pytest.mark.parametrize(("gpu_ms", "node_ms", "away_ms", "expected_ms"), [
+    # work without pauses is cut at the longest turn
+    ([1.0, 1.0, 1.0], 0.0, 1.0, [2.16, 0.84]), ([5.0], 0.0, 1.0, [2.16, 2.16, 0.68]), ([0.5, 1.0], 0.0, 1.0, [1.5]),
+    # a slower host, which dispatches 1, 2, 3 and 4 ms from the start of a run, fills its queue while the GPU is away
+    ([0.4] * 4, 1.0, 0.0, [0.4] * 4), ([0.4] * 4, 1.0, 1.5, [0.4, 1.2]), ([0.4] * 4, 1.0, 10.0, [1.6])])
+def test_the_turns_of_a_loop(gpu_ms: list[float], node_ms: float, away_ms: float, expected_ms: list[float]) -> None:
     count = len(gpu_ms)
-    return turns_ms(Tracks(np.array(gpu_ms), np.ones(count), np.full(count, NodeKind.OWN)),
-                    FREE.model_copy(update={"node_ms": node_ms}), 2.16, away_ms)
-
-
-def test_work_without_pauses_is_cut_at_the_longest_turn() -> None:
-    assert turns([1.0, 1.0, 1.0], 0.0, 1.0) == pytest.approx(np.tile([2.16, 0.84], 30))
-    assert turns([5.0], 0.0, 1.0) == pytest.approx(np.tile([2.16, 2.16, 0.68], 30))
-    assert turns([0.5, 1.0], 0.0, 1.0) == pytest.approx(np.full(30, 1.5))
-
-
-def test_a_slower_host_fills_its_queue_while_the_other_model_has_the_gpu() -> None:
-    """Four nodes of 0.4 ms, dispatched 1, 2, 3 and 4 ms from the start of a run."""
-    assert turns([0.4] * 4, 1.0, 0.0) == pytest.approx(np.full(120, 0.4))
-    assert turns([0.4] * 4, 1.0, 1.5) == pytest.approx(np.tile([0.4, 1.2], 30))  # from 1.48 ms on, and from 3.38
-    assert turns([0.4] * 4, 1.0, 10.0) == pytest.approx(np.full(30, 1.6))
-
-
-def test_work_without_gpu_time_has_no_turns(model: SharedModel) -> None:
-    nothing = Tracks(np.zeros(3), np.zeros(3), np.full(3, NodeKind.OWN))
-    assert len(turns_ms(nothing, FREE, 2.16, 1.0)) == 0
-    assert model.co_runner([replace(model, tracks=nothing)]) == (0.0, 1.0, pytest.approx([]))
+    turns = turns_ms(Tracks(np.array(gpu_ms), np.ones(count), np.full(count, NodeKind.OWN)),
+                     FREE.model_copy(update={"node_ms": node_ms}), 2.16, away_ms)
+    assert turns == pytest.approx(np.tile(expected_ms, 30))
 
 
 def test_waits_beside_a_model_in_a_loop_are_those_of_an_h200(model: SharedModel) -> None:
-    """Beside 3.1 ms of work on the GPU, 2.42 and 1.2 ms in turn; beside bursts of 0.5 ms, 0.76."""
-    met = model.co_runner([working(model, 3.1)])
-    assert (met.busy_ms, met.quiet_ms) == (1.0, 0.0)
-    assert met.waits_ms == pytest.approx(np.tile([2.42, 1.2], 30))
-    assert model.co_runner([working(model, 0.5)]).waits_ms == pytest.approx(np.full(30, 0.76))
-
-
-# two models ----------------------------------------------------------------------------------------------------------------
+    """Beside 3.1 ms of work on the GPU, 2.42 and 1.2 ms in turn; beside bursts of 0.5 ms, 0.76; beside no work, none. So 1 ms
+    waits once for the other model's 0.5 ms and a switch, and 5 ms waits three times (slices of 2 ms)."""
+    short, middle, long = (working(model, gpu_ms) for gpu_ms in (0.5, 1.0, 5.0))
+    assert model.co_runner([working(model, 3.1)]) == (1.0, 0.0, pytest.approx(np.tile([2.42, 1.2], 30)))
+    assert model.co_runner([short]).waits_ms == pytest.approx(np.full(30, 0.76))
+    nothing = Tracks(np.zeros(3), np.zeros(3), np.full(3, NodeKind.OWN))
+    assert model.co_runner([replace(model, tracks=nothing)]) == (0.0, 1.0, pytest.approx([]))
+    for alone, others, expected_ms in ((middle, [short], 1.0 + 0.76), (long, [short], 5.0 + 3 * 0.76),
+                                       (middle, [short, short], 1.0 + 2 * 0.76)):
+        assert alone.beside(others).percentiles_ms[50] == pytest.approx(expected_ms, abs=0.05)
 
 
 def test_two_models_that_share_the_gpu(model: SharedModel, workspace: Workspace) -> None:
     pair = Predictor(workspace, TARGET).pair("resnet18.onnx", "resnet18.onnx")
     first, second = pair.models
     assert first == second
-    assert first.idle_ms == predict("resnet18.onnx", target=TARGET, workspace=workspace).latency_ms
-    assert first.under_load.mean_ms > first.idle_ms
-    assert pair.warnings == model.prediction.warnings
-    assert first.under_load == model.beside([model])
-    report = json.loads(stdout_of(shell(workspace, "pair_latency", "--beside-model", "resnet18.onnx", "--json")))
-    assert report == pair.model_dump(mode="json")
-    header, *rows = (line.split("\t") for line in stdout_of(
-        shell(workspace, "pair_latency", "--beside-model", "resnet18.onnx")).splitlines())
-    assert header == ["model", "beside", "alone (ms)", "mean (ms)", "p50 (ms)", "p95 (ms)", "p99 (ms)",
-                      "mean 90 % between (ms)", "mean / alone"]
-    assert rows == [rows[0]] * 2
+    assert first.idle_ms == model.prediction.latency_ms < first.under_load.mean_ms
+    assert (first.under_load, pair.warnings) == (model.beside([model]), model.prediction.warnings)
+    assert json.loads(stdout_of(shell(workspace, "pair_latency", "--beside-model", "resnet18.onnx", "--json"))
+                      ) == pair.model_dump(mode="json")
+    assert len(stdout_of(shell(workspace, "pair_latency", "--beside-model", "resnet18.onnx")).splitlines()) == 3
     low, high = model.prediction.interval_ms  # alone; beside another model less is known
     assert first.interval_ratios[0] < low / model.alone_ms < high / model.alone_ms < first.interval_ratios[1]
 
 
-def test_each_model_waits_for_the_other_ones_turns(model: SharedModel) -> None:
-    """1 ms of work waits once, for the other model's 0.5 ms and a switch; 5 ms waits three times (slices of 2 ms)."""
-    short, middle, long = (working(model, gpu_ms) for gpu_ms in (0.5, 1.0, 5.0))
-    assert middle.beside([short]).percentiles_ms[50] == pytest.approx(1.0 + 0.76, abs=0.05)
-    assert long.beside([short]).percentiles_ms[50] == pytest.approx(5.0 + 3 * 0.76, abs=0.05)
-    assert middle.beside([short, short]).percentiles_ms[50] == pytest.approx(1.0 + 2 * 0.76, abs=0.05)
-
-
-def test_a_target_whose_sharing_is_not_known(torch_models: dict[str, Path], tmp_path: Path) -> None:
+def test_a_target_whose_sharing_is_not_known(workspace: Workspace, torch_models: dict[str, Path], tmp_path: Path) -> None:
+    """It meets an objective alone, and nobody knows up to which load; so it is with tensors on the host."""
+    shutil.copytree(SHIPPED / TARGET, Workspace(tmp_path).predictors(TARGET), ignore=shutil.ignore_patterns("sharing.json"))
+    unshared, predictor, path = Predictor(Workspace(tmp_path), TARGET), Predictor(workspace, TARGET), torch_models["resnet18"]
     with pytest.raises(NotShared, match=r"nothing was learned of how it is shared.*fit_sharing\.py"):
-        Predictor(unshared(tmp_path), TARGET).shared(torch_models["resnet18"])
-
-
-def unshared(folder: Path) -> Workspace:
-    """The predictors that ship, without their sharing."""
-    workspace = Workspace(folder)
-    shutil.copytree(SHIPPED / TARGET, workspace.predictors(TARGET), ignore=shutil.ignore_patterns("sharing.json"))
-    return workspace
-
-
-# objectives ----------------------------------------------------------------------------------------------------------------
+        unshared.shared(path)
+    unknown = unshared.objective(path, 5.0)
+    assert (unknown.met, unknown.highest_busy_share) == (True, None)
+    assert "nothing was learned of how it is shared" in (unknown.unknown_because or "")
+    copied = predictor.objective(predictor.run(path, run_mode=RunMode(io="host")), 5.0)
+    assert copied.unknown_because == "a model run with tensors on the host was not measured while the GPU was shared"
 
 
 def test_an_objective_under_load_and_idle(model: SharedModel) -> None:
     shared = UnderLoad(mean_ms=5.0, percentiles_ms=tuple(place / 10 for place in range(101)), busy_share=0.5, told_by="metrics")
     loaded = model.prediction.model_copy(update={"under_load": shared, "latency_ms": 5.0, "interval_ms": (4.0, 6.0)})
-    missed = check_slo(loaded, 5.0)
+    missed, met = check_slo(loaded, 5.0), check_slo(loaded, 5.0, 40.0)
     assert (missed.met, missed.latency_ms, missed.headroom_ms, missed.headroom_percent) == (
         False, pytest.approx(9.5), pytest.approx(-4.5), pytest.approx(-90.0))
-    met = check_slo(loaded, 5.0, 40.0)
-    assert (met.met, met.headroom_ms, met.headroom_percent) == (True, pytest.approx(1.0), pytest.approx(20.0))
+    assert (met.met, met.headroom_ms, met.could_be_ms) == (True, pytest.approx(1.0), pytest.approx(4.0 * 6.0 / 5.0))
     alone = check_slo(model.prediction, 2 * model.prediction.latency_ms, 99.0)
     assert (alone.met, alone.latency_ms, alone.headroom_percent) == (True, model.prediction.latency_ms, pytest.approx(50.0))
-    assert alone.could_be_ms == model.prediction.interval_ms[1]
-    assert met.could_be_ms == pytest.approx(4.0 * 6.0 / 5.0)
     assert missed.chance == check_slo(loaded.model_copy(update={"under_load": None}), 5.0 * 5.0 / 9.5).chance < 0.01
     assert check_slo(loaded, 9.5 * 6.0 / 5.0).chance == pytest.approx(0.95)  # at the upper end of the interval
 
@@ -183,55 +149,29 @@ def test_the_highest_load_that_meets_an_objective(model: SharedModel) -> None:
     worked = working(model, 1.0)
     assert highest_busy_share(worked, 0.99) is None
     assert highest_busy_share(worked, 3.5) == 1.0
-    share = highest_busy_share(worked, 1.1)
-    assert share is not None
+    share = highest_busy_share(worked, 1.1) or 0.0
     assert 0.02 < share < 0.15
     assert worked.at_share(share).percentile_ms(95) <= 1.1 < worked.at_share(share + 0.02).percentile_ms(95)
-    lower = highest_busy_share(worked, 1.1, 50.0)
-    assert lower is not None
-    assert lower > 4 * share
-
-
-def test_a_highest_load_that_is_not_known(workspace: Workspace, tmp_path: Path, torch_models: dict[str, Path]) -> None:
-    predictor = Predictor(workspace, TARGET)
-    copied = predictor.run("resnet18.onnx", run_mode=RunMode(io="host"))
-    objective = predictor.objective(copied, 5.0)
-    assert objective.unknown_because == "a model run with tensors on the host was not measured while the GPU was shared"
-    unknown = Predictor(unshared(tmp_path), TARGET).objective(torch_models["resnet18"], 5.0)
-    assert (unknown.met, unknown.highest_busy_share) == (True, None)
-    assert "nothing was learned of how it is shared" in (unknown.unknown_because or "")
+    assert (highest_busy_share(worked, 1.1, 50.0) or 0.0) > 4 * share
 
 
 def test_the_command_says_whether_an_objective_is_met(workspace: Workspace, model: SharedModel, tmp_path: Path) -> None:
     files.write_json(tmp_path / "busy.json", {BUSY: 0.4})
     predictor = Predictor(workspace, TARGET)
     run = predictor.run("resnet18.onnx", load={BUSY: 0.4})
-    expected = run.prediction
-    shared = expected.under_load
+    shared = run.prediction.under_load
     assert shared == model.at_share(0.4).model_copy(update={"told_by": "metrics"})
     options = ("--metrics", tmp_path / "busy.json", "--slo-ms", "2", "--slo-percentile", "90")
     (answer,) = json.loads(stdout_of(shell(workspace, "predict_model_latency", *options, "--json")))
-    assert answer["slo"] == predictor.objective(run, 2.0, 90.0).model_dump(mode="json")
-    assert answer["slo"]["latency_ms"] == shared.percentile_ms(90)
-    assert {name: part for name, part in answer.items() if name != "slo"} == expected.model_dump(mode="json")
-    table, _, verdict = stdout_of(shell(workspace, "predict_model_latency", *options, "--top", "0")).rstrip().rpartition("\n")
-    header, row = (line.split("\t") for line in table.splitlines())
-    columns = dict(zip(header, row, strict=True))
-    assert [float(columns[f"{name} (ms)"]) for name in ("mean", "p50", "p95", "p99")] == pytest.approx(
-        [shared.mean_ms, *(shared.percentile_ms(percent) for percent in (50, 95, 99))], rel=1e-3)
-    assert "latency (ms)" not in columns
-    could_be_ms = shared.percentile_ms(90) * expected.interval_ms[1] / expected.latency_ms
-    assert verdict.startswith(f"{expected.model}: p90 {shared.percentile_ms(90):.4g} ms (it could be {could_be_ms:.4g}) "
-                              "meets the SLO of 2 ms by ")
+    assert answer == run.prediction.model_dump(mode="json") | {
+        "slo": predictor.objective(run, 2.0, 90.0).model_dump(mode="json")}
+    verdict = stdout_of(shell(workspace, "predict_model_latency", *options, "--top", "0")).splitlines()[-1]
+    assert verdict.startswith(f"{run.prediction.model}: p90 {shared.percentile_ms(90):.4g} ms (it could be ")
+    assert ") meets the SLO of 2 ms by " in verdict
     idle = shell(workspace, "predict_model_latency", "--slo-ms", "0.01")
-    assert idle.returncode == EXIT_SLO_MISSED
-    assert "latency (ms)" in idle.stdout
+    assert (idle.returncode, "latency (ms)" in idle.stdout) == (EXIT_SLO_MISSED, True)
     assert "that it is met is very unlikely (under 1 %)" in idle.stdout
     assert idle.stdout.rstrip().endswith("beside other work it is missed by more")
-    assert shell(workspace, "predict_model_latency", "--slo-percentile", "99").returncode == 2
-
-
-# the curve -----------------------------------------------------------------------------------------------------------------
 
 
 def test_a_curve_over_the_load(workspace: Workspace, model: SharedModel, tmp_path: Path) -> None:
@@ -241,47 +181,12 @@ def test_a_curve_over_the_load(workspace: Workspace, model: SharedModel, tmp_pat
     assert [first.mean_ms, first.p50_ms, first.p99_ms] == pytest.approx([model.prediction.latency_ms] * 3, rel=1e-4)
     always = model.next_to(CoRunner(1.0, 0.0, np.array(SHARING.waits_ms)), "share")
     assert (last.mean_ms, last.p95_ms) == (always.mean_ms, always.percentile_ms(95))
-    means = [point.mean_ms for point in curve.points]
-    assert means == sorted(means)
     written = stdout_of(shell(workspace, "load_curve", "--points", "5", "--json", "--out", tmp_path / "curve.csv", "--plot",
                               tmp_path / "curve.png", "--slo-ms", "5"))
     assert json.loads(written) == curve.model_dump(mode="json")
-    header, *rows = (line.split(",") for line in (tmp_path / "curve.csv").read_text().splitlines())
-    assert (header[-1], {row[-1] for row in rows}) == ("rough_estimate", {"False"})
-    low, high = curve.interval_ratios
-    assert [dict(zip(header[:-1], map(float, row[:-1]), strict=True)) for row in rows] == [
-        point.model_dump() | {"p95_low_ms": low * point.p95_ms, "p95_high_ms": high * point.p95_ms} for point in curve.points]
-    assert all(row["p95 90 % between (ms)"] for row in curve.rows)
+    rows = csv.DictReader((tmp_path / "curve.csv").read_text().splitlines())
+    assert [float(row["p95_ms"]) for row in rows] == [point.p95_ms for point in curve.points]
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
-    assert shell(workspace, "load_curve", "--points", "1").returncode == 2
-
-
-# a watched load ------------------------------------------------------------------------------------------------------------
-
-
-def test_readings_that_fail_are_reported_and_counted(model: SharedModel) -> None:
-    answers = iter([model.prediction, UserError("no answer"), UserError("no answer either"), model.prediction])
-    over = threading.Event()
-
-    def ask() -> object:
-        outcome = next(answers)
-        if isinstance(outcome, UserError):
-            raise outcome
-        return outcome
-
-    watch = Watch(ask, interval_s=0.001, limit_ms=5.0)  # type: ignore[arg-type]
-    assert watch.trouble() == "no prediction so far"
-    readings = []
-    for reading in watch.readings(over):
-        readings.append(reading)
-        if len(readings) == 4:
-            over.set()
-    assert [(reading.trouble, reading.failed) for reading in readings] == [
-        ("", 0), ("no answer", 1), ("no answer either", 2), ("", 2)]
-    assert readings[0].slo == check_slo(model.prediction, 5.0)
-    assert (readings[0].mean_ms, readings[0].p50_ms, readings[1].mean_ms) == (model.prediction.latency_ms, None, None)
-    watch.predicted_s, watch.error = watch.predicted_s - 100, "no answer"
-    assert watch.trouble() == "the last prediction is 100 s old: no answer"
 
 
 @pytest.mark.parametrize("mode", ["mps", "mig"])
@@ -293,21 +198,9 @@ def test_a_mode_of_sharing_that_was_not_measured_is_refused(workspace: Workspace
     monkeypatch.setattr("hase.inference.prediction.under_load.sharing_mode", lambda: mode)
     with pytest.raises(UserError, match=f"sharing mode {mode}: .* measured in time slices only"):
         predict("resnet18.onnx", target=TARGET, load={BUSY: 0.5}, workspace=workspace)
-    with pytest.raises(UserError, match=f"sharing mode {mode}"):
-        Predictor(workspace, TARGET).shared("resnet18.onnx")
     if mode == "mig":  # what two models do through MPS is predicted
         with pytest.raises(UserError, match="sharing mode mig"):
             Predictor(workspace, TARGET).pair("resnet18.onnx", "resnet18.onnx")
-
-
-@pytest.mark.parametrize("share", [60.0, -0.1, float("nan")])
-def test_an_impossible_load_is_refused(workspace: Workspace, share: float) -> None:
-    with pytest.raises(UserError, match=f"{BUSY}: the device reports"):
-        predict("resnet18.onnx", target=TARGET, load={BUSY: share}, workspace=workspace)
-
-
-def test_a_shared_target_needs_one_metric(workspace: Workspace) -> None:
-    assert fields_asked(fitted_for(workspace, TARGET)) == (BUSY,)
 
 
 def test_the_command_follows_a_prometheus(workspace: Workspace, model: SharedModel, tmp_path: Path,
@@ -327,56 +220,40 @@ def test_the_command_follows_a_prometheus(workspace: Workspace, model: SharedMod
              "--export", f"127.0.0.1:{export}"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         try:
             assert process.stdout is not None
-            header = process.stdout.readline().rstrip("\n").split("\t")
-            assert header == ["time", "busy share", "mean (ms)", "p50 (ms)", "p95 (ms)", "rough estimate", "host pace", "SLO",
-                              "trouble"]
+            assert process.stdout.readline().startswith("time\tbusy share\tmean (ms)\tp50 (ms)")
             shared = model.at_share(0.4)
             line = process.stdout.readline().rstrip("\n").split("\t")
             expected = [f"{figure:.4g}" for figure in (shared.mean_ms, shared.percentile_ms(50), shared.percentile_ms(95))]
             assert line[1:] == ["40%", *expected, "no", "-", "met", "-"]
             address = f"http://127.0.0.1:{export}/metrics"
             served = {family.name: family for family in text_string_to_metric_families(requests.get(address, timeout=5).text)}
-            assert {name for name in served if name.startswith("hase_")} == {
-                LATENCY, MEAN, PREDICTED, FAILED, ROUGH, LIMIT, AT_PERCENTILE, CHANCE}
-            assert served["process_cpu_seconds"].samples[0].value > 0
-            labels = {"model": model.prediction.model, "target": TARGET}
+            assert {LATENCY, MEAN, PREDICTED, FAILED, ROUGH, LIMIT, AT_PERCENTILE, CHANCE} <= served.keys()
+            first = {name: family.samples[0] for name, family in served.items()}
             assert {sample.labels["quantile"]: sample.value for sample in served[LATENCY].samples} == pytest.approx(
                 {f"{percent / 100:g}": shared.percentile_ms(percent) / 1e3 for percent in (50, 95, 99)})
-            mean = served[MEAN].samples[0]
-            assert (mean.labels, mean.value) == (labels, pytest.approx(shared.mean_ms / 1e3))
-            assert served[ROUGH].samples[0].value == 0
-            limit, at_percentile, chance = (served[name].samples[0] for name in (LIMIT, AT_PERCENTILE, CHANCE))
-            assert limit.labels == labels | {"quantile": "0.95"}
-            assert (limit.value, at_percentile.value) == pytest.approx((0.005, shared.percentile_ms(95) / 1e3))
-            assert 0.5 < chance.value <= 1.0
+            assert first[MEAN].labels == {"model": model.prediction.model, "target": TARGET}
+            assert [first[name].value for name in (MEAN, LIMIT, AT_PERCENTILE, ROUGH)] == pytest.approx(
+                [shared.mean_ms / 1e3, 0.005, shared.percentile_ms(95) / 1e3, 0])
             replayed.close()
             while (line := process.stdout.readline().rstrip("\n").split("\t"))[8] == "-":
                 pass
-            assert line[1:8] == ["-"] * 7
             assert line[8].startswith("reading failed (1 so far): prometheus: ")
             wait_for(lambda: requests.get(address, timeout=5).status_code == 503, seconds=10 * STALE * WATCH_S)
             assert "the last prediction is" in requests.get(address, timeout=5).text
             process.send_signal(signal.SIGINT)
             _, stderr = process.communicate(timeout=20)
-            assert process.returncode == 0, stderr
-            assert "failed" in stderr.splitlines()[-1]
-            assert "Traceback" not in stderr
+            assert (process.returncode, "Traceback" in stderr) == (0, False), stderr
         finally:
             process.kill()
             process.communicate()
 
 
-def test_a_watch_needs_something_to_follow(workspace: Workspace) -> None:
-    done = shell(workspace, "predict_model_latency", "--watch")
-    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (1, "", 1)
-    assert "nothing says what else runs" in done.stderr
-    for options in (["--export", "9401"], ["--watch", "--dim", "batch=1,2"], ["--watch", "0"],
-                    ["--watch", "--probe", "reading.json"], ["--measure-missing", "--probe"]):
-        assert shell(workspace, "predict_model_latency", *options).returncode == 2
-
-
-@pytest.mark.skipif(has_cuda(), reason="needs a machine that is not the target")
-def test_a_watch_probes_only_the_gpu_in_question(workspace: Workspace) -> None:
-    done = shell(workspace, "predict_model_latency", "--watch", "--probe")
-    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (1, "", 1)
-    assert "the probe has to run on the GPU in question" in done.stderr
+@pytest.mark.parametrize(("options", "status", "message"), [
+    (["--watch"], 1, "nothing says what else runs"), (["--export", "9401"], 2, ""), (["--watch", "--dim", "batch=1,2"], 2, ""),
+    (["--watch", "0"], 2, ""), (["--measure-missing", "--probe"], 2, ""), (["--slo-percentile", "99"], 2, ""),
+    pytest.param(["--watch", "--probe"], 1, "the probe has to run on the GPU in question", marks=pytest.mark.skipif(
+        has_cuda(), reason="needs a machine that is not the target"))])
+def test_options_that_do_not_fit(workspace: Workspace, options: list[str], status: int, message: str) -> None:
+    done = shell(workspace, "predict_model_latency", *options)
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines()) == 1 or status == 2) == (status, "", True), done.stderr
+    assert message in done.stderr

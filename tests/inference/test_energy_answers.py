@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
-from command import run_script
+from command import printed, run_script
 from trained_workspace import HELD_OUT, model_ms
 
 from hase.inference import Predictor
+from hase.inference.prediction.energy import EnergyPrediction
 from hase.learned import target_files
 from hase.records.dataset_files import header_path, journal_path, read_header, read_journal
 from hase.records.dataset_writer import write_tables
@@ -34,7 +35,7 @@ def energy_j(record: ModelRecord) -> float:
     return (IDLE_W + RUNNING_W) * model_ms(record) / 1e3 + J_PER_GB * gb
 
 
-def measurement(record: ModelRecord, doubt: str = "") -> Measurement:
+def measurement(record: ModelRecord, doubt: str) -> Measurement:
     run_j, run_ms = energy_j(record), model_ms(record)
     quantities = {"energy_j": run_j, "power_w": 1e3 * run_j / run_ms, "idle_w": IDLE_W, "window_s": 3.0, "runs": 3e3 / run_ms}
     return Measurement(subject="model", id=record.model, label="energy", context=record.model, place="alone", error=doubt,
@@ -42,21 +43,23 @@ def measurement(record: ModelRecord, doubt: str = "") -> Measurement:
 
 
 @pytest.fixture(scope="module")
-def workspace(trained_workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+def workspace(trained_workspace: Workspace) -> Workspace:
     """The trained workspace with the energy of each model; one of the readings is doubtful."""
-    made = Workspace(tmp_path_factory.mktemp("energy") / "workspace")
-    shutil.copytree(trained_workspace.root, made.root)
-    folder, records = made.dataset(TARGET), read_model_records(made, flavour_of("cpu"))
-    blocks = read_journal(folder)
+    folder, records = trained_workspace.dataset(TARGET), read_model_records(trained_workspace, flavour_of("cpu"))
     energies = tuple(measurement(record, "no sample for 2.00 s" if number == 3 else "")
                      for number, record in enumerate(records))
     blocks = [block if block.level else block.model_copy(update={"measurements": (*block.measurements, *energies)})
-              for block in blocks]
+              for block in read_journal(folder)]
     header = read_header(folder).model_copy(update={"energy": True})
     files.write_json(header_path(folder), header)
     files.write_text(journal_path(folder), "".join(block.model_dump_json() + "\n" for block in blocks))
     write_tables(folder, header, blocks)
-    return made
+    return trained_workspace
+
+
+def run(script: str, workspace: Workspace, *options: str | Path) -> Any:
+    """What --json prints."""
+    return json.loads(printed(script, "--workspace", workspace.root, *options, "--json"))
 
 
 def test_before_anything_is_learned(workspace: Workspace) -> None:
@@ -66,9 +69,7 @@ def test_before_anything_is_learned(workspace: Workspace) -> None:
 
 
 def test_learned_predicted_and_judged(workspace: Workspace) -> None:
-    done = run_script("training/fit_energy.py", "--workspace", workspace.root, "--json")
-    assert done.returncode == 0, done.stderr
-    learned = json.loads(done.stdout)[TARGET]
+    learned = run("training/fit_energy.py", workspace)[TARGET]
     assert HELD_OUT not in {model["group"] for model in learned["models"]}
     assert len(learned["models"]) == 17  # of 18, one reading is doubtful
     assert learned["left_out"]["mape"] < 0.02
@@ -81,63 +82,44 @@ def test_learned_predicted_and_judged(workspace: Workspace) -> None:
     assert energy.rough_estimate  # the energy was learned from 17 models, too few to tell its error
     assert energy.interval_j[1] >= 2 * energy.energy_j
 
-    done = run_script("inference/predict_model_latency.py", "--workspace", workspace.root, "--target", TARGET, "--model",
-                      "dynnet.onnx", "--dim", "batch=1,4,16", "--energy", "--json")
-    curve = [answer["energy"] for answer in json.loads(done.stdout)]
-    assert [point["batch"] for point in curve] == [1, 4, 16]
+    curve = [answer["energy"] for answer in run("inference/predict_model_latency.py", workspace, "--target", TARGET, "--model",
+                                                "dynnet.onnx", "--dim", "batch=1,4,16", "--energy")]
     assert curve[0]["energy_j"] < curve[1]["energy_j"] < curve[2]["energy_j"]
 
-    done = run_script("evaluator.py", "--workspace", workspace.root, "--target", TARGET, "--recorded", "--json")
-    assert done.returncode == 0, done.stderr
-    judged = json.loads(done.stdout)
+    judged = run("evaluator.py", workspace, "--target", TARGET, "--recorded")
     idle = {row["model"]: row for row in judged["comparisons"] if row["level"] == 0}
-    assert idle["bnet_c32"]["measured_energy_j"] == pytest.approx(energy_j(record), rel=1e-6)
-    assert idle["bnet_c32"]["energy_error"] == pytest.approx(
-        idle["bnet_c32"]["predicted_energy_j"] / idle["bnet_c32"]["measured_energy_j"] - 1)
-    assert sum("energy_error" in row for row in judged["comparisons"]) == len(idle) - 1  # idle rows but the doubtful one
+    bnet = idle["bnet_c32"]
+    assert bnet["measured_energy_j"] == pytest.approx(energy_j(record), rel=1e-6)
+    assert bnet["energy_error"] == pytest.approx(bnet["predicted_energy_j"] / bnet["measured_energy_j"] - 1)
     [summary] = [row for row in judged["summaries"] if row["group"] == "all models" and row["level"] == 0]
-    assert (summary["energy"]["count"], summary["energy"]["mape"] < 0.05) == (len(idle) - 1, True)
-    table = run_script("evaluator.py", "--workspace", workspace.root, "--target", TARGET, "--recorded").stdout
-    assert "measured (J)\tpredicted (J)\tenergy error" in table
-    assert "\tenergy\t" in table
+    assert (summary["energy"]["count"], summary["energy"]["mape"] < 0.05) == (len(idle) - 1, True)  # all but the doubtful one
 
 
-def test_more_power_than_was_ever_measured_is_marked(workspace: Workspace) -> None:
-    path = target_files.ENERGY.path(workspace.predictors(TARGET))
-    learned = target_files.ENERGY.needed(path.parent)
-    most_w = max(model.power_w for model in learned.models)
-    try:
-        files.write_json(path, learned.model_copy(update={"coefficients": {"run_s": 10 * most_w}}))
-        energy = Predictor(workspace, TARGET).energy("anet_c16.onnx")
-    finally:
-        files.write_json(path, learned)
-    assert f"took more than {most_w:.0f} W" in energy.warnings[-1]
-    assert energy.rough_estimate
-    assert energy.power_interval_w[0] < 1.05 * most_w  # what is plausible is in the range
-
-
-def test_no_power_is_above_the_limit(workspace: Workspace) -> None:
+def test_no_power_is_above_the_limit_or_far_above_what_was_measured(workspace: Workspace) -> None:
     """A run that would draw twice the limit draws the limit. It may take longer, and then more energy."""
     path = target_files.ENERGY.path(workspace.predictors(TARGET))
     learned = target_files.ENERGY.needed(path.parent)
-    most_w = max(model.power_w for model in learned.models)
-    try:
-        files.write_json(path, learned.model_copy(update={"coefficients": {"run_s": 2 * most_w - IDLE_W}, "limit_w": most_w}))
-        energy = Predictor(workspace, TARGET).energy("anet_c16.onnx")
-    finally:
-        files.write_json(path, learned)
-    assert energy.mean_power_w == pytest.approx(most_w)
-    assert energy.power_interval_w[1] == pytest.approx(most_w)
-    assert energy.interval_j[1] >= 1.99 * energy.energy_j
-    assert f"would draw {2 * most_w:.0f} W, and the device's power limit is {most_w:.0f} W" in energy.warnings[-1]
-    assert energy.rough_estimate
+    most = max(model.power_w for model in learned.models)
+
+    def energy_with(run_w: float, **changes: float) -> EnergyPrediction:
+        """If runs take this much power, beside the idle one, and with other changes of what was learned."""
+        try:
+            files.write_json(path, learned.model_copy(update={"coefficients": {"run_s": run_w}, **changes}))
+            return Predictor(workspace, TARGET).energy("anet_c16.onnx")
+        finally:
+            files.write_json(path, learned)
+
+    unlimited, limited = energy_with(10 * most), energy_with(2 * most - IDLE_W, limit_w=most)
+    assert (unlimited.rough_estimate, limited.rough_estimate) == (True, True)
+    assert f"took more than {most:.0f} W" in unlimited.warnings[-1]
+    assert unlimited.power_interval_w[0] < 1.05 * most  # what is plausible is in the range
+    assert (limited.mean_power_w, limited.power_interval_w[1]) == pytest.approx((most, most))
+    assert limited.interval_j[1] >= 1.99 * limited.energy_j
+    assert f"would draw {2 * most:.0f} W, and the device's power limit is {most:.0f} W" in limited.warnings[-1]
 
 
 def test_energy_next_to_other_work_is_refused(workspace: Workspace, tmp_path: Path) -> None:
-    busy = tmp_path / "busy.json"
-    files.write_json(busy, {"DCGM_FI_DEV_CPU_UTIL_TOTAL": 0.5})
+    files.write_json(tmp_path / "busy.json", {"DCGM_FI_DEV_CPU_UTIL_TOTAL": 0.5})
     done = run_script("inference/predict_model_latency.py", "--workspace", workspace.root, "--target", TARGET, "--model",
-                      "anet_c16.onnx", "--metrics", busy, "--energy")
+                      "anet_c16.onnx", "--metrics", tmp_path / "busy.json", "--energy")
     assert "--energy is of a device that does nothing else" in done.stderr
-    with pytest.raises(UserError, match="energy is predicted for a device that does nothing else"):
-        Predictor(workspace, TARGET).energy("anet_c16.onnx", load={"DCGM_FI_DEV_CPU_UTIL_TOTAL": 0.5})

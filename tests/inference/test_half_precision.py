@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import onnx
 import pytest
-from command import run_script
+from command import printed, run_script
 from conftest import small_model
+from onnx import TensorProto, helper
 
 from hase.inference import predict
 from hase.inference.prediction.sources import record_of
-from hase.ort_analysis.isolated import analysis
 from hase.records.kernel_record import ModelRecord
 from hase.runtimes import flavour_of
 from hase.utils.errors import UserError
@@ -33,21 +33,11 @@ def single(tmp_path: Path) -> Path:
 
 def test_it_has_the_kernels_of_a_model_in_half_precision(single: Path, tmp_path: Path) -> None:
     onnx.save(small_model(dtype="float16"), tmp_path / "half.onnx")
-    made, own = record_in(single, True), record_in(tmp_path / "half.onnx", False)
+    made, own, usual = record_in(single, True), record_in(tmp_path / "half.onnx", False), record_in(single, False)
     assert made.kernels.keys() == own.kernels.keys()
     assert made.model == "net_fp16"
-    assert {kernel.dtype for kernel in record_in(single, False).kernels.values()} == {"float32"}  # both are remembered apart
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2"])
-def test_models_of_torchvision_have_the_kernels_of_their_export(name: str, torch_models: dict[str, Path]) -> None:
-    if name not in torch_models:
-        pytest.skip(f"{name} is not among the exported models")
-    made, usual = record_in(torch_models[name], True), record_in(torch_models[name], False)
-    assert len(made.nodes) == len(usual.nodes)
-    assert {kernel.dtype for kernel in made.kernels.values() if kernel.flops} == {"float16"}
-    read = [sum(record.kernel_of(node).weight_bytes for node in record.nodes) for record in (made, usual)]
+    read = [sum(kernel.weight_bytes for kernel in record.kernels.values()) for record in (made, usual)]
+    assert {kernel.dtype for kernel in usual.kernels.values()} == {"float32"}  # both are remembered apart
     assert read[0] / read[1] == pytest.approx(0.5, abs=0.01)
 
 
@@ -61,54 +51,35 @@ def test_weights_in_a_file_are_not_read(single: Path, tmp_path: Path) -> None:
 
 
 def test_operators_that_stay_in_single_precision_get_casts(tmp_path: Path) -> None:
-    """As the converter has it: TopK is one."""
-    value = onnx.helper.make_tensor_value_info
-    graph = onnx.helper.make_graph(
-        [onnx.helper.make_node("Relu", ["x"], ["r"]), onnx.helper.make_node("TopK", ["r", "k"], ["v", "i"])], "top",
-        [value("x", onnx.TensorProto.FLOAT, [4, 100])],
-        [value("v", onnx.TensorProto.FLOAT, [4, 5]), value("i", onnx.TensorProto.INT64, [4, 5])],
-        [onnx.numpy_helper.from_array(np.array([5]), "k")])
-    path = tmp_path / "top.onnx"
-    onnx.save(onnx.helper.make_model(graph, ir_version=8, opset_imports=[onnx.helper.make_opsetid("", 17)]), path)
-    record = record_in(path, True)
+    """As the converter has it: TopK is one, and each of two that read one tensor has a Cast in front."""
+    nodes = [helper.make_node("Relu", ["x"], ["y"]), *(
+        helper.make_node("TopK", ["y", f"k{count}"], [f"values{count}", f"places{count}"]) for count in (2, 3))]
+    graph = helper.make_graph(
+        nodes, "g", [helper.make_tensor_value_info("x", TensorProto.FLOAT, [4, 8])],
+        [helper.make_tensor_value_info(f"values{count}", TensorProto.FLOAT, [4, count]) for count in (2, 3)],
+        [helper.make_tensor(f"k{count}", TensorProto.INT64, [1], [count]) for count in (2, 3)])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), tmp_path / "two.onnx")
+    record = record_in(tmp_path / "two.onnx", True)
     types = {kernel.op_type: kernel.dtype for kernel in record.kernels.values()}
-    assert (types["Relu"], types["TopK"]) == ("float16", "float32")
-    assert "Cast" in types
+    assert (types["Relu"], types["TopK"], "Cast" in types) == ("float16", "float32", True)
+    assert [record.kernels[node.kernel_id].op_type for node in record.nodes].count("TopK") == 2
 
 
 def test_what_can_not_be_converted_is_refused(single: Path, tmp_path: Path) -> None:
     onnx.save(small_model(dtype="float16"), tmp_path / "half.onnx")
-    with pytest.raises(UserError, match=r"half\.onnx: nothing in it is float32"):
-        record_in(tmp_path / "half.onnx", True)
-    with pytest.raises(UserError, match="a record's types are fixed"):
-        record_of(record_in(single, False), flavour_of("cuda"), dtype="fp16")
-    with pytest.raises(UserError, match="dtype='int8'"):
-        record_of(single, flavour_of("cuda"), dtype="int8")  # type: ignore[arg-type]
-    assert analysis.record_of(single, flavour_of("cuda"), {}, False).model == "net"
+    sources: list[tuple[Any, Any, str]] = [(tmp_path / "half.onnx", "fp16", r"half\.onnx: nothing in it is float32"),
+                                           (record_in(single, False), "fp16", "a record's types are fixed"),
+                                           (single, "int8", "dtype='int8'")]
+    for source, dtype, message in sources:
+        with pytest.raises(UserError, match=message):
+            record_of(source, flavour_of("cuda"), dtype=dtype)
 
 
-def test_the_command_prints_a_row_beside_the_other(torch_models: dict[str, Path]) -> None:
-    path = next(iter(torch_models.values()))
-    done = run_script("inference/predict_model_latency.py", "--model", path, "--target", TARGET, "--dtype", "fp16", "--json")
-    assert done.returncode == 0, done.stderr
-    usual, half = json.loads(done.stdout)
-    assert half["model"] == f"{usual['model']}_fp16"
+def test_the_command_prints_a_row_beside_the_other(single: Path) -> None:
+    command = ("inference/predict_model_latency.py", "--model", single, "--target", TARGET, "--dtype", "fp16")
+    usual, half = json.loads(printed(*command, "--json"))
+    assert (usual["model"], half["model"]) == ("net", "net_fp16")
     assert half["peak_memory_mib"] < usual["peak_memory_mib"]
-    assert half["latency_ms"] == pytest.approx(predict(path, target=TARGET, dtype="fp16").latency_ms)
-    wrong = run_script("inference/predict_model_latency.py", "--model", path, "--dtype", "fp16", "--trace", "t.json")
-    assert wrong.returncode == 2
-    assert "--dtype adds a row that is predicted" in wrong.stderr
-
-
-def test_two_operators_in_single_precision_read_one_tensor(tmp_path: Path) -> None:
-    """The converter leaves TopK in single precision, and adds a Cast in front of each."""
-    nodes = [onnx.helper.make_node("Relu", ["x"], ["y"]), *(
-        onnx.helper.make_node("TopK", ["y", f"k{count}"], [f"values{count}", f"places{count}"]) for count in (2, 3))]
-    graph = onnx.helper.make_graph(
-        nodes, "g", [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [4, 8])],
-        [onnx.helper.make_tensor_value_info(f"values{count}", onnx.TensorProto.FLOAT, [4, count]) for count in (2, 3)],
-        [onnx.helper.make_tensor(f"k{count}", onnx.TensorProto.INT64, [1], [count]) for count in (2, 3)])
-    path = tmp_path / "two.onnx"
-    onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=9), path)
-    record = record_in(path, True)
-    assert [record.kernels[node.kernel_id].op_type for node in record.nodes].count("TopK") == 2
+    assert half["latency_ms"] == pytest.approx(predict(single, target=TARGET, dtype="fp16").latency_ms)
+    wrong = run_script(*command, "--trace", "t.json")
+    assert (wrong.returncode, "--dtype adds a row that is predicted" in wrong.stderr) == (2, True)

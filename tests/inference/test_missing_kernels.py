@@ -9,10 +9,8 @@ import subprocess
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
 from command import run_script
-from made_up_dataset import chain, conv, relu
 from trained_workspace import HELD_OUT, conv_net
 
 from hase.benchmark.collecting.collect import collect_kernels
@@ -21,14 +19,13 @@ from hase.benchmark.collecting.units import start_workers
 from hase.inference import measure_missing, predict
 from hase.inference.library import missing_kernels
 from hase.inference.prediction import targets
-from hase.inference.prediction.targets import Fitted, fitted_for
+from hase.inference.prediction.targets import fitted_for
 from hase.learned.kernels.interface import TrainingConfig
 from hase.learned.kernels.predictors import read_predictors
 from hase.learned.kernels.sidecar import read_sidecar
 from hase.ort_analysis.graph.analysis import analyze
-from hase.records.dataset_files import DatasetKernel, header_path, journal_path, read_header, read_journal, read_kernels
-from hase.records.kernel_record import Tensor
-from hase.records.kernel_types import describe_kernel
+from hase.records.dataset_files import DatasetKernel, header_path, journal_path, read_header, read_journal
+from hase.records.kernel_record import ModelRecord
 from hase.records.measurement import Block
 from hase.runtimes import local_target
 from hase.training.composition.fitting import kept_composition
@@ -37,21 +34,26 @@ from hase.training.train_kernel_model import kept_sidecar
 from hase.utils import files
 from hase.utils.config import read_config
 from hase.utils.errors import UserError
-from hase.utils.fingerprint import has_cuda, machine
+from hase.utils.fingerprint import machine
 from hase.utils.paths import Workspace
 
 pytestmark = [pytest.mark.measuring, pytest.mark.slow, pytest.mark.usefixtures("canary")]
 
 TARGET = local_target("cpu").name
-CONFIG = CollectorConfig.model_validate({
-    "window_s": 0.2, "attempts": 1, "patience_s": 0,
-    "kernel": {"warmup": 1, "warmup_s": 0.0, "budget_s": 0.005, "least_runs": 3, "most_runs": 5}})
+EFFORT = {"warmup": 1, "warmup_s": 0.0, "budget_s": 0.02, "least_runs": 3, "most_runs": 20}
+CONFIG = CollectorConfig.model_validate({"window_s": 0.2, "attempts": 1, "patience_s": 0, "kernel": EFFORT, "model": EFFORT})
 
 
 @pytest.fixture
 def workspace(tmp_path: Path, trained_workspace: Workspace) -> Workspace:
     """A copy of the trained workspace that a test may add to."""
     return Workspace(Path(shutil.copytree(trained_workspace.root, tmp_path / "workspace")))
+
+
+@pytest.fixture
+def newnet(workspace: Workspace) -> Path:
+    """A model whose first kernels were not measured."""
+    return conv_net(workspace.models / "newnet.onnx", channels=20, size=12)
 
 
 def command(script: str, workspace: Workspace, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -64,24 +66,22 @@ def measured_here(workspace: Workspace) -> list[Block]:
 
 
 def run_ms(workspace: Workspace) -> dict[str, float]:
-    """The median of label `run` of each kernel that was really measured."""
     return {m.id: float(np.median(m.samples_ms)) for block in measured_here(workspace) for m in block.measurements
             if m.label == "run"}
 
 
-def contents(folder: Path, but: str = "\0") -> dict[str, bytes]:
-    """The files of a folder, without those whose names begin with `but`."""
-    return {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.startswith(but)}
+def learned(folder: Path) -> dict[str, bytes]:
+    """The files of predictors, without the look-up and the file that names it."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()
+            if path.name != "predictors.json" and not path.name.startswith("measured-")}
 
 
-def test_the_command_measures_unmeasured_kernels(workspace: Workspace) -> None:
-    path = conv_net(workspace.root / "newnet.onnx", channels=20, size=12)
-    record = analyze(path, "cpu")
-    folder, sidecar = workspace.predictors(TARGET), read_sidecar(workspace.predictors(TARGET))
-    learned = contents(folder, but="measured-")
-    before = read_predictors(folder).measured
+def test_the_command_measures_unmeasured_kernels(workspace: Workspace, newnet: Path) -> None:
+    record = analyze(newnet, "cpu")
+    folder = workspace.predictors(TARGET)
+    files_before, sidecar, before = learned(folder), read_sidecar(folder), read_predictors(folder).measured
     missing = set(record.kernels) - set(before)
-    options = ("--model", path, "--target", TARGET, "--measure-missing", "--json")  # a machine with a GPU is a second target
+    options = ("--model", newnet, "--target", TARGET, "--measure-missing", "--json")  # a machine with a GPU is a second target
     done = command("inference/predict_model_latency.py", workspace, *options)
     assert done.returncode == 0, done.stderr
     report = re.search(rf"measured {len(missing)} kernels in (\d+\.\d) s; (\d+\.\d) s in all", done.stderr)
@@ -94,17 +94,11 @@ def test_the_command_measures_unmeasured_kernels(workspace: Workspace) -> None:
     assert {kernel["id"]: kernel["latency_ms"] for kernel in answer["kernels"] if kernel["id"] in missing} == pytest.approx(
         times, abs=1e-6)
     used = answer["composition"]
-    assert used["label"] == "run"
     summed = sum((times | {name: labels["run"] for name, labels in before.items()})[node.kernel_id] for node in record.nodes)
     assert answer["latency_ms"] == pytest.approx(used["alpha"] * summed + used["beta_ms"], rel=1e-3)
-
-    assert {block.level for block in measured_here(workspace)} == {0.0}
-    described = {entry.kernel.id: entry for entry in read_kernels(workspace.dataset(TARGET))}
-    assert {described[name].models for name in missing} == {("newnet",)}
     renewed = read_sidecar(folder)
-    assert contents(folder, but="measured-") | {"predictors.json": b""} == learned | {"predictors.json": b""}
-    assert renewed == sidecar.model_copy(
-        update={"measured": renewed.measured, "measured_sha256": renewed.measured_sha256})
+    assert learned(folder) == files_before
+    assert renewed == sidecar.model_copy(update={"measured": renewed.measured, "measured_sha256": renewed.measured_sha256})
     assert {name: times for name, times in read_predictors(folder).measured.items() if name in before} == before
 
     journal = journal_path(workspace.dataset(TARGET)).read_bytes()
@@ -114,38 +108,26 @@ def test_the_command_measures_unmeasured_kernels(workspace: Workspace) -> None:
     assert journal_path(workspace.dataset(TARGET)).read_bytes() == journal
 
 
-def test_the_composition_stays_and_the_training_is_out_of_date(workspace: Workspace) -> None:
+def test_the_next_training_learns_from_them_unless_the_model_is_held_out(workspace: Workspace, newnet: Path) -> None:
     settings = read_config(workspace.root / "training.yaml", TrainingConfig)
+    held_out = conv_net(workspace.models / f"{HELD_OUT}_c44.onnx", channels=44, size=12)
     assert kept_sidecar(workspace, read_training_set(workspace, TARGET), settings) is not None
-    conv_net(workspace.models / "newnet.onnx", channels=20, size=12)
-    assert measure_missing("newnet.onnx", target=TARGET, workspace=workspace, config=CONFIG).measured > 0
-    assert kept_composition(workspace, TARGET, "sum") is not None
+    measure_missing(held_out, target=TARGET, workspace=workspace, config=CONFIG)
+    of_held_out = set(run_ms(workspace))
+    measure_missing(newnet, target=TARGET, workspace=workspace, config=CONFIG)
     rows = read_training_set(workspace, TARGET)
+    assert set(run_ms(workspace)) & set(rows.ids) == set(run_ms(workspace)) - of_held_out != set()
+    assert kept_composition(workspace, TARGET, "sum") is not None
     assert kept_sidecar(workspace, rows, settings) is None
-    assert set(run_ms(workspace)) <= set(rows.ids)  # the next training learns from them
-    done = command("training/train_kernel_model.py", workspace, "--config", workspace.root / "training.yaml")
-    assert "saved" in done.stderr
+    command("training/train_kernel_model.py", workspace, "--config", workspace.root / "training.yaml")
+    command("training/fit_composition.py", workspace)
+    for path in (held_out, newnet):
+        assert predict(path, target=TARGET, workspace=workspace).time_share["measured"] == pytest.approx(1.0)
 
 
-def test_several_sizes_at_once(workspace: Workspace) -> None:
-    sizes = [{"batch": 3}, {"batch": 5}]
-    records = [analyze(workspace.models / "dynnet.onnx", "cpu", dims) for dims in sizes]
-    measured = read_predictors(workspace.predictors(TARGET)).measured
-    missing = {name for record in records for name in record.kernels} - set(measured)
-    filled = measure_missing("dynnet.onnx", sizes, target=TARGET, workspace=workspace, config=CONFIG)
-    assert (filled.measured, filled.left) == (len(missing), ())
-    assert 0 < filled.measuring_s < filled.seconds
-    assert [len({m.id for m in block.measurements}) for block in measured_here(workspace)] == [len(missing)]
-    described = {entry.kernel.id: entry.models for entry in read_kernels(workspace.dataset(TARGET))}
-    assert {model for name in missing for model in described[name]} == {"dynnet@batch=3,dynamic", "dynnet@batch=5,dynamic"}
-    for dims in sizes:
-        prediction = predict("dynnet.onnx", dims=dims, target=TARGET, workspace=workspace)
-        assert prediction.time_share["measured"] == pytest.approx(1.0)
-
-
-def test_kernels_that_fail_are_named_and_stay_predicted(workspace: Workspace) -> None:
+def test_kernels_that_fail_are_named_and_stay_predicted(workspace: Workspace, newnet: Path) -> None:
     """The file of one kernel is damaged. Another one holds a subgraph, so it can't be built."""
-    record = analyze(conv_net(workspace.root / "newnet.onnx", channels=20, size=12), "cpu")
+    record = analyze(newnet, "cpu")
     damaged, looping = [name for name, kernel in record.kernels.items() if kernel.type == "Conv_Relu"]
     loop = record.kernels[looping].model_copy(update={"id": "loop", "attributes": {"body": {"graph": "0"}}})
     record = record.model_copy(update={
@@ -164,23 +146,9 @@ def test_kernels_that_fail_are_named_and_stay_predicted(workspace: Workspace) ->
     assert prediction.time_share["estimated"] == 0
 
 
-def test_a_model_that_the_device_refuses_to_run_is_refused(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the analysis did not know it: ONNX Runtime opens it, and says so only when it runs it."""
-    monkeypatch.setattr("hase.ort_analysis.graph.parsing.PACKED_AXES", 0)
-    tensors = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape)
-               for name, shape in (("x", [1, 16, 4, 3, 16]), ("y", None))]
-    node = onnx.helper.make_node("MultiHeadAttention", ["x"], ["y"], name="packed", domain="com.microsoft", num_heads=4)
-    model = onnx.helper.make_model(onnx.helper.make_graph([node], "g", tensors[:1], tensors[1:]), ir_version=10, opset_imports=[
-        onnx.helper.make_opsetid("", 20), onnx.helper.make_opsetid("com.microsoft", 1)])
-    record = analyze(model, "cpu")  # in this process, where the check is off
-    for _ in range(2):
-        with pytest.raises(UserError, match=r"can't run on .*: MultiHeadAttention_.*not implemented for CPU.*; export"):
-            measure_missing(record, target=TARGET, workspace=workspace, config=CONFIG)
-
-
-def test_kernels_measured_but_not_noted_are_looked_up(workspace: Workspace) -> None:
+def test_kernels_measured_but_not_noted_are_looked_up(workspace: Workspace, newnet: Path) -> None:
     """As after a kill between measuring and noting."""
-    record = analyze(conv_net(workspace.root / "newnet.onnx", channels=20, size=12), "cpu")
+    record = analyze(newnet, "cpu")
     missing = missing_kernels.missing_kernels(fitted_for(workspace, TARGET), [record])
     missing_kernels.build(missing, record.flavour, workspace)
     with start_workers(CONFIG, "cpu", ("run",)) as workers:
@@ -192,80 +160,39 @@ def test_kernels_measured_but_not_noted_are_looked_up(workspace: Workspace) -> N
     assert predict(record, target=TARGET, workspace=workspace).kernel_count["predicted"] == 0
 
 
-def test_a_held_out_model_is_looked_up_but_not_learned_from(workspace: Workspace) -> None:
-    path = conv_net(workspace.models / f"{HELD_OUT}_c44.onnx", channels=44, size=12)
-    for _ in range(2):
-        measure_missing(path, target=TARGET, workspace=workspace, config=CONFIG)
-        assert predict(path, target=TARGET, workspace=workspace).time_share["measured"] == pytest.approx(1.0)
-        assert not set(run_ms(workspace)) & set(read_training_set(workspace, TARGET).ids)
-        command("training/train_kernel_model.py", workspace, "--config", workspace.root / "training.yaml")
-        command("training/fit_composition.py", workspace)
-
-
-def test_shipped_predictors_are_copied_and_a_dataset_begins(workspace: Workspace, tmp_path: Path,
+def test_shipped_predictors_are_copied_and_a_dataset_begins(newnet: Path, workspace: Workspace, tmp_path: Path,
                                                             monkeypatch: pytest.MonkeyPatch) -> None:
     shipped, local = tmp_path / "shipped", Workspace(tmp_path / "own")
     shutil.copytree(workspace.predictors(TARGET), shipped / TARGET)
     monkeypatch.setattr(targets, "SHIPPED", shipped)
-    before, shipped_times = contents(shipped / TARGET), read_predictors(shipped / TARGET).measured
-    path = conv_net(tmp_path / "newnet.onnx", channels=20, size=12)
-    assert measure_missing(path, workspace=local, config=CONFIG).left == ()
-    assert contents(shipped / TARGET) == before
-    header = read_header(local.dataset(TARGET))
-    assert header.labels == ("run",)
-    assert {m.label for block in measured_here(local) for m in block.measurements} == {"run"}
+    before = {path: path.read_bytes() for path in (shipped / TARGET).iterdir()}
+    shipped_times = read_predictors(shipped / TARGET).measured
+    assert measure_missing(newnet, workspace=local, config=CONFIG).left == ()
+    assert {path: path.read_bytes() for path in (shipped / TARGET).iterdir()} == before
+    assert read_header(local.dataset(TARGET)).labels == ("run",)
     looked_up = read_predictors(local.predictors(TARGET)).measured
     assert {name: looked_up[name] for name in shipped_times} == shipped_times
     assert set(looked_up) - set(shipped_times) == set(run_ms(local))
-    assert predict(path, workspace=local).time_share["measured"] == pytest.approx(1.0)
+    assert predict(newnet, workspace=local).time_share["measured"] == pytest.approx(1.0)
 
 
-def test_a_dataset_without_the_label_is_reported(workspace: Workspace) -> None:
-    folder = workspace.dataset(TARGET)
-    header = read_header(folder)
-    files.write_json(header_path(folder), header.model_copy(update={"labels": ("node_span",)}))
-    conv_net(workspace.models / "newnet.onnx", channels=20, size=12)
-    with pytest.raises(UserError, match=r"without label run \(it has node_span\)"):
-        measure_missing("newnet.onnx", target=TARGET, workspace=workspace, config=CONFIG)
+def test_what_is_refused(workspace: Workspace, newnet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ("inference/predict_model_latency.py", workspace, "--model", newnet, "--measure-missing")
+    for option in (("--strict",), ("--metrics", "load.json")):
+        done = command(*asked, *option)
+        assert done.returncode == 2
+        assert "neither with --strict nor under a load" in done.stderr
 
+    def refused(model: Path | ModelRecord, message: str) -> None:
+        with pytest.raises(UserError, match=message):
+            measure_missing(model, target=TARGET, workspace=workspace, config=CONFIG)
 
-def test_another_machine_s_target_is_refused(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not has_cuda():
-        done = command("inference/predict_model_latency.py", workspace, "--model", "anet_c16.onnx", "--measure-missing",
-                       "--target", "nvidia-h200")
-        assert (done.returncode, done.stdout) == (1, "")
-        message = rf"error: kernels of target nvidia-h200-\S+ can only be measured on such a machine.* {TARGET}"
-        assert re.match(message, done.stderr)
-    another_target = local_target("cpu").model_copy(update={"threads": 96})
+    record = analyze(newnet, "cpu")
+    refused(record.model_copy(update={"flavour": record.flavour.model_copy(update={"instruction_set": "sse"})}),
+            r"the record is of a cpu-sse-\S+ graph")
+    path = header_path(workspace.dataset(TARGET))
+    files.write_json(path, read_header(path.parent).model_copy(update={"labels": ("node_span",)}))
+    refused(newnet, r"without label run \(it has node_span\)")
     for module in (missing_kernels, targets):
-        monkeypatch.setattr(module, "local_targets", lambda: (another_target,))
-    with pytest.raises(UserError, match=f"kernels of target {TARGET} can only be measured on such a machine"):
-        measure_missing("anet_c16.onnx", target=TARGET, workspace=workspace, config=CONFIG)
-
-
-def test_a_record_of_another_flavour_is_refused(workspace: Workspace) -> None:
-    record = analyze(workspace.models / "anet_c16.onnx", "cpu")
-    another_record = record.model_copy(update={"flavour": record.flavour.model_copy(update={"instruction_set": "sse"})})
-    with pytest.raises(UserError, match=r"the record is of a cpu-sse-\S+ graph"):
-        measure_missing(another_record, target=TARGET, workspace=workspace, config=CONFIG)
-
-
-@pytest.mark.parametrize("option", [["--strict"], ["--metrics", "load.json"]])
-def test_where_nothing_is_looked_up_there_is_nothing_to_measure(workspace: Workspace, option: list[str]) -> None:
-    done = command("inference/predict_model_latency.py", workspace, "--model", "anet_c16.onnx", "--measure-missing", *option)
-    assert done.returncode == 2
-    assert "neither with --strict nor under a load" in done.stderr
-
-
-def test_in_a_pipeline_launches_are_looked_up_too(workspace: Workspace) -> None:
-    """A GPU's look-up, made up here: one kernel lacks its launches, one has them, and one leaves the GPU idle."""
-    fitted = fitted_for(workspace, TARGET)
-    lacking, measured = conv(), relu()
-    view = describe_kernel("Flatten", "", 13, {}, [measured.inputs[0]], [Tensor(dtype="float32", shape=(1, 16384))])
-    predictors = read_predictors(fitted.predictors.folder)
-    predictors.measured = {lacking.id: {"gpu": 0.1}, measured.id: {"gpu": 0.1, "launches": 2.0}}
-    on_gpu = Fitted(fitted.target, predictors, fitted.composition.model_copy(update={"kind": "pipeline", "label": "gpu"}),
-                    fitted.uncertainty)
-    assert set(missing_kernels.missing_kernels(on_gpu, [chain("net", [lacking, measured, view])])) == {lacking.id}
-    assert set(missing_kernels.missing_kernels(fitted, [chain("net", [lacking, measured, view])])) == {
-        lacking.id, measured.id, view.id}
+        monkeypatch.setattr(module, "local_targets", lambda: (local_target("cpu").model_copy(update={"threads": 96}),))
+    refused(newnet, f"kernels of target {TARGET} can only be measured on such a machine")

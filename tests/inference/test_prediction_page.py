@@ -1,23 +1,24 @@
-"""`predict_model_latency.py --html`: pages in a real browser, against what --json prints."""
+"""`predict_model_latency.py --html`: pages in a real browser, against what --json prints; and predictions in a notebook: cards,
+tables and data frames."""
 
 from __future__ import annotations
 
 import json
 import re
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import onnx
+import onnx.parser
 import pytest
 from chromium import column, opened, plots_of
 from command import run_script
 from conftest import small_model
-from onnx import TensorProto, helper, numpy_helper
+from onnx import numpy_helper
 
-from hase.inference import Predictor
+from hase.inference import Predictions, Predictor
 from hase.inference.reporting.runs import time_by_layer
-from hase.utils.pages.page import TreeMapPart
 from hase.utils.pages.rendering import MOST_BYTES
 
 if TYPE_CHECKING:
@@ -25,31 +26,29 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
+TARGET = "nvidia-h200"
 BATCHES = (1, 2, 4, 8)
-EVIL = "</script><b onload=alert(1)>"  # in the name of a node
+EVIL = "</script><b onload=alert(1)>"  # in the name of a node or model
 
 
 def predicted(page: Path, *options: str | Path) -> list[dict[str, Any]]:
     """What --json prints of the same answers as the page shows."""
-    done = run_script("inference/predict_model_latency.py", "--target", "nvidia-h200", "--html", page, "--json", *options)
+    done = run_script("inference/predict_model_latency.py", "--target", TARGET, "--html", page, "--json", *options)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 def layered_model(names: bool) -> onnx.ModelProto:
     """Two layers of two nodes each, named in the nodes' names or in their metadata, as torch.onnx writes them."""
-    weight = numpy_helper.from_array(np.ones((64, 64), np.float32), "w")
-    nodes, source = [], "x"
-    for layer, operator in (("block1", "MatMul"), ("block1", "Sigmoid"), ("block2", "MatMul"), ("block2", "Softmax")):
-        inputs, out = ([source, "w"] if operator == "MatMul" else [source]), f"{layer}_{operator}"
-        node = helper.make_node(operator, inputs, [out], name=f"/{layer}/mlp/{operator}" if names else f"node_{out}")
+    model = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[32, 64] x) => (float[32, 64] y) '
+        "{ a = MatMul(x, w) b = Sigmoid(a) c = MatMul(b, w) y = Softmax(c) }")
+    model.graph.initializer.append(numpy_helper.from_array(np.ones((64, 64), np.float32), "w"))
+    for node, layer in zip(model.graph.node, ("block1", "block1", "block2", "block2"), strict=True):
+        node.name = f"/{layer}/mlp/{node.op_type}" if names else f"node_{node.output[0]}"
         if not names:
-            node.metadata_props.add(key="pkg.torch.onnx.name_scopes", value=str(["", layer, f"{layer}.mlp", f"node_{out}"]))
-        nodes.append(node)
-        source = out
-    graph = helper.make_graph(nodes, "g", [helper.make_tensor_value_info("x", TensorProto.FLOAT, [32, 64])],
-                              [helper.make_tensor_value_info(source, TensorProto.FLOAT, [32, 64])], [weight])
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+            node.metadata_props.add(key="pkg.torch.onnx.name_scopes", value=str(["", layer, f"{layer}.mlp", node.name]))
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +74,9 @@ def test_one_prediction(folder: Path, browser: Browser) -> None:
         low, high = answer["interval_ms"]
         assert f"takes {answer['latency_ms']:.4g} ms on NVIDIA H200, within the 5 ms asked for" in page.inner_text("h1")
         assert f"between {low:.4g} and {high:.4g} ms" in page.inner_text("header")
-        kernels = {kernel["id"]: kernel for kernel in answer["kernels"]}
         shown = dict(zip(column(page, 1, "kernel"), map(float, column(page, 1, "total (ms)")), strict=True))
-        assert shown == pytest.approx({name: kernel["total_ms"] for name, kernel in kernels.items()})
-        by_operator = dict(zip(column(page, 0, "operator"), map(float, column(page, 0, "time (ms)")), strict=True))
-        assert sum(by_operator.values()) == pytest.approx(answer["kernel_sum_ms"])
+        assert shown == pytest.approx({kernel["id"]: kernel["total_ms"] for kernel in answer["kernels"]})
+        assert sum(map(float, column(page, 0, "time (ms)"))) == pytest.approx(answer["kernel_sum_ms"])
         assert page.locator("[data-plot] svg").count() == 1  # the layers
         assert page.locator("[data-plot] canvas").count() >= 1  # the run over time
         for warning in answer["warnings"]:
@@ -98,8 +95,6 @@ def test_batches_sort_filter_and_dark_mode(folder: Path, browser: Browser) -> No
     head = page.locator("figure.table").first.locator("th button", has_text="latency (ms)")
     head.click()
     assert [float(value) for value in column(page, 0, "latency (ms)")] == pytest.approx(sorted(latencies, reverse=True))
-    head.click()
-    assert [float(value) for value in column(page, 0, "latency (ms)")] == pytest.approx(sorted(latencies))
     plots = plots_of(page)
     assert [plot["kind"] for plot in plots[:2]] == ["chart", "chart"]
     (series,) = plots[0]["series"]
@@ -111,8 +106,6 @@ def test_batches_sort_filter_and_dark_mode(folder: Path, browser: Browser) -> No
     light = page.evaluate(ground)
     page.click("#theme")
     assert page.evaluate(ground) != light
-    page.click("#theme")
-    assert page.evaluate(ground) == light
     dark, more = opened(browser, file, 375, color_scheme="dark")
     assert dark.evaluate(ground) != light
     dark.locator("details").first.locator("summary").click()
@@ -121,60 +114,80 @@ def test_batches_sort_filter_and_dark_mode(folder: Path, browser: Browser) -> No
     assert not complaints + more
 
 
-def test_several_models_with_one_that_fails(folder: Path, browser: Browser) -> None:
-    file = folder / "several.html"
-    done = run_script("inference/predict_model_latency.py", "--target", "nvidia-h200", "--html", file, "--json", "--model",
-                      *(folder / f"{name}.onnx" for name in ("evil", "named", "open")))
-    assert done.returncode == 1  # open has no batch
-    page, complaints = opened(browser, file, 1400)
-    assert column(page, 0, "model") == [answer["model"] for answer in json.loads(done.stdout)]
-    assert column(page, 1, "model") == [str(folder / "open.onnx")]
-    assert "dimension batch" in column(page, 1, "why")[0]
-    assert not complaints
-
-
-def test_without_scripts_charts_are_drawings(folder: Path, browser: Browser) -> None:
+def test_without_scripts_and_on_paper(folder: Path, browser: Browser) -> None:
     """As in a mail program: the batch curve is an SVG with a point for each batch and its interval as an area."""
-    file = folder / "batches.html"
-    if not file.exists():
-        predicted(file, "--model", folder / "open.onnx", "--dim", f"batch={','.join(map(str, BATCHES))}")
+    file = folder / "drawn.html"
+    predicted(file, "--model", folder / "open.onnx", "--dim", "batch=1,4")
     page, _ = opened(browser, file, 1400, java_script_enabled=False)
-    assert page.locator("noscript svg circle").count() == 2 * len(BATCHES)
+    assert page.locator("noscript svg circle").count() == 2 * 2
     assert page.locator("noscript svg polygon").count() == 2
-
-
-def test_it_prints_in_light_colours(folder: Path, browser: Browser) -> None:
-    file = folder / "printed.html"
-    predicted(file, "--model", folder / "named.onnx")
     page, complaints = opened(browser, file, 1400, color_scheme="dark")
-    pdf = page.pdf(format="A4", print_background=True)
-    assert pdf.startswith(b"%PDF")
-    assert len(re.findall(rb"/Type\s*/Page\b", pdf)) < 8
+    assert len(re.findall(rb"/Type\s*/Page\b", page.pdf(format="A4", print_background=True))) < 8
     page.emulate_media(media="print")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert not complaints
 
 
-def leaves(part: TreeMapPart) -> list[TreeMapPart]:
-    return [leaf for child in part.parts.values() for leaf in leaves(child)] if part.parts else [part]
-
-
-@pytest.mark.parametrize("name", ["named", "scoped"])
+@pytest.mark.parametrize("name", ["named", "scoped", "evil"])
 def test_time_by_layer(folder: Path, name: str) -> None:
-    """The layers of torch.onnx, in names or metadata, and all of the kernels' time in them."""
-    file = folder / f"{name}.onnx"
-    run = Predictor(target="nvidia-h200").run(file)
-    whole, layered = time_by_layer(run, file)
-    assert layered
-    assert [part.name for part in whole.parts.values()] == ["block1.mlp", "block2.mlp"]
+    """The layers of torch.onnx, in names or metadata, or operators where a model has none; with all of the kernels' time."""
+    run = Predictor(target=TARGET).run(folder / f"{name}.onnx")
+    operators = {kernel.type for kernel in run.prediction.kernels}
+    whole, layered = time_by_layer(run, folder / f"{name}.onnx")
+    assert layered == (name != "evil")
+    assert {part.name for part in whole.parts.values()} == ({"block1.mlp", "block2.mlp"} if layered else operators)
     assert whole.total == pytest.approx(run.prediction.kernel_sum_ms)
-    assert {leaf.group for leaf in leaves(whole)} == {kernel.type for kernel in run.prediction.kernels}
 
 
-def test_time_by_operator_where_a_model_has_no_layers(folder: Path) -> None:
-    file = folder / "evil.onnx"
-    run = Predictor(target="nvidia-h200").run(file)
-    whole, layered = time_by_layer(run, file)
-    assert not layered
-    assert {part.name for part in whole.parts.values()} == {kernel.type for kernel in run.prediction.kernels}
-    assert whole.total == pytest.approx(run.prediction.kernel_sum_ms)
+# in a notebook -------------------------------------------------------------------------------------------------------------
+
+
+class Balanced(HTMLParser):
+    """Checks that every element ends, and collects the text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open, self.text = list[str](), list[str]()
+        self.feed(html)
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.open += [tag] * (tag != "br")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def test_a_prediction_is_a_card(folder: Path) -> None:
+    """It marks doubt, and lets nothing out of a name."""
+    prediction = Predictor(target=TARGET).predict(folder / "open.onnx", dims={"batch": 4})
+    low, high = prediction.interval_ms
+    text = Balanced(prediction._repr_html_()).text
+    for words in (prediction.target, f"{prediction.latency_ms:.4g} ms", f"90 % between {low:.4g} and {high:.4g}",
+                  f"{prediction.items_per_second:.4g} items/s", f"{prediction.peak_memory_mib:.4g} MiB", "batch 4", "fits"):
+        assert words in text
+    assert "a rough estimate" not in text
+    kernels = prediction.to_pandas()
+    assert kernels["total_ms"].sum() == pytest.approx(prediction.kernel_sum_ms)
+    doubtful = prediction.model_copy(update={"rough_estimate": True, "model": EVIL, "fits_memory": False,
+                                             "warnings": tuple(f"warning {place}" for place in range(5))})
+    assert EVIL not in doubtful._repr_html_()
+    text = Balanced(doubtful._repr_html_()).text
+    assert EVIL in "".join(text)
+    for words in ("a rough estimate", "more than the device has", "warning 2", "and 2 more"):
+        assert words in text
+    assert "warning 3" not in text
+
+
+def test_predictions_are_a_table_and_a_data_frame(folder: Path) -> None:
+    predictions = Predictor(target=TARGET).predict_many([folder / "evil.onnx", folder / "named.onnx"])
+    frame = predictions.to_pandas()
+    assert list(frame["latency_ms"]) == [prediction.latency_ms for prediction in predictions]
+    assert list(frame["interval_high_ms"]) == [prediction.interval_ms[1] for prediction in predictions]
+    assert (frame[["measured_share", "predicted_share", "estimated_share"]].sum(axis=1) - 1).abs().max() < 1e-9
+    assert f"{predictions[0].latency_ms:.4g}" in Balanced(predictions._repr_html_()).text
+    assert Balanced(Predictions()._repr_html_()).text == ["nothing"]
+    assert Predictions().to_pandas().empty

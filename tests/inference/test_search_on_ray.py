@@ -1,53 +1,36 @@
-"""Searches on a real Ray cluster, two nodes on this machine: the same table as without Ray, whatever happens to a node or the
-command; memory that does not grow; errors of one line."""
+"""Searches on a real Ray cluster, two nodes on this machine: the same table as without Ray, whatever happens to a node; errors
+of one line."""
 
 from __future__ import annotations
 
-import itertools
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
-import psutil
 import pytest
 from command import run_script
 from optional_packages import needs, without
 from ray_nodes import NodesHere, nodes_here
-from trained_workspace import conv_net
+from test_search import H200, MY_SPACE
+from test_search import question as h200_question
 
-from hase.inference.search import evaluating, ofa, on_ray, searching
-from hase.inference.search.evaluating import SearchCandidate, SearchLimits, SearchQuestion
+from hase.inference.search import ofa, searching
+from hase.inference.search.evaluating import SearchLimits, SearchQuestion
 from hase.inference.search.searching import search
-from hase.recipes.same_predictions.record import CPU_WORKSPACE
 from hase.utils.errors import UserError
-from hase.utils.files import unpack
 from hase.utils.paths import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly,
               pytest.mark.skipif(not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="two cores")]
 
-H200 = "nvidia-h200"
 SMALL = 8  # candidates of a batch
-MY_SPACE = """
-from hase.inference.search import ofa
-
-def choices():
-    yield from range(40)
-
-def make(choice, flavour):
-    if choice == 7:
-        raise ValueError("seven has no network")
-    return ofa.make(list(ofa.choices(40))[choice], flavour)
-
-def score(choice):
-    return -abs(choice - 3)
-"""
+SPACE = MY_SPACE.replace("12", "40")
 
 
 @pytest.fixture(scope="module")
@@ -65,77 +48,23 @@ def small_batches() -> Iterator[None]:
         yield
 
 
-def question(space: str = "ofa", count: int | None = 60) -> SearchQuestion:
-    return SearchQuestion(ROOT, H200, space, count, 0, SearchLimits(latency_ms=1.3, energy_j=0.2), energy=False, score=None,
-                          host_pace=1.0,
-                    force=False)
+def question(space: str = "ofa", count: int | None = 60, **others: Any) -> SearchQuestion:
+    return h200_question(space, count, limits=SearchLimits(latency_ms=1.3, energy_j=0.2), **others)
 
 
 @pytest.mark.usefixtures("small_batches")
 def test_the_table_is_the_one_without_ray(cluster: NodesHere, tmp_path: Path) -> None:
     """The node has neither the Python file nor the table of scores, of which some candidates have none."""
     space, scores = tmp_path / "mine.py", tmp_path / "scores.csv"
-    space.write_text(MY_SPACE)
+    space.write_text(SPACE)
     scores.write_text("model,score\n" + "".join(f"{name},{number}\n" for number, name in enumerate(ofa.choices(50))))
-    for asked in (question()._replace(score=str(scores)), question(str(space), None)):
+    for asked in (question(score=str(scores)), question(str(space), None)):
         alone, on_nodes = tmp_path / "alone.csv", tmp_path / "nodes.csv"
         assert search(asked, 5, on_nodes, ray_address=cluster.address) == search(asked, 5, alone)
         assert on_nodes.read_bytes() == alone.read_bytes()
-
-
-def test_predictors_of_ones_own_travel(cluster: NodesHere, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)  # an actor enters the driver's folder; here, this process is the actor
-    unpack(CPU_WORKSPACE, tmp_path / "workspace")
-    for channels in (8, 16):
-        conv_net(tmp_path / "models" / f"{channels}.onnx", channels=channels)
-    asked = question(str(tmp_path / "models"), None)._replace(workspace=tmp_path / "workspace", target="avx512", host_pace=None,
-                                                            limits=SearchLimits(), force=True)
-    found = search(asked, 5, ray_address=cluster.address)
-    assert found == search(asked, 5)
-    assert (len(found.best), found.failed) == (2, 0)
-    here = evaluating.Evaluator(asked)
-    work = on_ray.ClusterWork(here.elsewhere._replace(workspace=Path("/nowhere")), 0, SMALL, tmp_path, here.learned, {})
-    models = [tmp_path / "models" / "8.onnx", tmp_path / "models" / "16.onnx"]
-    assert on_ray._evaluator(work, tmp_path / "elsewhere")(models) == here(models)
-
-
-@pytest.mark.usefixtures("small_batches")
-def test_a_search_that_was_begun_without_ray_goes_on_with_it(cluster: NodesHere, tmp_path: Path) -> None:
-    asked, out, whole = question(), tmp_path / "found.csv", tmp_path / "whole.csv"
-    before = search(asked, 5, whole)
-    evaluated, calls = evaluating.evaluate_choices, itertools.count()
-
-    def interrupted(*arguments: object) -> list[SearchCandidate]:
-        if next(calls) == 2:
-            raise KeyboardInterrupt
-        return evaluated(*arguments)  # type: ignore[arg-type]
-
-    with mock.patch.object(searching, "evaluate_choices", interrupted), pytest.raises(KeyboardInterrupt):
-        search(asked, 5, out)
-    with mock.patch.object(searching, "evaluated_on_ray", wraps=on_ray.evaluated_on_ray) as called:
-        assert search(asked, 5, out, ray_address=cluster.address) == before
-    assert called.call_args.args[1] == 2 * SMALL, "what was searched before is passed over"
-    assert out.read_bytes() == whole.read_bytes()
-
-
-def test_a_stopped_command_keeps_what_it_has(cluster: NodesHere, tmp_path: Path) -> None:
-    out, whole = tmp_path / "found.csv", tmp_path / "whole.csv"
-    options = f"--space ofa --target {H200} --latency-ms 1.1 --host-pace 1 --count 6000 --top 5".split()
-    command = [sys.executable, "inference/search_models.py", *options, "--out", str(out), "--ray", cluster.address]
-    part = tmp_path / "found.csv.part"
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        while process.poll() is None and not (part.exists() and len(part.read_bytes().splitlines()) > 1):
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert "what was searched (with --out) is kept: run again to go on" in errors
-    assert "Traceback" not in errors
-    assert not out.exists()
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "candidates were searched before; going on from there" in done.stderr
-    run_script("inference/search_models.py", *options, "--out", whole)
-    assert out.read_bytes() == whole.read_bytes()
+    space.write_text(SPACE.replace("range(40)", "(number // (number < 20) for number in range(40))", 1))
+    with pytest.raises(UserError, match="choices failed with ZeroDivisionError"):
+        search(question(str(space), None), 5, ray_address=cluster.address)
 
 
 @pytest.mark.usefixtures("small_batches")
@@ -161,64 +90,14 @@ def test_a_node_that_is_lost_costs_nothing(cluster: NodesHere, tmp_path: Path) -
     assert out.read_bytes() == whole.read_bytes()
 
 
-@pytest.mark.parametrize("package", ["onnx", "pydantic"])
-def test_a_node_without_a_package_is_one_line(cluster: NodesHere, tmp_path: Path, package: str) -> None:
-    """One that is loaded at its first use, and one without which nothing of Hase can be imported."""
-    environment = without([package], tmp_path / "none")
-    node = cluster.add((0,), PYTHONPATH=environment["PYTHONPATH"])
-    try:
-        done = run_script("inference/search_models.py", "--space", "ofa", "--target", H200, "--host-pace", "1", "--count",
-                          "3000", "--ray", cluster.address, "--quiet")
-    finally:
-        cluster.kill(node)
-    assert done.returncode == 1
-    [line] = done.stderr.splitlines()[-1:]
-    assert line.startswith("error: ")
-    assert line.endswith(f"No module named {package}; install the same packages on all machines of the cluster")
-    assert "Traceback" not in done.stderr
-
-
 def test_errors_are_one_line(tmp_path: Path) -> None:
     needs("ray", "requirements-ray.txt")
     command = ("inference/search_models.py", "--space", "ofa", "--target", H200, "--host-pace", "1", "--count", "3", "--ray")
     done = run_script(*command, "127.0.0.1:1")
-    assert done.returncode == 1
+    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
     assert done.stderr.startswith("error: --ray 127.0.0.1:1: no Ray cluster can be reached there; name HOST:PORT as")
-    assert len(done.stderr.splitlines()) == 1
     for package, requirements in (("ray", "requirements-ray.txt"), ("pyarrow", "requirements-search.txt")):
         done = subprocess.run([sys.executable, *command, "auto"], cwd=ROOT, env=without([package], tmp_path / package),
                               capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (
             1, f"error: --ray needs the package {package}, here and on every node: pip install -r {requirements}\n")
-
-
-@pytest.mark.usefixtures("small_batches")
-def test_an_error_of_the_space_is_the_users(cluster: NodesHere, tmp_path: Path) -> None:
-    space = tmp_path / "mine.py"
-    space.write_text(MY_SPACE.replace("range(40)", "(number // (number < 20) for number in range(40))", 1))
-    with pytest.raises(UserError, match="choices failed with ZeroDivisionError"):
-        search(question(str(space), None), 5, ray_address=cluster.address)
-
-
-@pytest.mark.usefixtures("small_batches")
-def test_memory_does_not_grow(cluster: NodesHere, tmp_path: Path) -> None:
-    """The candidates fail at once, so that many come; a choice of them is large."""
-    space = tmp_path / "mine.py"
-    space.write_text("""
-from hase.utils.errors import UserError
-
-def choices():
-    for number in range(4000):
-        yield f"{number:040000d}"
-
-def make(choice, flavour):
-    raise UserError("none")
-""")
-    own, held = psutil.Process(), []
-    stream = on_ray.evaluated_on_ray(evaluating.Evaluator(question(str(space), None)), 0, SMALL, cluster.address)
-    for number, candidate in enumerate(stream):
-        assert candidate.model == f"{number:040000d}"
-        if number % 1000 == 999:
-            held.append(own.memory_info().rss - own.memory_info().shared)
-    assert len(held) == 4
-    assert max(held) - held[0] < 40 << 20, "the choices alone would take 160 MB"

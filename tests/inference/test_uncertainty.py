@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -14,30 +12,20 @@ import onnx.parser
 import pytest
 from command import run_script
 from forgotten_types import forget
-from onnx import TensorProto, helper, numpy_helper
-from trained_workspace import METRIC, conv_net
+from onnx import numpy_helper
+from trained_workspace import conv_net
 
 from hase.inference import Predictor, predict
 from hase.inference.prediction.answers import Prediction, make_monotonic
 from hase.inference.prediction.uncertainty import (
     BEYOND_POWER,
-    CERTAIN,
-    FAR,
     FAR_OFF,
-    Span,
-    is_rough,
-    joined,
     shortness,
     source_warnings,
 )
-from hase.inference.reporting.printed import print_predictions
-from hase.learned import target_files
 from hase.learned.composition.fitted import read_composition
 from hase.learned.composition.intervals import Sources
-from hase.learned.kernels.sidecar import copy_predictors
-from hase.learned.kernels.uncertainty import DEFAULT_RANGES, NOTHING_LEARNED, Range
 from hase.runtimes import local_target
-from hase.utils import files
 from hase.utils.cli import EXIT_ROUGH
 from hase.utils.paths import SHIPPED, Workspace
 
@@ -45,29 +33,20 @@ H200 = "nvidia-h200-cuda-ort1.31-all"
 TARGET = local_target("cpu").name
 
 
-def graph(path: Path, nodes: list[onnx.NodeProto], inputs: dict[str, list[Any]], outputs: dict[str, list[Any]],
-          weights: dict[str, np.ndarray], opset: int = 20) -> Path:
-    graph_inputs, graph_outputs = ([helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in of.items()]
-                                   for of in (inputs, outputs))
-    constants = [numpy_helper.from_array(value.astype(np.float32), name) for name, value in weights.items()]
-    body = helper.make_graph(nodes, path.stem, graph_inputs, graph_outputs, constants)
-    onnx.save(helper.make_model(body, opset_imports=[helper.make_opsetid("", opset)], ir_version=10), path)
-    return path
+def parsed(shape: str, nodes: str, made: str = "", **weights: np.ndarray) -> onnx.ModelProto:
+    """A model of nodes in ONNX's own notation, from x to y, which is of the same shape or as `made` says."""
+    model = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["" : 20]> g (float[{shape}] x) => (float[{made or shape}] y) {{ {nodes} }}')
+    model.graph.initializer.extend(numpy_helper.from_array(of.astype(np.float32), name) for name, of in weights.items())
+    return model
 
 
 def recurrent(path: Path, hidden: int = 64) -> Path:
-    """A GRU over forty steps, and a Flatten and an Identity that cost nothing."""
-    nodes = [helper.make_node("GRU", ["x", "w", "r"], ["y"], hidden_size=hidden, linear_before_reset=1),
-             helper.make_node("Flatten", ["y"], ["f"]), helper.make_node("Relu", ["f"], ["out"])]
-    return graph(path, nodes, {"x": [40, 1, 32]}, {"out": [40, hidden]},
-                 {"w": np.zeros((1, 3 * hidden, 32)), "r": np.zeros((1, 3 * hidden, hidden))})
-
-
-def normalised(path: Path, shape: list[int]) -> Path:
-    """A BatchNormalization that is not fused, after an activation."""
-    names = ["scale", "bias", "mean", "var"]
-    nodes = [helper.make_node("Sigmoid", ["x"], ["s"]), helper.make_node("BatchNormalization", ["s", *names], ["y"])]
-    return graph(path, nodes, {"x": shape}, {"y": shape}, {name: np.ones(shape[1]) for name in names})
+    """A GRU over forty steps, and a Flatten that costs nothing."""
+    onnx.save(parsed(
+        "40, 1, 32", f"s = GRU <hidden_size = {hidden}, linear_before_reset = 1> (x, w, r) f = Flatten(s) y = Relu(f)",
+        f"40, {hidden}", w=np.zeros((1, 3 * hidden, 32)), r=np.zeros((1, 3 * hidden, hidden))), path)
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -82,146 +61,47 @@ def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_an_operator_that_was_never_measured_is_a_rough_estimate(tmp_path: Path) -> None:
     forget(Workspace(tmp_path), H200, "LRN")
-    nodes = [helper.make_node("LRN", ["x"], ["n"], size=5), helper.make_node("Flatten", ["n"], ["f"]),
-             helper.make_node("Relu", ["f"], ["y"])]
-    path = graph(tmp_path / "lrn.onnx", nodes, {"x": [32, 64, 56, 56]}, {"y": [32, 64 * 56 * 56]}, {})
-    done = command("--workspace", tmp_path, "--model", path, "--target", H200, "--json", "--fail-on-rough")
+    onnx.save(parsed("32, 64, 56, 56", "n = LRN <size = 5> (x) f = Identity(n) y = Relu(f)"), tmp_path / "lrn.onnx")
+    options = ("--workspace", tmp_path, "--model", tmp_path / "lrn.onnx", "--target", H200)
+    done = command(*options, "--json", "--fail-on-rough")
     assert done.returncode == EXIT_ROUGH, done.stderr
     (answer,) = json.loads(done.stdout)
-    assert answer["rough_estimate"]
-    assert answer["estimated_operators"] == ["LRN"]
+    assert (answer["rough_estimate"], answer["estimated_operators"]) == (True, ["LRN"])
     low, high = answer["interval_ms"]
-    assert low < answer["latency_ms"]
-    assert high > 1.5 * answer["latency_ms"]
+    assert low < answer["latency_ms"] < high / 1.5
     assert "rough estimate: LRN: never measured" in done.stderr
-    assert "Flatten" not in done.stderr
-    table = command("--workspace", tmp_path, "--model", path, "--target", H200)
-    assert table.returncode == 0
-    heading, row = (line.split("\t") for line in table.stdout.splitlines()[:2])
+    heading, row = (line.split("\t") for line in command(*options).stdout.splitlines()[:2])
     assert row[heading.index("rough estimate")] == "yes"
 
 
 @pytest.mark.slow
 def test_known_models_are_not_marked(torch_models: dict[str, Path]) -> None:
-    for path in torch_models.values():
-        for strict in (False, True):
-            prediction = predict(path, target=H200, strict=strict)
-            assert not prediction.rough_estimate
-            assert prediction.estimated_operators == prediction.doubtful_operators == ()
-
-
-def test_an_operator_known_at_another_rank_is_doubtful(tmp_path: Path) -> None:
-    """With predictors as if BatchNormalization had only been measured at rank 4."""
-    workspace = Workspace(tmp_path)
-    copy_predictors(SHIPPED / H200, workspace.predictors(H200))
-    uncertainty = (target_files.UNCERTAINTY.read(SHIPPED / H200) or NOTHING_LEARNED)
-    forms = {name: tuple(form for form in of if name != "BatchNormalization" or form.endswith("rank 4"))
-             for name, of in (uncertainty.forms or {}).items()}
-    files.write_json(target_files.UNCERTAINTY.path(workspace.predictors(H200)), uncertainty.model_copy(
-        update={"forms": forms, "form_ranges": {}}))
-    usual = predict(normalised(tmp_path / "usual.onnx", [256, 64, 56, 56]), target=H200, workspace=workspace)
-    odd = predict(normalised(tmp_path / "odd.onnx", [65536, 4096]), target=H200, workspace=workspace)
-    assert (usual.doubtful_operators, odd.doubtful_operators) == ((), ("BatchNormalization",))
-    assert odd.kernel_count["estimated"] == 0
-    assert odd.rough_estimate
-    assert not usual.rough_estimate
-    assert odd.interval_ms[1] / odd.latency_ms > 2 * usual.interval_ms[1] / usual.latency_ms
+    for prediction in Predictor(target=H200, strict=True).predict_many(list(torch_models.values())):
+        assert (prediction.rough_estimate, prediction.estimated_operators, prediction.doubtful_operators) == (False, (), ())
 
 
 @pytest.mark.slow
 def test_a_small_share_only_widens(workspace: Workspace) -> None:
-    plain = predict(conv_net(workspace.root / "plain.onnx", channels=64, size=32), target=TARGET, workspace=workspace)
-    odd = predict(conv_net(workspace.root / "erf64.onnx", channels=64, size=32, extra="Erf"), target=TARGET,
-                  workspace=workspace)
-    assert odd.estimated_operators == ("Erf",)
-    widths = [math.log(prediction.interval_ms[1] / prediction.interval_ms[0]) for prediction in (plain, odd)]
-    assert widths[1] > widths[0] > 0
-    for prediction in (plain, odd):
-        assert prediction.interval_ms[0] < prediction.latency_ms < prediction.interval_ms[1]
+    """And where this machine is the target, the command that measures it is said."""
+    plain, path = (conv_net(workspace.root / f"erf{extra}.onnx", channels=64, size=32, extra=extra) for extra in ("", "Erf"))
+    done = command("--workspace", workspace.root, "--model", path, "--target", TARGET, "--json")
+    assert (f"python inference/predict_model_latency.py --model {path} --measure-missing --target {TARGET} "
+            f"--workspace {workspace.root}") in done.stderr
+    odd, usual = Prediction.model_validate(json.loads(done.stdout)[0]), predict(plain, target=TARGET, workspace=workspace)
+    assert (odd.estimated_operators, odd.kernel_count["estimated"]) == (("Erf",), 1)
+    assert 0 < odd.time_share["estimated"] < 1
+    assert odd.interval_ms[1] / odd.interval_ms[0] > usual.interval_ms[1] / usual.interval_ms[0]
 
 
 @pytest.mark.slow
 def test_sizes_beyond_the_data_widen(workspace: Workspace) -> None:
     within, beyond = (predict(conv_net(workspace.root / f"wide{channels}.onnx", channels=channels), target=TARGET,
                               workspace=workspace, strict=True) for channels in (40, 1024))
-    assert not within.rough_estimate
-    assert beyond.rough_estimate
-    assert beyond.estimated_operators == ()
+    assert (within.rough_estimate, beyond.rough_estimate, beyond.estimated_operators) == (False, True, ())
+    assert not any("beyond what was measured" in text for text in within.warnings)
     assert any("far beyond what was measured" in text for text in beyond.warnings)
+    assert any("of its kernels, " in text and "are beyond what was measured" in text for text in beyond.warnings)
     assert beyond.interval_ms[1] / beyond.latency_ms > within.interval_ms[1] / within.latency_ms
-    assert FAR > 1
-
-
-@pytest.mark.slow
-def test_an_interval_is_given_under_load_too(workspace: Workspace, torch_models: dict[str, Path]) -> None:
-    loaded = predict("anet_c16.onnx", target=TARGET, workspace=workspace, load={METRIC: 0.5})
-    assert loaded.interval_ms[0] < loaded.latency_ms < loaded.interval_ms[1]
-    path = torch_models["resnet18"]
-    idle, beside = (predict(path, target=H200, load=load)
-                    for load in ({}, {"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 0.5}))
-    widths = [prediction.interval_ms[1] / prediction.latency_ms for prediction in (idle, beside)]
-    assert 1.0 < widths[0] < widths[1]
-
-
-@pytest.mark.slow
-def test_few_models_give_an_interval_too(workspace: Workspace) -> None:
-    """Of four models, left out by three families, the errors are ±10 %: Student's t for three degrees of freedom."""
-    from hase.inference.prediction.targets import fitted_for
-
-    used = fitted_for(workspace, TARGET).composition
-    models = tuple(model.model_copy(update={"model": name, "group": name[0], "predicted_ms": model.measured_ms * error})
-                   for model, name, error in zip(used.models, ("a1", "a2", "b1", "c1"), (1.1, 1 / 1.1) * 2, strict=False))
-    four_models = used.model_copy(update={"interval": None, "models": models})
-    prediction = predict("anet_c16.onnx", target=TARGET, workspace=workspace, composition=four_models)
-    off = float(shortness(four_models, np.array(prediction.latency_ms))) ** BEYOND_POWER  # the shortest model has been moved
-    assert prediction.interval_ms[1] / prediction.latency_ms == pytest.approx(
-        joined([Span(1.0, 1.1 ** (2.3534 * math.sqrt(4 / 3))), Span(1.0 / off, off)]).high, rel=1e-3)
-    of_one_model = predict("anet_c16.onnx", target=TARGET, workspace=workspace,
-                           composition=four_models.model_copy(update={"left_out": "nothing", "models": models[:1]}))
-    assert of_one_model.interval_ms[1] / of_one_model.latency_ms == pytest.approx(2.0, rel=1e-3)
-
-
-def test_errors_add_up_in_quadrature() -> None:
-    assert joined([]) == CERTAIN
-    low, high = joined([Span(0.5, 2.0), Span(0.5, 2.0), Span(1.1, 0.9)])  # the last one is empty, so it counts as 1
-    assert (low, high) == (pytest.approx(0.5 ** math.sqrt(2)), pytest.approx(2 ** math.sqrt(2)))
-    assert is_rough(Span(1.0, 1.11))
-    assert is_rough(Span(0.89, 1.0))
-    assert not is_rough(Span(0.91, 1.09))
-
-
-@pytest.mark.slow
-def test_ranges_are_learned_from_left_out_operators(workspace: Workspace) -> None:
-    """For the made-up dataset each range holds 1. The range of a class with few operators is no narrower than the default."""
-    uncertainty = (target_files.UNCERTAINTY.read(workspace.predictors(TARGET)) or NOTHING_LEARNED)
-    assert target_files.UNCERTAINTY.path(workspace.predictors(TARGET)).is_file()
-    assert uncertainty.forms is not None
-    assert any("float32 of rank 4, dense, window to 3" in forms for name, forms in uncertainty.forms.items()
-               if name.startswith("Conv"))
-    for kind, learned in uncertainty.ranges["run"].items():
-        assert learned.low <= 1.0 <= learned.high
-        if learned.operators < 3:
-            assert learned == learned.joined(DEFAULT_RANGES[kind])  # type: ignore[index]
-
-
-def test_the_shipped_ranges() -> None:
-    """Learned from the shipped dataset: nine of ten kernels of elementwise operators take 0.5 to 2 times the estimate, and one
-    launch."""
-    uncertainty = (target_files.UNCERTAINTY.read(SHIPPED / H200) or NOTHING_LEARNED)
-    assert uncertainty.dataset_sha256 == json.loads((SHIPPED / H200 / "predictors.json").read_text())["dataset_sha256"]
-    elementwise = uncertainty.ranges["gpu"]["elementwise"]
-    assert 0.5 < elementwise.low < 1.0 < elementwise.high < 2.0
-    assert elementwise.operators >= 11
-    assert uncertainty.ranges["launches"]["elementwise"] == Range(low=1.0, high=1.0, operators=elementwise.operators)
-    assert uncertainty.ranges["gpu"]["reduction"].high > 2
-
-
-def test_a_gpu_takes_no_less_than_its_own_work(tmp_path: Path) -> None:
-    """A fitted lead is negative, so one long kernel would end too early."""
-    path = graph(tmp_path / "one.onnx", [helper.make_node("Sigmoid", ["x"], ["y"])], {"x": [64, 64, 256, 256]},
-                 {"y": [64, 64, 256, 256]}, {})
-    prediction = predict(path, target=H200)
-    assert prediction.latency_ms >= prediction.kernel_sum_ms > 0.1
 
 
 @pytest.mark.slow
@@ -230,89 +110,62 @@ def test_a_larger_batch_takes_no_less(workspace: Workspace) -> None:
                             for batch in (1, 2, 4))
     sunk = double.model_copy(update={"latency_ms": 0.5 * single.latency_ms,
                                      "interval_ms": (0.4 * single.latency_ms, 0.6 * single.latency_ms)})
-    raised: list[Prediction] = make_monotonic([four, sunk, single])
-    assert (raised[0], raised[2]) == (four, single)
-    assert raised[1].latency_ms == single.latency_ms
-    assert raised[1].interval_ms == (sunk.interval_ms[0], single.interval_ms[1])
-    assert raised[1].items_per_second == pytest.approx(2 / single.latency_ms * 1e3)
-    assert "less than dynnet@batch=1,dynamic" in raised[1].warnings[-1]
-    measured = {"measured": 1.0, "predicted": 0.0, "estimated": 0.0}
-    unchanged = [single.model_copy(update={"time_share": measured}), sunk.model_copy(update={"time_share": measured})]
-    assert make_monotonic(unchanged) == unchanged
+    first, raised, last = make_monotonic([four, sunk, single])
+    assert (first, last, raised.latency_ms) == (four, single, single.latency_ms)
+    assert raised.interval_ms == (sunk.interval_ms[0], single.interval_ms[1])
+    assert raised.items_per_second == pytest.approx(2 / single.latency_ms * 1e3)
+    assert "less than dynnet@batch=1,dynamic" in raised.warnings[-1]
+    measured = [one.model_copy(update={"time_share": single.time_share | {"measured": 1.0}}) for one in (single, sunk)]
+    assert make_monotonic(measured) == measured
 
 
-@pytest.mark.slow
-def test_the_command_to_measure_is_printed_where_this_is_the_target(workspace: Workspace) -> None:
-    path = conv_net(workspace.root / "erf.onnx", extra="Erf")
-    done = command("--workspace", workspace.root, "--model", path, "--target", TARGET)
-    assert (f"python inference/predict_model_latency.py --model {path} --measure-missing --target {TARGET} "
-            f"--workspace {workspace.root}") in done.stderr
-
-
-def test_a_model_that_does_not_fit_has_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_does_not_fit_has_a_warning() -> None:
     """An H200 has no memory for input and output of 125 GiB each. Those of 50 GiB may run, since the arena takes smaller
-    regions where it must; but their peak is more than an H200 has, and that is the figure of the table."""
-    path = graph(tmp_path / "huge.onnx", [helper.make_node("Sigmoid", ["x"], ["y"])], {"x": ["batch", 8, 2048, 2048]},
-                 {"y": ["batch", 8, 2048, 2048]}, {})
-    fitting, doubtful, too_large = (predict(path, dims={"batch": batch}, target=H200) for batch in (100, 400, 1000))
+    regions where it must; but their peak is more than an H200 has."""
+    huge = parsed("batch, 8, 2048, 2048", "y = Sigmoid(x)")
+    fitting, doubtful, too_large = (predict(huge, dims={"batch": batch}, target=H200) for batch in (100, 400, 1000))
     for prediction in (fitting, doubtful, too_large):
         assert prediction.device_memory_mib == pytest.approx(143771)
         assert prediction.fits_memory == (prediction.peak_memory_mib <= 143771)
-        assert ("more memory than the device has" in str(prediction)) != prediction.fits_memory
+        assert prediction.latency_ms >= prediction.kernel_sum_ms > 0.1  # though the fitted lead of a run is negative
     assert (fitting.fits_memory, doubtful.fits_memory, too_large.fits_memory) == (True, False, False)
     assert any("it can't run there: it needs at least 250.1 GiB" in text for text in too_large.warnings)
     assert any("it does not fit in the memory: its peak is 178.1 GiB, and the device has 140.4 GiB" in text and
                "100.1 GiB at least" in text for text in doubtful.warnings)
     assert not any("memory" in text for text in fitting.warnings)
-    print_predictions([fitting, doubtful], top=0)
-    header, *rows = capsys.readouterr().out.splitlines()
-    assert [dict(zip(header.split("\t"), row.split("\t"), strict=True))["fits in memory"] for row in rows] == ["yes", "no"]
 
 
-def test_a_model_shorter_than_any_of_the_fit_is_a_rough_estimate(tmp_path: Path) -> None:
+def test_a_model_shorter_than_any_of_the_fit_is_a_rough_estimate() -> None:
     """The cost of a run besides its nodes was learned from models of at least 0.23 ms; two Adds take a tenth of that."""
-    tiny, net = (predict(graph(tmp_path / f"{name}.onnx", [helper.make_node("Add", [f"t{i}", "x"], [f"t{i + 1}"]) for i in
-                               range(count)], {"t0": [8, 8], "x": [8, 8]}, {f"t{count}": [8, 8]}, {}), target=H200)
-                 for name, count in (("tiny", 2), ("net", 60)))
+    tiny, net = (predict(parsed("8, 8", "t0 = Identity(x) " + " ".join(f"t{i + 1} = Add(t{i}, x)" for i in range(count)) +
+                                f" y = Identity(t{count})"), target=H200) for count in (2, 60))
     used = read_composition(SHIPPED / H200)
     shortest_ms = min(model.predicted_ms for model in used.models)
     assert tiny.rough_estimate
     assert any("shorter than any model from which the cost of a run was learned" in text for text in tiny.warnings)
-    assert tiny.interval_ms[1] / tiny.latency_ms > (shortest_ms / tiny.latency_ms) ** 0.25
+    assert tiny.interval_ms[1] / tiny.latency_ms > (shortest_ms / tiny.latency_ms) ** BEYOND_POWER
     assert not net.rough_estimate
-    assert BEYOND_POWER == 0.25
     assert shortness(used, np.array([0.5, 2.0, 0.0]) * shortest_ms).tolist() == [2.0, 1.0, 1.0]
-    assert shortness(used.model_copy(update={"models": ()}), np.array([0.001])).tolist() == [1.0]
 
 
-def convolution(path: Path, channels: int, groups: int, image: list[int], window: list[int]) -> Path:
-    """A convolution that keeps sizes, and a Relu."""
-    nodes = [helper.make_node("Conv", ["x", "w"], ["c"], group=groups, pads=[size // 2 for size in window] * 2),
-             helper.make_node("Relu", ["c"], ["y"])]
-    shape = [1, channels, *image]
-    return graph(path, nodes, {"x": shape}, {"y": shape}, {"w": np.ones((channels, channels // groups, *window))})
-
-
-def test_a_kernel_near_a_cliff_makes_a_rough_estimate(tmp_path: Path) -> None:
+def test_a_kernel_near_a_cliff_makes_a_rough_estimate() -> None:
     """The depthwise convolution of a Conformer, for which cuDNN launches two kernels or hundreds: neighbours were far off. A
     usual one is predicted well."""
-    near = predict(convolution(tmp_path / "near.onnx", 144, 144, [99], [31]), target=H200, host_pace=1.0, strict=True)
-    usual = predict(convolution(tmp_path / "usual.onnx", 64, 1, [56, 56], [3, 3]), target=H200, host_pace=1.0, strict=True)
+    near, usual = (predict(parsed(shape, f"c = Conv <group = {groups}, pads = {pads}> (x, w) y = Relu(c)", w=np.ones(weights)),
+                           target=H200, host_pace=1.0, strict=True) for shape, groups, pads, weights in (
+        ("1, 144, 99", 144, [15, 15], (144, 1, 31)), ("1, 64, 56, 56", 1, [1] * 4, (64, 64, 3, 3))))
     assert (near.rough_estimate, usual.rough_estimate) == (True, False)
     assert any("rest on kernels like these were off by" in text for text in near.warnings)
     assert near.interval_ms[1] / near.interval_ms[0] > 2 * usual.interval_ms[1] / usual.interval_ms[0]
-    assert source_warnings(Sources(doubt=FAR_OFF - 0.001)) == ()
 
 
 def test_a_form_that_was_never_measured_makes_a_rough_estimate() -> None:
     """Relus of floats were measured at all ranks to 6. Beyond a tenth of the latency one of rank 7 marks an answer."""
-    wide, usual = (onnx.parser.parse_model(
-        f'<ir_version: 10, opset_import: ["" : 20]> g (float[{shape}] x) => (float[{shape}] y) {{ y = Relu(x) }}')
-        for shape in ("4,4,4,4,4,128,1024", "256,512,1024"))
+    wide, usual = (parsed(shape, "y = Relu(x)") for shape in ("4,4,4,4,4,128,1024", "256,512,1024"))
     new, known = (predict(model, target=H200, host_pace=1.0) for model in (wide, usual))
     assert (new.rough_estimate, known.rough_estimate) == (True, False)
     assert any(text.startswith("rough estimate: kernels of forms that were never measured take ") for text in new.warnings)
     assert new.interval_ms[1] / new.latency_ms > 1.1 * known.interval_ms[1] / known.latency_ms
     (brief,) = Predictor(target=H200).predict_briefly([wide], host_pace=1.0)
     assert (brief.rough_estimate, brief.interval_ms) == (True, pytest.approx(new.interval_ms))
-    assert source_warnings(Sources(other_form=0.1)) == ()
+    assert source_warnings(Sources(other_form=0.1, doubt=FAR_OFF - 0.001)) == ()

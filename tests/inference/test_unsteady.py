@@ -1,13 +1,17 @@
-"""What was measured while the machine was unsteady: marked in the dataset, named in an answer, learned from less, replaced."""
+"""Doubtful measurements: what was measured while the machine was unsteady is marked, named in answers, learned from less, and
+replaced; operators whose time depends on values are measured with realistic inputs or the user's, and marked where not."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx.parser
+import pandas as pd
 import pytest
 from conftest import build_workspace, small_model
 from made_up_dataset import TARGET as MADE_UP
@@ -17,30 +21,20 @@ from trained_workspace import conv_net
 from hase.benchmark.collecting.collect import collect
 from hase.benchmark.collecting.config import CollectorConfig
 from hase.inference import measure_missing, predict
-from hase.inference.reporting.printed import kernel_rows as printed_kernels
+from hase.inference.evaluation.evaluate import MeasuringPlan, evaluate
+from hase.inference.prediction.targets import fitted_for
+from hase.inference.prediction.uncertainty import BY_VALUES, kernel_uncertainties
 from hase.inference.reporting.printed import summary
 from hase.learned.kernels.interface import Estimator, Measured, TrainingConfig, TrainingSet
 from hase.learned.kernels.measured import measured_times
-from hase.learned.kernels.predictors import read_predictors
 from hase.learned.kernels.sidecar import renew_measured
+from hase.ort_analysis.graph.analysis import analyze
 from hase.records.dataset_files import DatasetKernel, journal_path, kernel_table_path, note_tables, read_header, read_journal
 from hase.records.dataset_tables import kernel_rows, model_rows, model_sessions, read_kernel_table
 from hase.records.dataset_writer import write_tables
 from hase.records.host_pace import idle_models
-from hase.records.measurement import (
-    BUSY_ADMITTED,
-    Block,
-    Label,
-    Measurement,
-    Placement,
-    drift_key,
-    format_unsteady,
-    parse_unsteady,
-    read_blocks,
-    steadiest,
-    unit_rows,
-)
-from hase.runtimes import local_target
+from hase.records.kernel_record import Kernel
+from hase.records.measurement import BUSY_ADMITTED, Block, Label, Measurement, Placement, read_blocks, unit_rows
 from hase.training.estimators.in_use import InUseEstimator
 from hase.training.estimators.neural_network import NeuralNetwork
 from hase.training.estimators.roofline import RooflineEstimator
@@ -48,9 +42,13 @@ from hase.training.estimators.trees import BoostedTrees, RandomForest
 from hase.training.kernels.fitting import fit_kernel_model, learn_classes, learning_problem
 from hase.training.kernels.training_set import read_training_set
 from hase.utils import files
-from hase.utils.paths import Workspace
+from hase.utils.errors import UserError
+from hase.utils.paths import SHIPPED, Workspace
+from tests.benchmark.test_inputs import COLUMNS, save, tree_model
+from tests.inference.test_missing_kernels import CONFIG, TARGET
 
-TARGET = local_target("cpu").name
+SETTINGS = TrainingConfig.model_validate({"threads": 1, "xgboost": {"trees": 100, "learning_rate": 0.2},
+                                          "xgboost_class": {"trees": 30}, "forest": {"trees": 20}})
 BAD = 3.45  # the drift of a block during which the canary took 4.45 times as long
 [KERNEL] = draw_kernels(1)
 DESCRIBED = {KERNEL.id: DatasetKernel(kernel=KERNEL, models=("net",), groups=("net",))}
@@ -61,20 +59,12 @@ def timed(time_ms: float, label: Label = "node_span", place: Placement = "in_mod
     return Measurement(subject=subject, id=name, label=label, context=place, place=place, samples_ms=(time_ms,))
 
 
-def block(*measurements: Measurement, drift: float = 0.0, level: float = 0.0, machine: str = "here") -> Block:
+def block(*measurements: Measurement, drift: float = 0.0, level: float = 0.0) -> Block:
     return Block(level=level, key="k", background={}, during={}, canary_before_ms=1.0, canary_after_ms=1.0 + drift, attempts=2,
-                 machine=machine, measurements=measurements)
+                 machine="here", measurements=measurements)
 
 
 # the dataset -------------------------------------------------------------------------------------------------------------
-
-def test_a_block_says_that_the_machine_was_unsteady(tmp_path: Path) -> None:
-    """The mark follows from the canary, so that a block of an older journal has it too."""
-    files.append_line(tmp_path / "old.jsonl", block(drift=BAD).model_dump_json(exclude={"drift_admitted"}))
-    [old] = read_blocks(tmp_path / "old.jsonl")
-    assert old.unsteady
-    assert not block(drift=0.04).unsteady
-    assert not block(drift=BAD).model_copy(update={"drift_admitted": 4.0}).unsteady  # so a config may ask
 
 
 @pytest.mark.parametrize(("busy", "level", "drift"), [(0.8, 0.0, 0.8), (0.15, 0.0, 0.0), (0.8, 0.6, 0.0)])
@@ -83,26 +73,22 @@ def test_other_work_on_an_idle_cpu_makes_a_block_unsteady(busy: float, level: fl
     """Also where it runs all the time, so that no canary differs from the others."""
     monkeypatch.setattr("hase.records.measurement.BUSY_ADMITTED", BUSY_ADMITTED)  # conftest.py admits more
     beside = block(timed(1.0), level=level).model_copy(update={"background": {"DCGM_FI_DEV_CPU_UTIL_TOTAL": busy}})
-    assert beside.drift == drift
-    assert beside.unsteady == bool(drift)
-    [row] = kernel_rows([beside], DESCRIBED)
-    assert row["Unsteady"] == ("node_span:0.8" if drift else "")
+    assert (beside.drift, beside.unsteady) == (drift, bool(drift))
 
 
-def test_labels_and_drifts_as_text() -> None:
-    assert format_unsteady({"run": BAD, "gpu": 0.07123}) == "gpu:0.07123|run:3.45"
-    assert parse_unsteady("gpu:0.07123|run:3.45") == {"run": BAD, "gpu": 0.07123}
-    assert parse_unsteady(format_unsteady({})) == {}
-
-
-def test_a_row_names_the_labels_that_rest_on_an_unsteady_block() -> None:
-    [row] = kernel_rows([block(timed(4.0), drift=BAD), block(timed(1.0, "run", "alone"))], DESCRIBED)
+def test_a_row_names_the_labels_that_rest_on_an_unsteady_block(tmp_path: Path) -> None:
+    """That a block is unsteady follows from its canary, so that one of an older journal is marked too."""
+    files.append_line(tmp_path / "old.jsonl", block(timed(4.0), drift=BAD).model_dump_json(exclude={"drift_admitted"}))
+    [old] = read_blocks(tmp_path / "old.jsonl")
+    assert old.unsteady
+    assert not block(drift=0.04).unsteady
+    assert not old.model_copy(update={"drift_admitted": 4.0}).unsteady  # so a config may ask
+    [row] = kernel_rows([old, block(timed(1.0, "run", "alone"))], DESCRIBED)
     assert (row["Unsteady"], row["Drift"]) == ("node_span:3.45", 0.0)
-    session = [timed(9.0, "run", subject="model", name="net").model_copy(update={"label": "latency"})]
-    [of_model] = model_rows(model_sessions([block(*session, drift=BAD)]), {})
-    assert of_model["Unsteady"] == "latency:3.45"
-    [of_unit] = unit_rows([block(timed(4.0), drift=BAD)])
-    assert of_unit["Unsteady"] == "node_span:3.45"
+    session = timed(9.0, "run", subject="model", name="net").model_copy(update={"label": "latency"})
+    [of_model] = model_rows(model_sessions([block(session, drift=BAD)]), {})
+    [of_unit] = unit_rows([old])
+    assert (of_model["Unsteady"], of_unit["Unsteady"]) == ("latency:3.45", "node_span:3.45")
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -112,140 +98,78 @@ def test_what_is_measured_again_replaces_the_unsteady_block(order: int) -> None:
     assert (row["node_span_ms"], row["Unsteady"]) == (1.0, "")
     [of_unit] = unit_rows([bad, good][::order])
     assert (of_unit["node_span_ms"], of_unit["Unsteady"], of_unit["Runs"]) == (1.0, "", 1)
-    less_bad = block(timed(2.0), drift=0.5)
-    [(_, steadier)] = steadiest([(of, of.measurements[0]) for of in (bad, less_bad)])
-    assert steadier.samples_ms == (2.0,)
     two_good = kernel_rows([good, block(timed(3.0))][::order], DESCRIBED)
     assert two_good[0]["node_span_ms"] == 2.0  # the median over both, as ever
 
 
-def test_a_steady_session_of_a_model_replaces_an_unsteady_one() -> None:
-    import pandas as pd
-
-    def rows(drifts: list[float], **columns: object) -> pd.DataFrame:
-        return pd.DataFrame({"Model": "net", "Status": "ok", "Level": 0.0, "Latency_ms": [405.0, 151.0][:len(drifts)],
-                             "Drift": drifts, **columns})
-
-    for columns in ({}, {"Unsteady": [f"latency:{BAD}", None]}):
-        assert idle_models(rows([BAD, 0.01], **columns))["median_ms"].to_dict() == {"net": 151.0}
-    assert idle_models(rows([BAD]))["median_ms"].to_dict() == {"net": 405.0}  # better than nothing
-    assert idle_models(rows([BAD, 0.01], Probe_us=10.0))["median_ms"].to_dict() == {"net": 278.0}  # the host probe decides
-
-
-# look-up -----------------------------------------------------------------------------------------------------------------
-
-@pytest.fixture
-def made_up(workspace: Workspace) -> Workspace:
-    """A made-up dataset of 60 kernels in which every second one took four times as long, while the machine was unsteady."""
-    kernels = {kernel.id: kernel for kernel in draw_kernels(60)}
-    write_dataset(workspace, kernels, {}, {}, {0.0: 0.0}, noise=0.0)
-    return workspace
-
-
-def make_unsteady(workspace: Workspace, column: str) -> np.ndarray:
-    """Makes every second row of the kernel table a bad one, and returns which these are."""
-    import pandas as pd
-
-    path = kernel_table_path(workspace.dataset(MADE_UP.name))
-    table = pd.read_csv(path).drop(columns=["Unsteady", "Drift"], errors="ignore")
-    bad = np.arange(len(table)) % 2 == 1
-    times = [name for name in table.columns if name.endswith("_ms") and name != "Canary_ms"]
-    table.loc[bad, times] *= 4.0
-    mark = np.where(bad, BAD, 0.0) if column == "Drift" else np.where(bad, f"kernel_time:{BAD}|run:{BAD}", "")
-    table.assign(**{column: mark}).to_csv(path, index=False)
-    note_tables(path.parent)
-    return bad
-
-
-@pytest.mark.parametrize("column", ["Drift", "Unsteady"])
-def test_the_look_up_knows_what_is_unsteady(made_up: Workspace, column: str) -> None:
-    """A table from before column Unsteady has the drift of its rows."""
-    bad = make_unsteady(made_up, column)
-    times = measured_times(made_up, MADE_UP.name)
-    for name, is_bad in zip(read_kernel_table(made_up, MADE_UP.name)["Kernel_ID"], bad, strict=True):
-        assert times[name].get(drift_key("run")) == (BAD if is_bad else None)
-
-
-def test_a_steady_machine_wins(made_up: Workspace) -> None:
-    import pandas as pd
-
-    before, bad = measured_times(made_up, MADE_UP.name), make_unsteady(made_up, "Unsteady")
-    path = kernel_table_path(made_up.dataset(MADE_UP.name))
-    table = pd.read_csv(path)
-    table.loc[bad, "Unsteady"] = None
-    again = table[bad].assign(Machine="quiet", run_median_ms=table["run_median_ms"][bad] / 4.0)
-    pd.concat([pd.read_csv(path), again]).to_csv(path, index=False)
-    note_tables(path.parent)
-    times = measured_times(made_up, MADE_UP.name)
-    assert {name: times[name]["run"] for name in before} == pytest.approx({name: before[name]["run"] for name in before})
-    assert not any(drift_key("run") in of_kernel for of_kernel in times.values())
+@pytest.mark.parametrize(("drifts", "columns", "median_ms"), [
+    ([BAD, 0.01], {"Unsteady": [f"latency:{BAD}", None]}, 151.0),
+    ([BAD], {}, 405.0),  # better than nothing
+    ([BAD, 0.01], {"Probe_us": 10.0}, 278.0)])  # the host probe decides
+def test_a_steady_session_of_a_model_replaces_an_unsteady_one(drifts: list[float], columns: dict[str, Any],
+                                                              median_ms: float) -> None:
+    rows = pd.DataFrame({"Model": "net", "Status": "ok", "Level": 0.0, "Latency_ms": [405.0, 151.0][:len(drifts)],
+                         "Drift": drifts, **columns})
+    assert idle_models(rows)["median_ms"].to_dict() == {"net": median_ms}
 
 
 # training ----------------------------------------------------------------------------------------------------------------
 
-def errors_of(estimator: Estimator, rows: TrainingSet, truth_ms: np.ndarray) -> float:
-    """The median error on steady rows of an estimator that is fitted to all rows."""
-    estimator.fit(Measured(**{name: getattr(rows.kernels, name) for name in ("types", "features", "flops", "bytes_moved")},
-                           times_ms=rows.times_ms["run"], target=MADE_UP, label="run", config=TrainingConfig(),
-                           all_rows=rows, weights=rows.weights("run")))
-    return float(np.median(np.abs(estimator.predict_ms(replace(rows.kernels, load=None)) / truth_ms - 1.0)))
-
 
 @pytest.mark.slow
-def test_all_estimators_learn_less_from_unsteady_rows(made_up: Workspace) -> None:
-    truth_ms = read_training_set(made_up, MADE_UP.name).times_ms["run"]
-    make_unsteady(made_up, "Unsteady")
-    rows = read_training_set(made_up, MADE_UP.name)
-    weights = rows.weights("run")
-    assert weights is not None
-    assert weights.mean() == pytest.approx(1.0)
-    assert weights.min() < 0.01 * weights.max()
+def test_all_estimators_learn_less_from_unsteady_rows(workspace: Workspace) -> None:
+    """Of a made-up dataset in which every second kernel took four times as long."""
+    write_dataset(workspace, {kernel.id: kernel for kernel in draw_kernels(60)}, {}, {}, {0.0: 0.0}, noise=0.0)
+    truth_ms = read_training_set(workspace, MADE_UP.name).times_ms["run"]
+    path = kernel_table_path(workspace.dataset(MADE_UP.name))
+    table = pd.read_csv(path).drop(columns=["Unsteady", "Drift"], errors="ignore")
+    bad = np.arange(len(table)) % 2 == 1
+    table.loc[bad, [name for name in table.columns if name.endswith("_ms") and name != "Canary_ms"]] *= 4.0
+    table.assign(Unsteady=np.where(bad, f"kernel_time:{BAD}|run:{BAD}", "")).to_csv(path, index=False)
+    note_tables(path.parent)
+    rows = read_training_set(workspace, MADE_UP.name)
+    assert replace(rows, idle=np.zeros(len(rows), dtype=bool)).weights("run") is None  # under a load a drift says little
     unmarked = replace(rows, drifts={label: np.zeros(len(rows)) for label in rows.drifts})
     assert unmarked.weights("run") is None
+
+    def error(estimator: Estimator, learned: TrainingSet) -> float:
+        """The median error on steady rows of an estimator that is fitted to all rows."""
+        of_kernels = {name: getattr(learned.kernels, name) for name in ("types", "features", "flops", "bytes_moved")}
+        estimator.fit(Measured(**of_kernels, times_ms=learned.times_ms["run"], target=MADE_UP, label="run", config=SETTINGS,
+                               all_rows=learned, weights=learned.weights("run")))
+        return float(np.median(np.abs(estimator.predict_ms(replace(learned.kernels, load=None)) / truth_ms - 1.0)))
+
     makes: tuple[type[Any], ...] = (BoostedTrees, RandomForest, NeuralNetwork, RooflineEstimator, InUseEstimator)
     for make in makes:
-        marked_error, unmarked_error = (errors_of(make(), learned, truth_ms) for learned in (rows, unmarked))
-        assert marked_error < 0.7 * unmarked_error, make.__name__
+        assert error(make(), rows) < 0.7 * error(make(), unmarked), make.__name__
     is_conv = rows.types == "Conv"
     for types in ({"Conv": "Conv"}, {}):  # a booster of its own, and the shared one
-        off = [np.median(np.abs(np.log(fit_kernel_model(learned, "run", types, TrainingConfig()).predict_ms(rows.kernels)
+        off = [np.median(np.abs(np.log(fit_kernel_model(learned, "run", types, SETTINGS).predict_ms(rows.kernels)
                                        / truth_ms))[is_conv]) for learned in (rows, unmarked)]
         assert off[0] < 0.7 * off[1]
-    problem = learning_problem(rows, "run")
-    of_classes = learn_classes(rows, problem, TrainingConfig()).rows
-    assert set((of_classes.weights("class other") / of_classes.weights("class other").max() < 0.01).tolist()) == {True, False}
-
-
-def test_under_a_load_a_drift_says_little(made_up: Workspace) -> None:
-    make_unsteady(made_up, "Unsteady")
-    rows = read_training_set(made_up, MADE_UP.name)
-    assert replace(rows, idle=np.zeros(len(rows), dtype=bool)).weights("run") is None
+    weights = learn_classes(rows, learning_problem(rows, "run"), SETTINGS).rows.weights("class other")
+    assert weights is not None
+    assert set((weights / weights.max() < 0.01).tolist()) == {True, False}
 
 
 # answers -----------------------------------------------------------------------------------------------------------------
 
-def unsettle(workspace: Workspace, drift: float) -> None:
-    """Makes the idle blocks of the trained workspace unsteady, as if they had been measured so."""
+def rewrite(workspace: Workspace, changed: Callable[[Block], Block]) -> None:
+    """Changes the blocks of the dataset, as if they had been measured so."""
     folder = workspace.dataset(TARGET)
-    blocks = [block if block.level else block.model_copy(update={"canary_after_ms": 1.0 + drift})
-              for block in read_journal(folder)]
+    blocks = [changed(block) for block in read_journal(folder)]
     files.write_text(journal_path(folder), "".join(f"{block.model_dump_json()}\n" for block in blocks))
     write_tables(folder, read_header(folder), blocks)
     renew_measured(workspace.predictors(TARGET), measured_times(workspace, TARGET))
 
 
-@pytest.fixture
-def copied(tmp_path: Path, trained_workspace: Workspace) -> Workspace:
-    """A copy of the trained workspace that a test may change."""
-    return Workspace(Path(shutil.copytree(trained_workspace.root, tmp_path / "workspace")))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("drift", "rough"), [(BAD, True), (0.1, False)])
-def test_an_answer_names_what_is_unsteady(copied: Workspace, drift: float, rough: bool) -> None:
+def test_an_answer_names_what_is_unsteady(tmp_path: Path, trained_workspace: Workspace, drift: float, rough: bool) -> None:
+    copied = Workspace(Path(shutil.copytree(trained_workspace.root, tmp_path / "workspace")))
     path = copied.models / "anet_c16.onnx"
     steady = predict(path, target=TARGET, workspace=copied)
-    unsettle(copied, drift)
+    rewrite(copied, lambda block: block if block.level else block.model_copy(update={"canary_after_ms": 1.0 + drift}))
     answer = predict(path, target=TARGET, workspace=copied)
     assert (answer.latency_ms, answer.time_share) == (steady.latency_ms, steady.time_share)
     assert answer.unsteady_share == pytest.approx(1.0)
@@ -259,15 +183,9 @@ def test_an_answer_names_what_is_unsteady(copied: Workspace, drift: float, rough
     assert f"{len(answer.kernels)} of its kernels, 100.0% of the kernel time" in warning
     assert f"unsteady (by up to {drift:.0%})" in warning
     assert summary(answer)["measured"] == "100% (100% unsteadily)"
-    assert {row["provenance"] for row in printed_kernels(answer, 99)} == {"measured unsteadily"}
-    assert not any("unsteady" in text for text in predict(path, target=TARGET, workspace=copied, strict=True).warnings)
 
 
 # measured again ----------------------------------------------------------------------------------------------------------
-
-EFFORT = {"warmup": 1, "warmup_s": 0.0, "budget_s": 0.02, "least_runs": 3, "most_runs": 5}
-CONFIG = CollectorConfig.model_validate({
-    "window_s": 0.2, "attempts": 1, "patience_s": 0, "kernel": EFFORT, "model": EFFORT})
 
 
 @pytest.mark.measuring
@@ -279,14 +197,10 @@ def test_measure_missing_replaces_what_was_unsteady(workspace: Workspace, canary
     assert first.measured == len(first.unsteady) > 0
     assert predict(path, target=TARGET, workspace=workspace).unsteady_share == pytest.approx(1.0)
     journal = journal_path(workspace.dataset(TARGET)).read_bytes()
-
     second = measure_missing(path, target=TARGET, workspace=workspace, config=CONFIG)
     assert (second.measured, second.left, second.unsteady) == (first.measured, (), ())
     answer = predict(path, target=TARGET, workspace=workspace)
     assert (answer.unsteady_share, answer.time_share["measured"]) == (0.0, pytest.approx(1.0))
-    assert not any("unsteady" in text for text in answer.warnings)
-    assert not any(key.endswith("drift") for times in read_predictors(workspace.predictors(TARGET)).measured.values()
-                   for key in times)
     assert journal_path(workspace.dataset(TARGET)).read_bytes().startswith(journal)  # the raw samples stay
     assert measure_missing(path, target=TARGET, workspace=workspace, config=CONFIG).measured == 0
 
@@ -309,5 +223,70 @@ def test_the_collector_measures_again_on_request(workspace: Workspace, canary: l
     assert [block.unsteady for block in again] == [True, False, False]
     assert {(m.subject, m.id) for m in again[2].measurements} == {(m.subject, m.id) for m in first[0].measurements}
     assert read_kernel_table(workspace, TARGET)["Unsteady"].isna().all()
-    collect(workspace, config, remeasure=True)
-    assert len(read_journal(workspace.dataset(TARGET))) == 3
+
+
+# times by values ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sorting() -> Kernel:
+    """A TopK."""
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 20]> g (float[8, 100] x) => (float[8, 5] y, int64[8, 5] places) '
+        "<int64[1] k = {5}> { y, places = TopK(x, k) }")
+    [kernel] = analyze(model, "cpu").kernels.values()
+    return kernel
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("origin", ["predicted", "measured", "estimated"])
+def test_a_time_that_depends_on_values_is_uncertain(trained_workspace: Workspace, sorting: Kernel, origin: str) -> None:
+    """On a CPU; the GPU's kernels are others."""
+    [uncertainty] = kernel_uncertainties([sorting], [origin], fitted_for(trained_workspace, TARGET), "run").values()
+    assert (uncertainty.makes_rough, uncertainty.reason) == (True, "estimated" if origin == "estimated" else "by values")
+    assert uncertainty.time.low <= BY_VALUES[0] + 1e-9
+    assert uncertainty.time.high >= BY_VALUES[1] - 1e-9
+    if origin == "measured":
+        on_gpu = fitted_for(Workspace(SHIPPED.parent.parent), "nvidia-h200-cuda-ort1.31-all")
+        assert not kernel_uncertainties([sorting], [origin], on_gpu, "gpu")
+
+
+@pytest.mark.measuring
+@pytest.mark.slow
+@pytest.mark.usefixtures("canary")
+def test_trees_are_measured_with_realistic_rows_or_with_one_s_own(workspace: Workspace) -> None:
+    path = tree_model(workspace.root / "trees.onnx", rows=256, scales=np.ones(COLUMNS), trees=50)
+    zeros = save(workspace.root / "zeros.npz", {"x": np.zeros((256, COLUMNS))})
+    assert measure_missing(path, target=TARGET, workspace=workspace, config=CONFIG).measured == 1
+    by_default = predict(path, target=TARGET, workspace=workspace)
+    assert (by_default.rough_estimate, by_default.doubtful_operators) == (False, ())
+    assert set(read_kernel_table(workspace, TARGET)["Inputs"]) == {
+        "kernel_time:standardised|node_span:standardised|unprofiled:standardised"}
+
+    rewrite(workspace, lambda block: block.model_copy(update={  # as old as if inputs had not been recorded yet
+        "measurements": tuple(m.model_copy(update={"inputs": ""}) for m in block.measurements)}))
+    old = predict(path, target=TARGET, workspace=workspace)
+    assert (old.latency_ms, old.time_share["measured"]) == (by_default.latency_ms, 1.0)
+    assert (old.rough_estimate, old.doubtful_operators) == (True, ("TreeEnsembleRegressor",))
+    assert old.interval_ms[0] < by_default.interval_ms[0] < by_default.interval_ms[1] < old.interval_ms[1]
+    assert any(text.startswith("rough estimate: TreeEnsembleRegressor: the time depends on the inputs' values, and was not")
+               for text in old.warnings)
+
+    assert measure_missing(path, target=TARGET, workspace=workspace, config=CONFIG, inputs=zeros).measured == 1
+    with_zeros = predict(path, target=TARGET, workspace=workspace)
+    assert with_zeros.latency_ms < 0.7 * by_default.latency_ms
+    assert not with_zeros.rough_estimate
+    assert "unprofiled:given" in read_kernel_table(workspace, TARGET)["Inputs"].iloc[0]
+    [of_zeros] = evaluate(workspace, [path], target=TARGET, plan=MeasuringPlan(1, 0.05, 0.0, inputs=zeros)).comparisons
+    assert of_zeros.measured_ms < 0.8 * by_default.latency_ms
+
+
+@pytest.mark.slow
+def test_inputs_that_do_not_fit_are_an_error_before_anything_is_measured(workspace: Workspace) -> None:
+    path = conv_net(workspace.root / "net.onnx", channels=8)
+    misshapen = save(workspace.root / "own.npz", {"x": np.zeros((1, 3))})
+    for model, message in ((path, r"own\.npz: x has shape \[1, 3\], and the model takes \[1, 8, 16, 16\]"),
+                           (analyze(path, "cpu"), "a record can't be run; give the model file with --inputs")):
+        with pytest.raises(UserError, match=message):
+            measure_missing(model, target=TARGET, workspace=workspace, config=CONFIG, inputs=misshapen)
+    assert not read_journal(workspace.dataset(TARGET))

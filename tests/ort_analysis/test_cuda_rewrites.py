@@ -1,45 +1,36 @@
-"""The graph that the CUDA provider runs, made without a GPU. Ids and shapes named here are from graphs saved on an H200."""
+"""The graph that the CUDA provider runs, made without a GPU, also of operators that only GPUs run; and what a target refuses.
+Ids and shapes named here are from graphs saved on an H200."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from conftest import small_model
+from onnx import TensorProto, helper
+from small_graphs import CONTRIB, FLOAT, HALF, INT32, INT64, model, node, unranked, value
 
-from hase.ort_analysis.cuda.rewrites import bias_alignment
+from hase.ort_analysis.cuda.placement import cuda_kernel
+from hase.ort_analysis.cuda.rewrites import BY_SCHEMA, COVERS, bias_alignment
 from hase.ort_analysis.graph.analysis import analyze
 from hase.ort_analysis.graph.parsing import parse_graph
+from hase.records.kernel_record import ModelRecord
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import has_cuda
-from tests.conftest import small_model
 
 without_gpu = pytest.mark.skipif(has_cuda(), reason="with a GPU the graph is not derived")
 
 
-def model(nodes: Sequence[onnx.NodeProto], inputs: dict[str, Sequence[int]], output: tuple[str, Sequence[int]],
-          weights: dict[str, Sequence[int]] | None = None) -> onnx.ModelProto:
-    made = [numpy_helper.from_array(np.ones(shape, np.float32), name) for name, shape in (weights or {}).items()]
-    graph = helper.make_graph(
-        list(nodes), "model", [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in inputs.items()],
-        [helper.make_tensor_value_info(output[0], TensorProto.FLOAT, output[1])], made)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
-
-
 @pytest.mark.parametrize(("left", "right", "axis", "opset", "alignment"), [
     ((128, 3, 49, 49), (1, 3, 49, 49), -1, 20, (False, 3, False)),  # swin: one bias for all windows
-    ((2, 64, 2, 49, 49), (1, 2, 49, 49), -1, 20, (False, 4, False)),  # maxvit: of a lower rank
     ((1, 3, 49, 49), (128, 3, 49, 49), -1, 20, (True, 3, False)),  # the bias on the left
     ((8, 12, 128, 128), (8, 1, 1, 128), -1, 20, (False, 3, True)),  # a mask per sentence
-    ((8, 12, 128), (8, 12, 128), None, 20, (False, 2, True)),  # nothing to broadcast
     ((8, 12, 128), (8, 12, 128), 1, 20, None),  # another axis than the last
     ((8, 12, 128), (8, 12, 128), None, 11, (False, 1, True)),  # before operator set 13: over all from axis 1 on
-    ((8, 12, 128), (8, 1, 128), None, 11, None),
-    ((8, 12, 128), (1,), -1, 20, None),
     ((4, 3, 5, 7), (4, 1, 5, 7), -1, 20, None),  # neither inner nor outer
 ])
 def test_when_a_sum_and_a_softmax_run_as_one(left: tuple[int, ...], right: tuple[int, ...], axis: int | None, opset: int,
@@ -49,33 +40,16 @@ def test_when_a_sum_and_a_softmax_run_as_one(left: tuple[int, ...], right: tuple
 
 @without_gpu
 def test_a_biased_softmax_is_the_kernel_of_the_gpu() -> None:
-    shape = [128, 3, 49, 49]
-    nodes = [helper.make_node("Neg", ["x"], ["n"]), helper.make_node("Add", ["n", "bias"], ["a"], name="add"),
-             helper.make_node("Softmax", ["a"], ["s"], axis=-1, name="softmax"), helper.make_node("Neg", ["s"], ["y"])]
-    record = analyze(model(nodes, {"x": shape}, ("y", shape), {"bias": [1, 3, 49, 49]}), "cuda")
-    assert [node.kernel_id.partition("_")[0] for node in record.nodes] == ["Neg", "BiasSoftmax", "Neg"]
-    fused = record.nodes[1]
-    assert fused.kernel_id == "BiasSoftmax_49x49_in128x3x49x49-1x3x49x49_fp32_f9bab575"
-    assert [origin.op_type for origin in fused.origins] == ["Add", "Softmax"]
-
-
-@without_gpu
-def test_a_sum_with_a_second_reader_stays() -> None:
-    nodes = [helper.make_node("Add", ["x", "z"], ["a"]), helper.make_node("Softmax", ["a"], ["s"], axis=-1),
-             helper.make_node("Mul", ["s", "a"], ["y"])]
-    record = analyze(model(nodes, {"x": [4, 8], "z": [4, 8]}, ("y", [4, 8])), "cuda")
-    assert Counter(kernel.type for kernel in record.kernels.values()) == {"Add": 1, "Softmax": 1, "Mul": 1}
-
-
-@without_gpu
-def test_hard_swish_is_one_kernel_where_the_model_has_it() -> None:
-    shape = [2, 240, 28, 28]
-    nodes = [helper.make_node("HardSwish", ["x"], ["h"], name="swish"), helper.make_node("HardSigmoid", ["h"], ["g"]),
-             helper.make_node("Mul", ["g", "h"], ["y"])]
-    record = analyze(model(nodes, {"x": shape}, ("y", shape)), "cuda")
-    assert record.nodes[0].kernel_id == "HardSwish_28x28_in2x240x28x28_fp32_60a26842"
-    assert [record.kernels[node.kernel_id].type for node in record.nodes] == ["HardSwish", "HardSigmoid", "Mul"]
-    assert [origin.name for origin in record.nodes[0].origins] == ["swish"]
+    shape = (128, 3, 49, 49)
+    nodes = [node("Neg", ["x"], "n"), node("Add", ["n", "bias"], "a"), node("Softmax", ["a"], "s", axis=-1), node("Neg", ["s"])]
+    record = analyze(model(nodes, [value("x", *shape)], [value("y", *shape)],
+                           {"bias": np.ones((1, 3, 49, 49), np.float32)}), "cuda")
+    assert [entry.kernel_id.partition("_")[0] for entry in record.nodes] == ["Neg", "BiasSoftmax", "Neg"]
+    assert record.nodes[1].kernel_id == "BiasSoftmax_49x49_in128x3x49x49-1x3x49x49_fp32_f9bab575"
+    assert [origin.op_type for origin in record.nodes[1].origins] == ["Add", "Softmax"]
+    read_twice = [node("Add", ["x", "z"], "a"), node("Softmax", ["a"], "s", axis=-1), node("Mul", ["s", "a"])]
+    graph = parse_graph(model(read_twice, [value("x", 4, 8), value("z", 4, 8)], [value("y", 4, 8)]), "cuda")
+    assert [entry.op_type for entry in graph.nodes] == ["Add", "Softmax", "Mul"]
 
 
 @without_gpu
@@ -89,24 +63,16 @@ def test_half_precision_runs_the_same_kernels_as_single_precision() -> None:
     assert {tensor.dtype for tensor in (*float16.inputs.values(), *float16.outputs.values())} == {"float16"}
 
 
-def mixed(middle: int) -> onnx.ModelProto:
+def mixed(middle: int, opset: int = 17) -> onnx.ModelProto:
     """A product in single precision and one in the type `middle`, casts between them, and a whole-number input that is cast to
     that type and multiplied."""
-    weights = np.ones((8, 8), np.float32)
-    constants = [helper.make_tensor("w", TensorProto.FLOAT, [8, 8], weights.ravel()),
-                 helper.make_tensor("v", middle, [8, 8], weights.ravel())]
-    nodes = [helper.make_node("MatMul", ["x", "w"], ["first"], "first_product"),
-             helper.make_node("Cast", ["first"], ["narrow"], "to_narrow", to=middle),
-             helper.make_node("MatMul", ["narrow", "v"], ["second"], "second_product"),
-             helper.make_node("Cast", ["n"], ["counted"], "from_whole", to=middle),
-             helper.make_node("Mul", ["second", "counted"], ["sum"], "scaled"),
-             helper.make_node("Cast", ["sum"], ["wide"], "to_wide", to=TensorProto.FLOAT),
-             helper.make_node("Relu", ["wide"], ["y"], "last")]
-    inputs = [helper.make_tensor_value_info(name, element, [4, 8]) for name, element in (("x", TensorProto.FLOAT),
-                                                                                         ("n", TensorProto.INT64))]
-    outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, [4, 8])]
-    graph = helper.make_graph(nodes, "mixed", inputs, outputs, constants)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    nodes = [node("MatMul", ["x", "w"], "first", "first_product"), node("Cast", ["first"], "narrow", "to_narrow", to=middle),
+             node("MatMul", ["narrow", "v"], "second", "second_product"),
+             node("Cast", ["n"], "counted", "from_whole", to=middle), node("Mul", ["second", "counted"], "sum", "scaled"),
+             node("Cast", ["sum"], "wide", "to_wide", to=FLOAT), node("Relu", ["wide"], "y", "last")]
+    v = helper.make_tensor("v", middle, [8, 8], np.ones(64))
+    return model(nodes, [value("x", 4, 8), value("n", 4, 8, kind=INT64)], [value("y", 4, 8)],
+                 {"w": np.ones((8, 8), np.float32), "v": v}, opset)
 
 
 @without_gpu
@@ -114,35 +80,30 @@ def mixed(middle: int) -> onnx.ModelProto:
 def test_mixed_types_and_their_casts_are_kept(middle: int, dtype: str) -> None:
     graph = parse_graph(mixed(middle), "cuda")
     types = {name: tensor.dtype for name, tensor in graph.tensors.items()}
-    by_name = {node.name: (node.op_type, [types[name] for name in node.inputs], types[node.outputs[0]]) for node in graph.nodes}
+    by_name = {entry.name: (entry.op_type, [types[name] for name in entry.inputs], types[entry.outputs[0]])
+               for entry in graph.nodes}
     assert {name.split("/")[0]: value for name, value in by_name.items()} == {
         "first_product": ("MatMul", ["float32", "float32"], "float32"), "to_narrow": ("Cast", ["float32"], dtype),
         "second_product": ("MatMul", [dtype, dtype], dtype), "from_whole": ("Cast", ["int64"], dtype),
         "scaled": ("Mul", [dtype, dtype], dtype), "to_wide": ("Cast", [dtype], "float32"),
         "last": ("Relu", ["float32"], "float32")}
-    assert {node.provider for node in graph.nodes} == {"cuda"}
+    assert {entry.provider for entry in graph.nodes} == {"cuda"}
 
 
 @without_gpu
 def test_gelu_in_half_precision_is_fused_as_on_a_gpu() -> None:
     """As exporters write it, with √2 rounded to half precision."""
-    constants = [helper.make_tensor(name, TensorProto.FLOAT16, [], np.array([value], np.float16))
-                 for name, value in (("root", 2 ** 0.5), ("one", 1.0), ("half", 0.5))]
-    nodes = [helper.make_node("Div", ["x", "root"], ["d"]), helper.make_node("Erf", ["d"], ["e"]),
-             helper.make_node("Add", ["e", "one"], ["a"]), helper.make_node("Mul", ["x", "a"], ["m"]),
-             helper.make_node("Mul", ["m", "half"], ["y"])]
-    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT16, [4, 8]) for name in ("x", "y")]
-    graph = helper.make_graph(nodes, "gelu", values[:1], values[1:], constants)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
-    assert [node.op_type for node in parse_graph(model, "cuda").nodes] == ["Gelu"]
+    nodes = [node("Div", ["x", "root"], "d"), node("Erf", ["d"], "e"), node("Add", ["e", "one"], "a"),
+             node("Mul", ["x", "a"], "m"), node("Mul", ["m", "half"])]
+    made = model(nodes, [value("x", 4, 8, kind=HALF)], [value("y", 4, 8, kind=HALF)],
+                 {"root": np.float16(2 ** 0.5), "one": np.float16(1), "half": np.float16(0.5)})
+    assert [entry.op_type for entry in parse_graph(made, "cuda").nodes] == ["Gelu"]
 
 
 @without_gpu
 def test_a_model_that_mixes_types_in_an_old_operator_set_is_refused() -> None:
-    proto = mixed(TensorProto.FLOAT16)
-    proto.opset_import[0].version = 9
     with pytest.raises(UserError, match="mixes floating types in operator set 9"):
-        parse_graph(proto, "cuda")
+        parse_graph(mixed(TensorProto.FLOAT16, 9), "cuda")
 
 
 @pytest.mark.slow
@@ -162,11 +123,111 @@ def test_the_derived_graph_equals_the_gpus(torch_models: dict[str, Path], name: 
 @pytest.mark.parametrize(("static", "fused"), [(True, True), (False, False)])
 def test_a_session_that_takes_any_sizes_fuses_only_what_it_knows(static: bool, fused: bool) -> None:
     """A bias whose last size is not the open dimension of the scores: equal at these sizes, but the session can't know."""
-    scores = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 4, "rows", "columns"])
-    bias = helper.make_tensor_value_info("bias", TensorProto.FLOAT, [1, 1, 1, "others"])
-    nodes = [helper.make_node("Add", ["x", "bias"], ["sum"]), helper.make_node("Softmax", ["sum"], ["y"], axis=-1)]
-    graph = helper.make_graph(nodes, "softmax", [scores, bias], [helper.ValueInfoProto(name="y")])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
-    dims = {"batch": 2, "rows": 8, "columns": 8, "others": 8}
-    types = [node.op_type for node in parse_graph(model, "cuda", dims, static=static).nodes]
+    made = model([node("Add", ["x", "bias"], "sum"), node("Softmax", ["sum"], axis=-1)],
+                 [value("x", "batch", 4, "rows", "columns"), value("bias", 1, 1, 1, "others")], opset=17)
+    types = [entry.op_type for entry in parse_graph(made, "cuda", {"batch": 2, "rows": 8, "columns": 8, "others": 8},
+                                                    static=static).nodes]
     assert types == (["BiasSoftmax"] if fused else ["Add", "Softmax"])
+
+
+GAMMA, BETA = np.ones(16, np.float32), np.zeros(16, np.float32)
+
+
+def of(op_type: str, inputs: Sequence[str], output: str = "y", **attributes: Any) -> onnx.NodeProto:
+    return node(op_type, inputs, output, op_type.lower(), CONTRIB, **attributes)
+
+
+def built(nodes: Sequence[onnx.NodeProto], inputs: Mapping[str, Sequence[int | str]], weights: Mapping[str, np.ndarray],
+          dtype: int = HALF, opset: int = 20, more: Sequence[onnx.ValueInfoProto] = ()) -> onnx.ModelProto:
+    """Its output is `y`. Weights of float64 become those of `dtype`."""
+    numpy_type = helper.tensor_dtype_to_np_dtype(dtype)
+    return model(nodes, [*(value(name, *shape, kind=dtype) for name, shape in inputs.items()), *more], [unranked("y", dtype)],
+                 {name: array.astype(numpy_type) if array.dtype == np.float64 else array for name, array in weights.items()},
+                 opset)
+
+
+def outputs(record: ModelRecord) -> list[tuple[str, str, tuple[int, ...], str]]:
+    """The first output's type and shape, and the provider, of each node."""
+    kernels = [(record.kernel_of(entry), entry.provider) for entry in record.nodes]
+    return [(kernel.op_type, kernel.outputs[0].dtype, kernel.outputs[0].shape, provider) for kernel, provider in kernels]
+
+
+ALONE: dict[str, tuple[onnx.NodeProto, dict[str, Sequence[int]], dict[str, np.ndarray], tuple[int, ...]]] = {
+    "NhwcConv": (of("NhwcConv", "xwb", kernel_shape=[3, 3], pads=[1] * 4, strides=[2, 2]), {"x": (2, 32, 32, 16)},
+                 {"w": np.ones((24, 3, 3, 16)), "b": np.ones(24)}, (2, 16, 16, 24)),
+    "GroupNorm": (of("GroupNorm", "xgb", groups=4, activation=1), {"x": (2, 32, 32, 16)}, {"g": GAMMA, "b": BETA},
+                  (2, 32, 32, 16)),
+    "BiasAdd": (of("BiasAdd", "xbs"), {"x": (2, 64, 16), "s": (2, 64, 16)}, {"b": np.ones(16)}, (2, 64, 16)),
+    "BiasSoftmax": (of("BiasSoftmax", "xb", axis=3, is_inner_broadcast=0), {"x": (2, 4, 16, 16), "b": (1, 4, 16, 16)}, {},
+                    (2, 4, 16, 16)),
+}
+
+
+@without_gpu
+@pytest.mark.parametrize("name", ALONE)
+def test_an_operator_for_gpus_only(name: str) -> None:
+    alone, inputs, weights, shape = ALONE[name]
+    record = analyze(built([alone], inputs, weights, opset=13), "cuda", name="alone")
+    assert outputs(record) == [(name, "float16", shape, "cuda")]
+    (kernel,) = record.kernels.values()
+    assert [tensor.constant for tensor in kernel.inputs] == [letter in weights for letter in alone.input]
+    assert [tensor.dtype for tensor in kernel.inputs if tensor.constant] == [
+        "float32" if array.dtype == np.float32 else "float16" for array in weights.values()]
+    assert [(origin.name, origin.op_type) for origin in record.nodes[0].origins] == [(name.lower(), name)]
+
+
+@without_gpu
+def test_shapes_from_schemas() -> None:
+    """An operator of which only ONNX Runtime's schemas tell the shapes, at any batch."""
+    chain = built([of("LongformerAttention", ["x", "w", "b", "m", "w", "b", "g"], "a", num_heads=4, window=8),
+                   node("Add", ["a", "x"], "s", name="sum"), node("Relu", ["s"])],
+                  {"x": ("batch", 16, 32), "m": ("batch", 16)}, {"w": np.ones((32, 96)), "b": np.ones(96)},
+                  more=[value("g", "batch", 16, kind=INT32)])
+    for static in (False, True):
+        record = analyze(chain, "cuda", {"batch": 2}, "schemas", static=static)
+        assert outputs(record) == [(name, "float16", (2, 16, 32), "cuda") for name in ("LongformerAttention", "Add", "Relu")]
+    with pytest.raises(UserError, match="holds an operator that this ONNX Runtime can't run"):
+        analyze(chain, "cpu", {"batch": 2}, "refused")
+
+
+@without_gpu
+def test_a_size_that_depends_on_data() -> None:
+    padding = built([of("RemovePadding", ["x", "n"], "p"), node("Relu", ["p"])], {"x": (2, 16, 32)}, {},
+                    more=[value("n", 2, kind=INT32)])
+    padding.graph.node[0].output.extend(["places", "before", "longest"])
+    with pytest.raises(UserError, match=r"tensor p \(\[\?, 32\]\) depends on data .* --dim p.0=100"):
+        analyze(padding, "cuda", name="padding")
+    record = analyze(padding, "cuda", {"p.0": 20, "longest.0": 1}, "padding")
+    assert outputs(record)[-1] == ("Relu", "float16", (20, 32), "cuda")
+
+
+def test_the_gpu_has_a_kernel_for_each() -> None:
+    assert {name for name in COVERS.keys() | BY_SCHEMA if cuda_kernel(name, CONTRIB, 1, (), ()) is None} == set()
+
+
+@without_gpu
+def test_what_stands_around_it_is_fused_as_ever() -> None:
+    """A Gelu before it, a batch of any size, and weights over a kilobyte, which lie in another file meanwhile."""
+    nodes = [of("NhwcConv", "xwc", "a", kernel_shape=[3, 3], pads=[1] * 4), node("Gelu", ["a"], "e"), node("Relu", ["e"], "r"),
+             of("GroupNorm", "rgb", "n", groups=4, activation=1), node("Identity", ["n"], "i"), node("Add", ["i", "a"])]
+    weights: dict[str, np.ndarray] = {"w": np.ones((16, 3, 3, 16)), "c": np.ones(16), "g": GAMMA, "b": BETA}
+    record = analyze(built(nodes, {"x": ("batch", 32, 32, 16)}, weights), "cuda", {"batch": 4}, "around")
+    shape = (4, 32, 32, 16)
+    assert outputs(record) == [(name, "float16", shape, "cuda") for name in ("NhwcConv", "Gelu", "Relu", "GroupNorm", "Add")]
+    assert record.weight_bytes == 2 * 16 * 9 * 16 + 2 * 16 + 4 * 16 * 2
+    convolution = record.kernels[record.nodes[0].kernel_id]
+    assert convolution.flops == 4 * 32 * 32 * 16 * (2 * 9 * 16 + 1)
+
+
+def test_a_target_refuses_what_it_cant_run() -> None:
+    """A CPU also refuses packed attention, of which it opens a session, but which it can't run."""
+    alone, inputs, weights, _ = ALONE["BiasAdd"]
+    packed = built([of("MultiHeadAttention", ["x"], num_heads=4)], {"x": (1, 16, 4, 3, 16)}, {})
+    for refused, device, message in (
+            (built([alone], inputs, weights), "cpu", "holds an operator that this ONNX Runtime can't run"),
+            (built([alone], inputs, weights, TensorProto.BFLOAT16), "" if has_cuda() else "cuda",
+             r"the CUDA provider has no BiasAdd of bfloat16, and the CPU provider has none at all"),
+            (packed, "cpu", r"^refused: ONNX Runtime refuses to run it on a CPU: multiheadattention: ")):
+        if device:
+            with pytest.raises(UserError, match=message):
+                analyze(refused, device, name="refused")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
+from small_graphs import FLOAT, INT64, ML, model, node, unranked, value
 
 from hase.benchmark.ort.profile import profile_model
 from hase.benchmark.ort.runner import open_runner
@@ -18,89 +19,57 @@ from hase.kernel_model.building.kernel_models import build_model
 from hase.learned.kernels.features import KERNEL_FEATURES, kernel_features
 from hase.ort_analysis.graph.analysis import analyze
 from hase.ort_analysis.graph.parsing import parse_graph
-from hase.ort_analysis.isolated.analysis import analyze_all
-from hase.records.kernel_record import ModelRecord
-from hase.records.kernel_record_files import read_model_record, record_path
+from hase.records.kernel_record_files import read_model_record
 from hase.records.measurement import Effort
-from hase.utils import cli
+from hase.utils import cli, files
 from hase.utils.errors import UserError
-from hase.utils.paths import Workspace
-
-FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
-ML = "ai.onnx.ml"
-
-
-def graph(nodes: list[onnx.NodeProto], inputs: list[Any], outputs: list[Any], constants: Any = (),
-          opset: int = 20) -> onnx.ModelProto:
-    made = helper.make_graph(nodes, "odd", inputs, outputs, list(constants))
-    return helper.make_model(made, opset_imports=[helper.make_opsetid("", opset), helper.make_opsetid(ML, 3)], ir_version=10)
-
-
-def value(name: str, *shape: int | str, kind: int = FLOAT) -> onnx.ValueInfoProto:
-    return helper.make_tensor_value_info(name, kind, shape)
 
 
 def test_a_record_holds_infinite_values(tmp_path: Path) -> None:
     """A MaxPool with unequal borders is exported as a Pad with -Infinity and a MaxPool without borders."""
-    constants = [helper.make_tensor("borders", INT64, [4], [0, 1, 0, 1]), helper.make_tensor("least", FLOAT, [], [-math.inf])]
-    pad = helper.make_node("Pad", ["x", "borders", "least"], ["y"])
-    onnx.save(graph([pad], [value("x", 2, 3)], [value("y", 2, 5)], constants), tmp_path / "pad.onnx")
-    workspace = Workspace(tmp_path)
-    [records] = analyze_all(workspace, "ort", [(tmp_path / "pad.onnx", {})], "cpu", 1)
-    assert not isinstance(records, UserError)
-    [record] = records
-    assert isinstance(record, ModelRecord)
-    read = read_model_record(record_path(workspace, record.flavour, record.model))
+    pad = model([node("Pad", ["x", "borders", "least"])], [value("x", 2, 3)], [value("y", 2, 5)],
+                {"borders": [0, 1, 0, 1], "least": -math.inf})
+    record = analyze(pad, "cpu", name="pad")
+    files.write_json(tmp_path / "pad.json", record)
+    read = read_model_record(tmp_path / "pad.json")
     assert read == record
     assert [tensor.values for kernel in read.kernels.values() for tensor in kernel.inputs][-1] == (-math.inf,)
 
 
-def absolute_maximum() -> onnx.ModelProto:
-    """x.abs().max(), a scalar."""
-    return graph([helper.make_node("Abs", ["x"], ["a"]), helper.make_node("ReduceMax", ["a"], ["y"], keepdims=0)],
-                 [value("x", 2, 3, 8)], [value("y")])
-
-
-def sklearn_pipeline(classifier: str) -> onnx.ModelProto:
-    """The export by skl2onnx of a StandardScaler before a tree or a linear model, whose probabilities become maps."""
-    nodes = [helper.make_node("Scaler", ["x"], ["scaled"], domain=ML, offset=[0.0] * 4, scale=[1.0] * 4)]
-    if classifier == "TreeEnsembleClassifier":
-        nodes.append(helper.make_node(
-            classifier, ["scaled"], ["label", "probabilities"], domain=ML, nodes_treeids=[0, 0, 0], nodes_nodeids=[0, 1, 2],
-            nodes_featureids=[1, 0, 0], nodes_modes=["BRANCH_LEQ", "LEAF", "LEAF"], nodes_values=[0.5, 0.0, 0.0],
-            nodes_truenodeids=[1, 0, 0], nodes_falsenodeids=[2, 0, 0], class_treeids=[0, 0], class_nodeids=[1, 2],
-            class_ids=[0, 1], class_weights=[1.0, 1.0], classlabels_int64s=[0, 1], post_transform="NONE"))
-    else:
-        nodes += [helper.make_node(classifier, ["scaled"], ["label", "scores"], domain=ML, coefficients=[0.1] * 8,
-                                   intercepts=[0.0] * 2, classlabels_ints=[0, 1], post_transform="SOFTMAX"),
-                  helper.make_node("Normalizer", ["scores"], ["probabilities"], domain=ML, norm="L1")]
-    nodes.append(helper.make_node("ZipMap", ["probabilities"], ["maps"], domain=ML, classlabels_int64s=[0, 1]))
+def sklearn_pipeline() -> onnx.ModelProto:
+    """The export by skl2onnx of a StandardScaler before a tree, whose probabilities become maps."""
+    nodes = [node("Scaler", ["x"], "scaled", domain=ML, offset=[0.0] * 4, scale=[1.0] * 4),
+             node("TreeEnsembleClassifier", ["scaled"], ["label", "probabilities"], domain=ML, nodes_treeids=[0, 0, 0],
+                  nodes_nodeids=[0, 1, 2], nodes_featureids=[1, 0, 0], nodes_modes=["BRANCH_LEQ", "LEAF", "LEAF"],
+                  nodes_values=[0.5, 0.0, 0.0], nodes_truenodeids=[1, 0, 0], nodes_falsenodeids=[2, 0, 0], class_treeids=[0, 0],
+                  class_nodeids=[1, 2], class_ids=[0, 1], class_weights=[1.0, 1.0], classlabels_int64s=[0, 1],
+                  post_transform="NONE"),
+             node("ZipMap", ["probabilities"], "maps", domain=ML, classlabels_int64s=[0, 1])]
     maps = helper.make_sequence_type_proto(helper.make_map_type_proto(INT64, helper.make_tensor_type_proto(FLOAT, [])))
-    return graph(nodes, [value("x", "rows", 4)], [value("label", "rows", kind=INT64), helper.make_value_info("maps", maps)])
+    return model(nodes, [value("x", "rows", 4)], [value("label", "rows", kind=INT64), helper.make_value_info("maps", maps)])
 
 
 @pytest.mark.parametrize("provider", ["cpu", "cuda"])
 def test_a_reduction_to_a_scalar(provider: str) -> None:
-    record = analyze(absolute_maximum(), provider)
+    record = analyze(model([node("Abs", ["x"], "a"), node("ReduceMax", ["a"], keepdims=0)], [value("x", 2, 3, 8)],
+                           [value("y")]), provider)
     kernel = record.kernel_of(record.nodes[-1])
     assert (kernel.op_type, kernel.outputs[0].shape, kernel.bytes_written) == ("ReduceMax", (), 4)
     assert len(kernel_features(kernel)) == len(KERNEL_FEATURES.names)
 
 
 def test_an_unknown_rank_is_no_scalar() -> None:
-    unknown = graph([helper.make_node("Relu", ["x"], ["y"])], [helper.make_tensor_value_info("x", FLOAT, None)],
-                    [helper.ValueInfoProto(name="y")])
+    unknown = model([node("Relu", ["x"])], [unranked("x")])
     with pytest.raises(UserError, match="the rank of tensor x, an input, is not known"):
         parse_graph(unknown, "cpu")
 
 
 @pytest.mark.parametrize("provider", ["cpu", "cuda"])
-@pytest.mark.parametrize("classifier", ["TreeEnsembleClassifier", "LinearClassifier"])
-def test_a_scikit_learn_pipeline(classifier: str, provider: str) -> None:
-    record = analyze(sklearn_pipeline(classifier), provider, {"rows": 8})
-    kernels = {record.kernel_of(node).op_type: record.kernel_of(node) for node in record.nodes}
+def test_a_scikit_learn_pipeline(provider: str) -> None:
+    record = analyze(sklearn_pipeline(), provider, {"rows": 8})
+    kernels = {record.kernel_of(entry).op_type: record.kernel_of(entry) for entry in record.nodes}
     assert kernels["Scaler"].outputs[0].shape == (8, 4)
-    assert [output.shape for output in kernels[classifier].outputs] == [(8,), (8, 2)]
+    assert [output.shape for output in kernels["TreeEnsembleClassifier"].outputs] == [(8,), (8, 2)]
     maps = kernels["ZipMap"].outputs[0]
     assert (maps.dtype, maps.is_tensor, maps.bytes) == ("sequence(map(int64,float32))", False, 0)
     assert (kernels["ZipMap"].bytes_read, kernels["ZipMap"].opset) == (8 * 2 * 4, 3)
@@ -108,138 +77,58 @@ def test_a_scikit_learn_pipeline(classifier: str, provider: str) -> None:
     assert peak_memory(record).peak_mib > 0
     with pytest.raises(UserError, match="only kernels of tensors can be built alone"):
         build_model(kernels["ZipMap"])
-    build_model(kernels[classifier])
-
-
-def test_sequences_within_a_graph() -> None:
-    nodes = [helper.make_node("SequenceConstruct", ["x", "x"], ["pair"]),
-             helper.make_node("SequenceAt", ["pair", "place"], ["one"]),
-             helper.make_node("Identity", ["pair"], ["y"])]
-    record = analyze(graph(nodes, [value("x", 2, 3), value("place", kind=INT64)], [value("one", 2, 3), helper.make_value_info(
-        "y", helper.make_sequence_type_proto(helper.make_tensor_type_proto(FLOAT, [2, 3])))]), "cpu")
-    construct, at = (next(kernel for kernel in record.kernels.values() if kernel.op_type == name)
-                     for name in ("SequenceConstruct", "SequenceAt"))
-    assert (construct.bytes_read, construct.bytes_written) == (2 * 24, 0)
-    assert (at.bytes_read, at.bytes_written, at.outputs[0].shape) == (8, 24, (2, 3))
+    build_model(kernels["TreeEnsembleClassifier"])
 
 
 def test_a_size_of_zero() -> None:
     """A decoder's first step has an empty cache."""
-    joined = graph([helper.make_node("Concat", ["past", "x"], ["y"], axis=1)],
-                   [value("past", 2, "past_length"), value("x", 2, 3)], [value("y", 2, "total")])
+    joined = model([node("Concat", ["past", "x"], axis=1)], [value("past", 2, "past_length"), value("x", 2, 3)],
+                   [value("y", 2, "total")])
     record = analyze(joined, "cpu", {"past_length": 0})
     kernel = record.kernel_of(record.nodes[0])
     assert [tensor.shape for tensor in (*kernel.inputs, *kernel.outputs)] == [(2, 0), (2, 3), (2, 3)]
     assert kernel.bytes_read == 24
     assert len(kernel_features(kernel)) == len(KERNEL_FEATURES.names)
-    fixed = graph([helper.make_node("Relu", ["x"], ["y"])], [value("x", 2, 0)], [value("y", 2, 0)])
-    assert analyze(fixed, "cpu").inputs["x"].shape == (2, 0)
-
-
-@pytest.mark.parametrize("opset", [18, 21])
-def test_group_normalization_which_onnx_defines_by_other_operators(opset: int) -> None:
-    """ORT replaces the node by its definition on loading, with all shape computations, and folds none of them."""
-    length = 4 if opset == 18 else 8
-    scale = [helper.make_tensor(name, FLOAT, [length], [1.0] * length) for name in ("scale", "bias")]
-    node = helper.make_node("GroupNormalization", ["x", "scale", "bias"], ["y"], num_groups=4)
-    record = analyze(graph([node], [value("x", "batch", 8, 4, 4)], [value("y", "batch", 8, 4, 4)], scale, opset), "cpu",
-                     {"batch": 2})
-    assert record.outputs["y"].shape == (2, 8, 4, 4)
-    mean = next(kernel for kernel in record.kernels.values() if kernel.op_type == "ReduceMean")
-    assert mean.inputs[0].shape == (2, 4, 32)
-
-
-def test_the_command_takes_a_size_of_zero() -> None:
+    assert analyze(model([node("Relu", ["x"])], [value("x", 2, 0)], [value("y", 2, 0)]), "cpu").inputs["x"].shape == (2, 0)
     assert cli.parse_dims(["past=0,5"]) == {"past": [0, 5]}
     with pytest.raises(UserError, match="whole numbers"):
         cli.parse_dims(["past=-1"])
 
 
-def text_pipeline() -> onnx.ModelProto:
-    """The export by skl2onnx of a OneHotEncoder of two columns of text, which refuses unknown words."""
-    nodes = []
-    for column, words in enumerate((["red", "green"], ["small", "large", "vast"])):
-        extracted = f"column{column}"
-        nodes += [helper.make_node("ArrayFeatureExtractor", ["x", f"place{column}"], [extracted], domain=ML),
-                  helper.make_node("OneHotEncoder", [extracted], [f"hot{column}"], domain=ML, cats_strings=words, zeros=0)]
-    nodes += [helper.make_node("Concat", ["hot0", "hot1"], ["both"], axis=-1),
-              helper.make_node("Reshape", ["both", "flat"], ["y"])]
-    constants = [helper.make_tensor(name, INT64, [len(values)], values)
-                 for name, values in (("place0", [0]), ("place1", [1]), ("flat", [-1, 5]))]
-    return graph(nodes, [value("x", "rows", 2, kind=TensorProto.STRING)], [value("y", "rows", 5)], constants)
+@pytest.mark.parametrize("opset", [18, 21])
+def test_group_normalization_which_onnx_defines_by_other_operators(opset: int) -> None:
+    """ORT replaces the node by its definition on loading, with all shape computations, and folds none of them."""
+    scale = np.ones(4 if opset == 18 else 8, np.float32)
+    record = analyze(model([node("GroupNormalization", ["x", "scale", "bias"], num_groups=4)], [value("x", "batch", 8, 4, 4)],
+                           [value("y", "batch", 8, 4, 4)], {"scale": scale, "bias": scale}, opset), "cpu", {"batch": 2})
+    assert record.outputs["y"].shape == (2, 8, 4, 4)
+    mean = next(kernel for kernel in record.kernels.values() if kernel.op_type == "ReduceMean")
+    assert mean.inputs[0].shape == (2, 4, 32)
 
 
 def test_text_inputs_are_words_that_the_model_knows(tmp_path: Path) -> None:
-    onnx.save(text_pipeline(), tmp_path / "text.onnx")
+    """The export by skl2onnx of a OneHotEncoder of two columns of text, which refuses unknown words."""
+    nodes = []
+    for column, words in enumerate((["red", "green"], ["small", "large", "vast"])):
+        nodes += [node("ArrayFeatureExtractor", ["x", f"place{column}"], f"column{column}", domain=ML),
+                  node("OneHotEncoder", [f"column{column}"], f"hot{column}", domain=ML, cats_strings=words, zeros=0)]
+    nodes += [node("Concat", ["hot0", "hot1"], "both", axis=-1), node("Reshape", ["both", "flat"])]
+    onnx.save(model(nodes, [value("x", "rows", 2, kind=TensorProto.STRING)], [value("y", "rows", 5)],
+                    {"place0": [0], "place1": [1], "flat": [-1, 5]}), tmp_path / "text.onnx")
     runner = open_runner(tmp_path / "text.onnx", "cpu", dims={"rows": 3})
     assert runner.feed["x"].tolist() == [["red", "small"]] * 3
     assert runner.run_once()[0].tolist() == [[1.0, 0.0, 1.0, 0.0, 0.0]] * 3
-    for provider in ("cpu", "cuda"):
-        record = analyze(tmp_path / "text.onnx", provider, {"rows": 3})
-        assert record.outputs["y"].shape == (3, 5)
+    record = analyze(tmp_path / "text.onnx", "cuda", {"rows": 3})
+    assert record.outputs["y"].shape == (3, 5)
     encoder = next(kernel for kernel in record.kernels.values() if kernel.op_type == "OneHotEncoder")
     assert dummy_inputs(encoder)["x0"].tolist() == [[encoder.attributes["cats_strings"][0]]] * 3
     profiled = profile_model(tmp_path / "text.onnx", "cpu", {"rows": 3}, Effort(warmup=0, least_runs=2, most_runs=2))
-    assert {event.node for event in profiled.runs[0].nodes} == {node.name for node in profiled.graph.nodes}
-
-
-@pytest.mark.parametrize("stop", [[], ["the"]])
-def test_text_that_is_normalized(stop: list[str]) -> None:
-    """Without stop words, the number of words stays the same."""
-    dropped: dict[str, Any] = {"stopwords": stop} if stop else {}
-    lower = graph([helper.make_node("StringNormalizer", ["x"], ["y"], locale="C", **dropped)],
-                  [value("x", 3, kind=TensorProto.STRING)], [value("y", "left", kind=TensorProto.STRING)])
-    record = analyze(lower, "cpu", {"y.0": 2} if stop else {})
-    assert record.outputs["y"].shape == ((2,) if stop else (3,))
-    assert record.assumed == {}
-
-
-def test_more_trees_cost_more() -> None:
-    def operations(trees: int, depth: int) -> int:
-        """The operations of trees with `depth` comparisons in a row."""
-        ids = [tree for tree in range(trees) for _ in range(2 * depth + 1)]
-        places = list(range(2 * depth + 1))
-        model = graph([helper.make_node(
-            "TreeEnsembleRegressor", ["x"], ["y"], domain=ML, n_targets=1, nodes_treeids=ids, nodes_nodeids=places * trees,
-            nodes_featureids=[0] * len(ids), nodes_values=[0.5] * len(ids), nodes_hitrates=[1.0] * len(ids),
-            nodes_modes=["BRANCH_LEQ" if place % 2 == 0 and place < 2 * depth else "LEAF" for place in places] * trees,
-            nodes_truenodeids=[place + 1 if place < 2 * depth and place % 2 == 0 else 0 for place in places] * trees,
-            nodes_falsenodeids=[place + 2 if place < 2 * depth and place % 2 == 0 else 0 for place in places] * trees,
-            nodes_missing_value_tracks_true=[0] * len(ids), target_ids=[0] * trees, target_nodeids=[1] * trees,
-            target_treeids=list(range(trees)), target_weights=[1.0] * trees)], [value("x", 8, 4)], [value("y", 8, 1)])
-        return next(kernel.flops for kernel in analyze(model, "cpu").kernels.values()
-                    if kernel.op_type == "TreeEnsembleRegressor")
-
-    assert operations(20, 4) == pytest.approx(10 * operations(2, 4), rel=1e-3)
-    assert operations(2, 16) > operations(2, 4)
+    assert {event.node for event in profiled.runs[0].nodes} == {entry.name for entry in profiled.graph.nodes}
 
 
 def test_a_size_whose_name_a_shell_would_split_is_quoted() -> None:
-    values = [value(name, "2*s1 + 1", 4) for name in "xy"]
     with pytest.raises(UserError, match=r"--dim '2\*s1 \+ 1=1'$"):
-        analyze(graph([helper.make_node("Relu", ["x"], ["y"])], values[:1], values[1:]), "cpu")
-
-
-@pytest.mark.parametrize("by_mask", [True, False])
-def test_attention_that_reads_lengths_gets_those_of_its_cache(by_mask: bool, tmp_path: Path) -> None:
-    """As in decoders that ONNX Runtime's tools export; it refuses a length of 0."""
-    node = helper.make_node
-    nodes = [node("ReduceSum", ["mask", "axis"], ["sum"], keepdims=0), node("Sub", ["sum", "one"], ["places64"]),
-             node("Cast", ["places64"], ["places"], to=TensorProto.INT32), node("Shape", ["mask"], ["size"], start=1),
-             node("Squeeze", ["size"], ["length64"]), node("Cast", ["length64"], ["length"], to=TensorProto.INT32)] * by_mask
-    nodes.append(node("GroupQueryAttention", ["q", "k", "v", "past_k", "past_v", "places", "length"], ["y", "new_k", "new_v"],
-                      domain="com.microsoft", num_heads=4, kv_num_heads=2))
-    fed = [value("mask", "batch", "total", kind=INT64)] if by_mask else [
-        value("places", "batch", kind=TensorProto.INT32), value("length", kind=TensorProto.INT32)]
-    inputs = [value("q", "batch", 1, 64), *(value(name, "batch", 1, 32) for name in "kv"),
-              *(value(f"past_{name}", "batch", 2, "past", 16) for name in "kv"), *fed]
-    constants = [helper.make_tensor("axis", INT64, [1], [1]), helper.make_tensor("one", INT64, [], [1])] * by_mask
-    model = graph(nodes, inputs, [helper.ValueInfoProto(name=name) for name in ("y", "new_k", "new_v")], constants, 18)
-    model.opset_import.add(domain="com.microsoft", version=1)
-    onnx.save(model, tmp_path / "decoder.onnx")
-    runner = open_runner(tmp_path / "decoder.onnx", "cpu", dims={"batch": 2, "past": 7, **({"total": 8} if by_mask else {})},
-                         io="host")
-    assert [out.shape for out in runner.run_once()] == [(2, 1, 64), (2, 2, 8, 16), (2, 2, 8, 16)]
+        analyze(model([node("Relu", ["x"])], [value("x", "2*s1 + 1", 4)]), "cpu")
 
 
 @pytest.mark.parametrize("within", ["initializer", "attribute"])
@@ -247,9 +136,10 @@ def test_a_constant_that_does_not_fit_its_shape(within: str) -> None:
     """In half precision, which is widened before ONNX Runtime sees the model."""
     half = TensorProto.FLOAT16
     short = onnx.TensorProto(name="short", data_type=half, dims=[4], raw_data=bytes(6))
-    nodes = [helper.make_node("Add", ["x", "short"], ["y"])]
+    nodes = [node("Add", ["x", "short"])]
     if within == "attribute":
-        nodes.insert(0, helper.make_node("Constant", [], ["short"], value=short))
-    model = graph(nodes, [value("x", 4, kind=half)], [value("y", 4, kind=half)], [short] if within == "initializer" else [])
+        nodes.insert(0, node("Constant", [], "short", value=short))
+    damaged = model(nodes, [value("x", 4, kind=half)], [value("y", 4, kind=half)],
+                    {"short": short} if within == "initializer" else {})
     with pytest.raises(UserError, match=r"the model is damaged: its constant short of shape \[4\] can't be read"):
-        analyze(model, "cuda")
+        analyze(damaged, "cuda")

@@ -12,17 +12,9 @@ from made_up_dataset import TARGET, write_dataset
 
 from hase.kernel_model.sampling.free_shapes.layers import recurrent_layer
 from hase.kernel_model.sampling.free_shapes.sizes import kernel, tensor
-from hase.ort_analysis.cuda.kernel_choice import (
-    PRODUCT_FEATURES,
-    RECURRENT_FEATURES,
-    VERSION,
-    DecisionTree,
-    SlowLaunches,
-    is_slow_to_launch,
-    product_numbers,
-    recurrent_numbers,
-)
-from hase.recipes.cuda_kernels.learn_slow_launches import Example, learn, right_rows, step_product
+from hase.ort_analysis.cuda import kernel_choice
+from hase.ort_analysis.cuda.kernel_choice import is_slow_to_launch, product_numbers, recurrent_numbers
+from hase.recipes.cuda_kernels.learn_slow_launches import step_product
 from hase.records.dataset_files import kernel_table_path, note_tables
 from hase.records.kernel_record import Kernel
 from hase.utils import files
@@ -38,50 +30,26 @@ def gemm(rows: int, columns: int, depth: int, dtype: str = "float32") -> Kernel:
     return kernel("Gemm", [tensor(dtype, rows, depth), weights], [(rows, columns)], transB=1)
 
 
-def lstm(rows: int, hidden: int, directions: int = 1, dtype: str = "float32") -> Kernel:
-    return recurrent_layer("LSTM", dtype, 50, rows, hidden, hidden, directions)
+def lstm(rows: int, hidden: int, dtype: str = "float32") -> Kernel:
+    return recurrent_layer("LSTM", dtype, 50, rows, hidden, hidden, 1)
 
 
 def test_numbers_of_a_product() -> None:
-    assert dict(zip(PRODUCT_FEATURES, product_numbers(gemm(48, 1000, 512)) or (), strict=True)) == {
-        "matrices": 1, "m": 48, "n": 1000, "k": 512, "transposed": 2, "element_bytes": 4, "m_alignment": 16, "n_alignment": 8,
-        "k_alignment": 64}
     batched = kernel("MatMul", [tensor("float16", 2, 8, 49, 64), tensor("float16", 2, 8, 64, 49)], [(2, 8, 49, 49)])
-    assert (product_numbers(batched) or ())[:6] == (16, 49, 49, 64, 0, 2)
-
-
-@pytest.mark.parametrize("other", [
-    kernel("Relu", [tensor("float32", 8, 64)], [(8, 64)]),
-    kernel("Einsum", [tensor("float32", 8, 64), tensor("float32", 64, 8)], [(8, 8)], equation="ij,jk->ik"),
-    kernel("MatMul", [tensor("float32", 64), tensor("float32", 64, 8)], [(8,)]),
-    lstm(1, 64),
-], ids=["no product", "planned first", "a vector", "recurrent"])
-def test_no_numbers_of_a_product(other: Kernel) -> None:
-    assert product_numbers(other) is None
-
-
-def test_numbers_of_a_recurrent_layer() -> None:
-    numbers = recurrent_numbers(lstm(16, 128, directions=2))
-    assert dict(zip(RECURRENT_FEATURES, numbers or (), strict=True)) == {
-        "rows": 16, "hidden_size": 128, "columns": 512, "directions": 2, "element_bytes": 4, "rows_times_columns": 8192}
+    assert product_numbers(batched) == (16, 49, 49, 64, 0, 2, 1, 1, 64)
+    of_a_vector = kernel("MatMul", [tensor("float32", 64), tensor("float32", 64, 8)], [(8,)])
+    assert [product_numbers(other) for other in (of_a_vector, lstm(1, 64))] == [None] * 2
     assert recurrent_numbers(gemm(16, 128, 128)) is None
 
 
 @pytest.mark.parametrize(("layer", "expected"), [
     (lstm(1, 256), False),  # a product with a vector
     (lstm(4, 256), True),
-    (lstm(16, 128, directions=2), True),
     (lstm(16, 512, dtype="float16"), False),  # a kernel of CUTLASS
     (gemm(64, 4096, 4096, "float16"), True),  # nvjet
 ])
 def test_what_ran_on_an_h200(layer: Kernel, expected: bool) -> None:
     assert is_slow_to_launch(layer) is expected
-
-
-def test_a_tree_answers() -> None:
-    tree = DecisionTree(feature=(1, -1, 0, -1, -1), threshold=(2.0, 0.0, 10.0, 0.0, 0.0), left=(1, -1, 3, -1, -1),
-                        right=(2, -1, 4, -1, -1), slow=(False, False, False, True, False))
-    assert [tree.answer(numbers) for numbers in ((5.0, 2.0), (10.0, 3.0), (10.5, 3.0))] == [False, True, False]
 
 
 @pytest.mark.parametrize(("names", "expected"), [
@@ -94,26 +62,12 @@ def test_the_product_of_a_step(names: list[str], expected: str) -> None:
     assert step_product(names) == expected
 
 
-def test_a_tree_is_learned_from_kernels_of_no_model() -> None:
-    layers = [lstm(rows, hidden) for rows in range(1, 33) for hidden in (32, 64, 128)]
-    examples = [Example(layer, recurrent_numbers(layer) or (), True, (layer.inputs[0].shape[1] > 8) is not of_model, of_model)
-                for of_model in (False, True) for layer in layers]  # of models, the opposite is true
-    tree = learn(examples, depth=3)
-    assert tree.answer(recurrent_numbers(lstm(9, 64)) or ())
-    assert not tree.answer(recurrent_numbers(lstm(8, 64)) or ())
-    assert right_rows(examples, tree) == [
-        {"operator": "LSTM", "type": "float32", "kernels": 96, "slow_%": 25.0, "right_%": 0.0}]
-
-
 def test_the_command_learns_from_a_dataset(tmp_path: Path) -> None:
     """Products of more than 64 rows, and steps of more than 8, have the slow kernel. A third of them are near a model's."""
     workspace, out = Workspace(tmp_path), tmp_path / "slow.json"
     drawn = [*(gemm(rows, 256, 256) for rows in range(1, 129)), *(lstm(rows, 64) for rows in range(1, 33))]
     owners = {each.id: ["sampled:anet"] for each in drawn[::3]}
     write_dataset(workspace, {each.id: each for each in drawn}, owners, {"anet0": 1.0}, {0.0: 0.0})
-    missing = run_script(LEARN, "--workspace", tmp_path, "--target", TARGET.name, "--out", out)
-    assert (missing.returncode, missing.stderr.strip()) == (
-        1, f"error: {TARGET.name}: has no label gpu, hence no names of CUDA kernels")
     path = kernel_table_path(workspace.dataset(TARGET.name))
     table = pd.read_csv(path, dtype=str, keep_default_na=False)
     rows = {each.id: each.inputs[0].shape[each.op_type == "LSTM"] for each in drawn}
@@ -125,6 +79,6 @@ def test_the_command_learns_from_a_dataset(tmp_path: Path) -> None:
     done = run_script(LEARN, "--workspace", tmp_path, "--target", TARGET.name, "--out", out, "--json")
     assert [(row["operator"], row["kernels"], row["right_%"]) for row in json.loads(done.stdout)] == [
         ("Gemm", 43, 100.0), ("LSTM", 11, 100.0)]
-    learned = files.read_record(out, SlowLaunches, VERSION, LEARN)
+    learned = files.read_record(out, kernel_choice.SlowLaunches, kernel_choice.VERSION, LEARN)
     assert [learned.products.answer(product_numbers(gemm(rows, 256, 256)) or ()) for rows in (60, 70)] == [False, True]
     assert [learned.recurrent.answer(recurrent_numbers(lstm(rows, 64)) or ()) for rows in (6, 11)] == [False, True]

@@ -1,18 +1,27 @@
-"""The configs of the recipes: each file is valid, and so is each change that a script makes to one."""
+"""The recipes' scripts without what they measure on: each config is valid, as is each change that a script makes to one; models
+that are named exist; clusters' templates can be read. And the recipe of a search: an evolutionary one beside a random one."""
 
 from __future__ import annotations
 
+import csv
+import json
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
+from command import run_script
+from optional_packages import needs
 from recipe_commands import configs_of
 
 from hase.benchmark.collecting.config import CollectorConfig
-from hase.model_zoo.exporting.zoo_config import ZooConfig
+from hase.inference.search import ofa
+from hase.recipes.search.evolve import front_of
 from hase.utils.config import read_config
-from hase.utils.errors import UserError
 from hase.utils.paths import ROOT
 
+H200 = ROOT / "recipes" / "h200"
 SCRIPTS = {  # how many configs their commands read
     "recipes/demo/run.sh": 4, "recipes/same_predictions/run.sh": 4, "recipes/tvm/run.sh": 9,
     "recipes/tvm/gpu.sh": 6, "recipes/openvino/run.sh": 6, "recipes/h200/run.sh": 4, "recipes/h200/collect_pool.sh": 2,
@@ -24,26 +33,58 @@ def test_the_configs_of_a_script_are_valid(script: str, tmp_path: Path) -> None:
     assert len(configs_of(script, tmp_path)) == SCRIPTS[script]
 
 
-def test_models_of_the_h200() -> None:
-    """A config that extends another one keeps what it does not change."""
-    pool, collector = (read_config(ROOT / "recipes" / "h200" / f"{name}.yaml", CollectorConfig)
-                       for name in ("collect_pool", "collector"))
+def test_a_config_that_extends_another_keeps_what_it_does_not_change() -> None:
+    pool, collector = (read_config(H200 / f"{name}.yaml", CollectorConfig) for name in ("collect_pool", "collector"))
     assert (pool.kernel, pool.tracers, pool.levels) == (collector.kernel, collector.tracers, collector.levels)
     assert pool.model == collector.model.model_copy(update={"budget_s": 0.2})
     assert (collector.kernel_levels, pool.kernel_levels) == (None, ())
 
 
-def test_half_precision_and_other_sizes(tmp_path: Path) -> None:
-    all_models, float16, other_sizes, _ = configs_of("recipes/h200/run.sh", tmp_path)
-    assert isinstance(float16, ZooConfig)
-    assert isinstance(other_sizes, ZooConfig)
-    assert isinstance(all_models, ZooConfig)
-    assert (float16.dtypes, other_sizes.dtypes) == (("fp16",), ("fp32",))
-    assert set(float16.models) | set(other_sizes.models) < set(all_models.models)
-    stems = [export.stem for export in other_sizes.exports()]
-    assert stems[:3] == ["convnext_tiny", "convnext_tiny_160x160", "convnext_tiny_288x288"]
+@pytest.mark.parametrize(("script", "variable", "collection"), [
+    ("collect_energy", "timm", "timm"), ("collect_energy", "timm_fp16", "timm"), ("collect_pool", "in_half", "timm"),
+    ("collect_energy", "transformers", "transformers"),
+    pytest.param("collect_energy", "torchvision", "torchvision", marks=pytest.mark.slow)])
+def test_the_models_of_a_script_exist(script: str, variable: str, collection: str) -> None:
+    text = (H200 / f"{script}.sh").read_text(encoding="utf-8")
+    (named,) = re.findall(rf'^ *{variable}="([^"]*)"', text, re.MULTILINE)
+    pool = yaml.safe_load((ROOT / "model_zoo" / "pool.yaml").read_text(encoding="utf-8"))
+    if collection == "torchvision":
+        import torchvision
+
+        pool[collection] = {"all": torchvision.models.list_models(torchvision.models)}
+    listed = {name for names in pool[collection].values() for name in names}
+    assert named.split()
+    assert set(named.split()) <= listed
 
 
-def test_a_change_that_does_not_fit_is_named() -> None:
-    with pytest.raises(UserError, match=r"^--set level=\[0\.5\]: level: unknown key; did you mean levels\?"):
-        read_config(ROOT / "recipes" / "h200" / "collect_pool.yaml", CollectorConfig, ["tracers=2", "level=[0.5]"])
+@pytest.mark.slow
+def test_rays_cluster_launcher_reads_the_template() -> None:
+    needs("ray", "requirements-ray.txt")
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    read = prepare_config(yaml.safe_load((ROOT / "recipes/cluster/cluster.yaml").read_text()))
+    validate_config(read)
+    assert read["max_workers"] == 2
+
+
+def test_the_script_for_slurm_is_sound() -> None:
+    assert subprocess.run(["bash", "-n", "recipes/cluster/slurm.sh"], cwd=ROOT, capture_output=True).stderr == b""
+
+
+def test_a_front_holds_what_nothing_beats() -> None:
+    found = {"fast": (1.0, 1.0), "slower": (1.5, 1.0), "large": (2.0, 3.0), "small": (2.5, 2.0), "equal": (1.0, 0.5)}
+    assert list(front_of(found)) == ["fast", "large"]
+
+
+@pytest.mark.slow
+def test_searches_side_by_side(tmp_path: Path) -> None:
+    needs("optuna", "requirements-search.txt")
+    options = ("--count", "60", "--random-count", "40", "--out", tmp_path / "fronts.csv", "--json")
+    done = run_script("recipes/search/evolve.py", *options)
+    random, evolutionary = json.loads(done.stdout)
+    assert (random["networks"], evolutionary["networks"]) == (40, 60)
+    with (tmp_path / "fronts.csv").open(newline="") as table:
+        rows = list(csv.DictReader(table))
+    assert len(rows) == random["on the front"] + evolutionary["on the front"]
+    assert all(ofa.network_named(row["network"]) for row in rows)
+    assert 0.5 < random["hypervolume (ms · GFLOP)"] < 2.0

@@ -21,7 +21,7 @@ import requests
 import yaml
 from command import run_script
 from conftest import small_model
-from optional_packages import needs, without
+from optional_packages import needs
 from prometheus_stand import (
     READINGS,
     Exporter,
@@ -39,7 +39,6 @@ from hase.benchmark.metrics.names import FIELDS
 from hase.benchmark.metrics_exporter import PaceSampler, ProbeSampler, ProcessCount, ProcessSampler
 from hase.inference import Predictor
 from hase.inference.live.watch import export
-from hase.inference.prediction.answers import UP_TO
 from hase.records.host_pace import HostProbeReading
 from hase.utils.paths import ROOT, Workspace
 
@@ -57,12 +56,13 @@ def rules() -> list[dict[str, Any]]:
     return [rule for group in yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"] for rule in group["rules"]]
 
 
+def name_of(rule: dict[str, Any]) -> str:
+    return str(rule.get("alert") or rule["record"])
+
+
 def promtool(*words: str | Path) -> subprocess.CompletedProcess[str]:
     prometheus_or_skip()
     return subprocess.run(["promtool", *map(str, words)], capture_output=True, text=True, check=False)
-
-
-# by promtool ---------------------------------------------------------------------------------------------------------------
 
 
 def test_promtools_tests_of_the_rules() -> None:
@@ -70,55 +70,21 @@ def test_promtools_tests_of_the_rules() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", [rule.get("alert") or rule["record"] for rule in rules()])
-def test_each_rule_is_tested(name: str, tmp_path: Path) -> None:
-    """Without it, promtool's tests fail; an alert that lasts no time before it fires fails them, too."""
-    shutil.copy(FOLDER / "hase_rules_test.yml", tmp_path)
-    document = yaml.safe_load(RULES.read_text(encoding="utf-8"))
-    at_once = yaml.safe_load(RULES.read_text(encoding="utf-8"))
-    for group in document["groups"]:
-        group["rules"] = [rule for rule in group["rules"] if name not in (rule.get("alert"), rule.get("record"))]
-    for rule in (rule for group in at_once["groups"] for rule in group["rules"] if rule.get("alert") == name):
-        del rule["for"]
-    for changed in (document, at_once) if ":" not in name else (document,):
-        (tmp_path / RULES.name).write_text(yaml.safe_dump(changed))
-        assert promtool("test", "rules", tmp_path / "hase_rules_test.yml").returncode == 1
-
-
-def test_the_pages_prometheus_yml(tmp_path: Path) -> None:
-    (config,) = re.findall(r"^```yaml\n(global:.*?)^```", (ROOT / "docs" / "operating.md").read_text(encoding="utf-8"),
-                           re.MULTILINE | re.DOTALL)
+def test_the_page_has_a_prometheus_yml_and_explains_each_rule(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8")
+    (config,) = re.findall(r"^```yaml\n(global:.*?)^```", page, re.MULTILINE | re.DOTALL)
     (tmp_path / "prometheus.yml").write_text(config)
     shutil.copy(RULES, tmp_path)
     done = promtool("check", "config", tmp_path / "prometheus.yml")
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{len(rules())} rules found" in done.stdout
-
-
-def test_the_page_explains_each_rule() -> None:
-    page = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8")
-    assert not [rule for rule in rules() if f"| `{rule.get('alert') or rule['record']}` |" not in page]
-
-
-def test_at_risk_is_what_hase_calls_about_even_or_less() -> None:
-    (expr,) = (rule["expr"] for rule in rules() if rule.get("alert") == "HaseObjectiveAtRisk")
-    (chance,) = (most for most, words in UP_TO if words == "about even")
-    assert f"hase_objective_chance_ratio <= {chance:g}\n" in expr.replace(" and", "\n")
-
-
-# the dashboard -------------------------------------------------------------------------------------------------------------
-
-
-def panels() -> list[dict[str, Any]]:
-    """Those of the file, without the headings of its rows."""
-    document = json.loads(DASHBOARD.read_text(encoding="utf-8"))
-    return [panel for panel in document["panels"] if panel["type"] != "row"]
+    assert not [name for name in map(name_of, rules()) if f"| `{name}` |" not in page]  # the page explains each
 
 
 def queries() -> list[str]:
     """All queries, those of the variables at the top too, for every host and model."""
     document = json.loads(DASHBOARD.read_text(encoding="utf-8"))
-    asked = [target["expr"] for panel in panels() for target in panel["targets"]]
+    asked = [target["expr"] for panel in document["panels"] for target in panel.get("targets", ())]
     for variable in document["templating"]["list"]:
         if match := re.fullmatch(r"label_values\((.*), (\w+)\)", variable["query"]):
             asked.append(f"count by ({match[2]}) ({match[1]})")
@@ -126,69 +92,26 @@ def queries() -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore:Prefer using dashboardv2")  # which older Grafanas do not import
-def test_the_dashboard_is_up_to_date(tmp_path: Path) -> None:
-    needs("grafana_foundation_sdk", "requirements-operating.txt")
-    done = run_script("recipes/operating/grafana_dashboard.py", "--out", tmp_path / "made.json")
-    assert (done.returncode, done.stdout) == (0, f"{tmp_path}/made.json\n")
-    assert (tmp_path / "made.json").read_text(encoding="utf-8") == DASHBOARD.read_text(encoding="utf-8"), (
-        "make it anew: python recipes/operating/grafana_dashboard.py")
-
-
-def test_the_dashboard_is_of_grafanas_types() -> None:
+def test_the_dashboard_is_up_to_date_and_of_grafanas_types(tmp_path: Path) -> None:
     """Read by the types of the SDK, which are made of Grafana's schemas, and written again, nothing is lost."""
     needs("grafana_foundation_sdk", "requirements-operating.txt")
     from grafana_foundation_sdk.cog.encoder import JSONEncoder
     from grafana_foundation_sdk.cog.plugins import register_default_plugins
     from grafana_foundation_sdk.models.dashboard import Dashboard
 
-    register_default_plugins()
     text = DASHBOARD.read_text(encoding="utf-8")
+    done = run_script("recipes/operating/grafana_dashboard.py", "--out", tmp_path / "made.json")
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path}/made.json\n")
+    assert (tmp_path / "made.json").read_text(encoding="utf-8") == text, (
+        "make it anew: python recipes/operating/grafana_dashboard.py")
+    register_default_plugins()
     read = Dashboard.from_json(json.loads(text))
     assert json.loads(json.dumps(read, cls=JSONEncoder)) == json.loads(text)
-    assert [type(query).__module__ for panel in read.panels or [] for query in getattr(panel, "targets", None) or []] == [
-        "grafana_foundation_sdk.models.prometheus"] * sum(len(panel["targets"]) for panel in panels())
-
-
-def test_panels_that_grafana_can_place() -> None:
-    """Each has a number, a description, a unit, the chosen Prometheus, and room of its own."""
-    document = json.loads(DASHBOARD.read_text(encoding="utf-8"))
-    numbers = [panel["id"] for panel in document["panels"]]
-    assert len(set(numbers)) == len(numbers)
-    taken: set[tuple[int, int]] = set()
-    for panel in document["panels"]:
-        at = panel["gridPos"]
-        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
-        assert not cells & taken
-        assert at["x"] + at["w"] <= 24
-        taken |= cells
-    for panel in panels():
-        assert panel["description"]
-        assert panel["fieldConfig"]["defaults"]["unit"]
-        assert {source["uid"] for source in (panel["datasource"], *(target["datasource"] for target in panel["targets"]))} == {
-            "${datasource}"}
-
-
-def test_without_grafanas_builders(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "recipes/operating/grafana_dashboard.py", "--out", str(tmp_path / "made.json")], cwd=ROOT,
-        env=without(["grafana_foundation_sdk"], tmp_path / "absent"), capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (
-        1, "error: the package grafana_foundation_sdk is not installed, and this needs it; pip install -r "
-        "requirements-operating.txt\n")
-    assert not (tmp_path / "made.json").exists()
-
-
-# by a real Prometheus ------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Stand:
-    """A Prometheus with the rules, and what it scrapes.
-
-    Attributes:
-        port: of the Prometheus.
-        replay: the process of the exporter that replays a GPU's readings.
-    """
+    """A Prometheus with the rules, by its port, and the process of the exporter that replays a GPU's readings."""
 
     port: int
     replay: subprocess.Popen[str]
@@ -205,8 +128,7 @@ def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
     a pretended GPU with all probes, and real predictions for an H200, whose load is made up."""
     folder = tmp_path_factory.mktemp("operating")
     onnx.save(small_model(), folder / "small.onnx")
-    replay = recorded(folder / "gpu.jsonl", [GPU_READING] * READINGS)
-    now = time.time()
+    replay, now, cpu_port = recorded(folder / "gpu.jsonl", [GPU_READING] * READINGS), time.time(), free_port()
     probes = ProbeSampler("cpu", every_s=FOREVER_S)
     probes.read()
     pretended = Exporter(replay, device_labels("GPU-a"), probes=probes,
@@ -214,59 +136,50 @@ def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
                          counts=ProcessSampler("cuda", FOREVER_S, latest=ProcessCount(3, now)))
     watch = Predictor(Workspace(folder), "nvidia-h200").watch(folder / "small.onnx", lambda: {
         "load": {"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 0.5}, "host_pace": 1.1}, FOREVER_S, limit_ms=0.001)
-    reading = watch.read()
-    assert not reading.trouble
+    assert not watch.read().trouble
     predictions = export(watch, "127.0.0.1", 0)
     with ExitStack() as stack:
         stack.callback(pretended.close)
         stack.callback(predictions.server_close)
         stack.callback(predictions.shutdown)
-        targets = {"hase_pretended": (pretended.address, "metrics"),
-                   "hase_predictions": (predictions.url.split("/")[2], "metrics")}
-        processes = {}
-        for job, options in (("hase", ()), ("hase_new", ("--names", "new"))):
-            processes[job], url = start_exporter(replay, *options)
-            targets[job] = (url.split("/")[2], "metrics")
-        cpu_port = free_port()
-        processes["hase_cpu"] = subprocess.Popen(
+        old, old_url = start_exporter(replay)
+        new, new_url = start_exporter(replay, "--names", "new")
+        cpu = subprocess.Popen(
             [sys.executable, "benchmark/metrics_exporter.py", "--port", str(cpu_port), "--source", "psutil",
              "--interval", "0.5", "--probe-every", "1", "--workspace", str(folder)], cwd=ROOT, stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL, text=True)
-        targets["hase_cpu"] = (f"127.0.0.1:{cpu_port}", "metrics")
-        for process in processes.values():
+        for process in (old, new, cpu):
             stack.callback(process.wait)
             stack.callback(process.kill)
-        port = stack.enter_context(prometheus(folder / "prometheus", targets, rules=[RULES]))
-        wait_for(lambda: value(port, "count(up == 1)") == len(targets), folder / "prometheus" / "log")
+        addresses = {"hase": old_url.split("/")[2], "hase_new": new_url.split("/")[2], "hase_cpu": f"127.0.0.1:{cpu_port}",
+                     "hase_pretended": pretended.address, "hase_predictions": predictions.url.split("/")[2]}
+        port = stack.enter_context(prometheus(folder / "prometheus", {
+            job: (address, "metrics") for job, address in addresses.items()}, rules=[RULES]))
+        wait_for(lambda: value(port, "count(up == 1)") == len(addresses), folder / "prometheus" / "log")
         wait_for(lambda: value(port, 'hase_probe_timestamp_seconds{job="hase_cpu"}') is not None)
-        yield Stand(port, processes["hase"])
+        yield Stand(port, old)
 
 
-def test_the_rules_are_evaluated_without_trouble(stand: Stand) -> None:
+def test_the_rules_are_evaluated_on_real_exporters(stand: Stand) -> None:
+    """Each without trouble; each recording has a series, and the values are those that were exported."""
     wait_for(lambda: all(rule["health"] == "ok" for rule in stand.rules()))
-    assert {rule["name"] for rule in stand.rules()} == {rule.get("alert") or rule["record"] for rule in rules()}
-
-
-def test_what_is_recorded_of_real_exporters(stand: Stand) -> None:
-    """Each recording has a series, and the values are those that were exported."""
-    for rule in rules():
-        if "record" in rule:
-            wait_for(lambda name=rule["record"]: value(stand.port, f"count({name})") is not None)
+    assert {rule["name"] for rule in stand.rules()} == set(map(name_of, rules()))
+    for name in (rule["record"] for rule in rules() if "record" in rule):
+        wait_for(lambda name=name: value(stand.port, f"count({name})") is not None)
     assert 0.0 <= (value(stand.port, 'hase:busy_share:ratio{UUID="GPU-a"}') or 0.0) <= 1.0
     assert (value(stand.port, "hase:objective_headroom:ratio") or 0.0) < 0.0
     assert (value(stand.port, 'max(hase:exporter_sample_age:seconds{job=~"hase|hase_new|hase_cpu"})') or FOREVER_S) < 30.0
 
 
-@pytest.mark.parametrize("query", queries())
-def test_the_dashboards_queries(query: str, stand: Stand) -> None:
+def test_the_dashboards_queries(stand: Stand) -> None:
     """Prometheus can read each, has every metric in it, and answers with series."""
-    parsed = requests.get(f"http://127.0.0.1:{stand.port}/api/v1/format_query", params={"query": query}, timeout=10).json()
-    assert parsed["status"] == "success", parsed
-    names = NAME.findall(re.sub(r'"[^"]*"', '""', query))
-    assert names or "__name__" in query
-    for name in names:
-        wait_for(lambda name=name: value(stand.port, f"count({name})") is not None)
-    wait_for(lambda: value(stand.port, query) is not None)
+    for query in queries():
+        parsed = requests.get(f"http://127.0.0.1:{stand.port}/api/v1/format_query", params={"query": query}, timeout=10).json()
+        assert parsed["status"] == "success", parsed
+        names = NAME.findall(re.sub(r'"[^"]*"', '""', query))
+        assert names or "__name__" in query
+        for asked in (*(f"count({name})" for name in names), query):
+            wait_for(lambda asked=asked: value(stand.port, asked) is not None)
 
 
 def test_alerts_of_real_exporters(stand: Stand) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import onnx
@@ -21,11 +20,10 @@ from hase.model_zoo.exporting.network_export import (
 )
 from hase.model_zoo.networks.images import NormedConv
 from hase.ort_analysis.graph.analysis import analyze
-from hase.recipes.cuda_kernels.measure_copies import WAITING, WAITING_ELEMENTS, measure
 from hase.records.kernel_record_files import read_model_records, record_path
 from hase.runtimes import flavour_of, local_target
 from hase.utils import files
-from hase.utils.paths import ROOT, Workspace
+from hase.utils.paths import Workspace
 
 pytestmark = pytest.mark.slow
 
@@ -58,10 +56,10 @@ def test_models_are_analysed_at_their_own_sizes(workspace: Workspace) -> None:
         ("conv@batch=1", "convs", {"batch": 1}), ("conv@batch=4", "convs", {"batch": 4})]
 
 
-def test_sizes_by_data_are_those_of_a_run_at_each_size(workspace: Workspace) -> None:
+def test_sizes_by_data_are_those_of_a_run_at_each_size(tmp_path: Path) -> None:
     """Half of the numbers that NonZero sees are positive; the file names two batch sizes."""
-    for path in workspace.models.glob("*.onnx"):
-        path.unlink()
+    workspace = Workspace(tmp_path)
+    workspace.models.mkdir(parents=True)
     nodes = [helper.make_node("Relu", ["x"], ["above"]), helper.make_node("NonZero", ["above"], ["y"])]
     graph = helper.make_graph(nodes, "places", [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["batch", 64])],
                               [helper.make_tensor_value_info("y", onnx.TensorProto.INT64, [2, None])])
@@ -90,20 +88,3 @@ def test_kernels_of_the_host_are_listed_separately_and_measured_without_models(t
     work = find_work(into, local_target("cpu"), ())
     assert [(item.kernel.op_type, work.described[0].models) for item in work.kernels] == [("Sinh", (record.model,))]
     assert work.models == ()
-
-
-def test_copies_are_measured_at_several_sizes() -> None:
-    """On a CPU, where nothing is really copied."""
-    copies, waits = measure("cpu", [4, 1 << 20])
-    assert [copy.bytes for copy in copies] == [4, 1 << 20]
-    assert {name: len(samples) > 2 for name, samples in copies[1].samples_ms.items()} == dict.fromkeys(
-        ("one", "gpu", "cpu", "to_host", "to_gpu", "through_one", "through_four"), True)
-    assert {(wait.operator, wait.elements) for wait in waits} == set(itertools.product(WAITING, WAITING_ELEMENTS))
-
-
-def test_the_recipe_names_models_of_the_pool() -> None:
-    text = (ROOT / "recipes" / "h200" / "collect_pool.sh").read_text()
-    pool = (ROOT / "model_zoo" / "pool.yaml").read_text()
-    in_half = text.partition('in_half="')[2].partition('"')[0].split()
-    assert len(in_half) > 20
-    assert all(name in pool for name in in_half)

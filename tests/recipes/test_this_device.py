@@ -11,21 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import printed
+from command import printed, run_script
 from conftest import small_model
 from optional_packages import without
 
 from hase.kernel_model.sampling.draws import read_seeds
 from hase.recipes.this_device import measure_this_device
-from hase.recipes.this_device.measure_this_device import measure, prediction_command, put_models, shipped_for
+from hase.recipes.this_device.measure_this_device import measure, put_models
 from hase.recipes.this_device.steps import (
-    LEAST_MEASURING_S,
     LEAST_MEASURING_SHARE,
     TRAINING_SHARE,
     Budget,
     build_chosen,
     read_chosen,
-    run_json,
 )
 from hase.records.dataset_files import header_path, journal_path, read_journal
 from hase.runtimes import local_target
@@ -33,8 +31,6 @@ from hase.utils import files
 from hase.utils.cli import LEFT_OUT
 from hase.utils.errors import UserError
 from hase.utils.paths import ROOT, Workspace
-
-pytestmark = pytest.mark.measuring
 
 TARGET = local_target("cpu").name
 SCRIPT = "recipes/this_device/measure_this_device.py"
@@ -49,16 +45,15 @@ def models(folder: Path) -> list[Path]:
     return paths
 
 
-def command(workspace: Workspace, *options: str | Path) -> list[str]:
-    return [sys.executable, SCRIPT, "--workspace", str(workspace.root), "--device", "cpu", "--json", *map(str, options)]
-
-
 @pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.measuring
 def test_the_command_is_stopped_and_goes_on(tmp_path: Path) -> None:
     workspace, (first, second) = Workspace(tmp_path / "out"), models(tmp_path)
     workspace.root.mkdir()
     environment = without(LEFT_OUT, tmp_path / "hidden")  # on a CPU, the light install is enough
-    options = command(workspace, "--minutes", "0.4", "--model", first, "--model", second, "--dim", "batch=2")
+    options = [sys.executable, SCRIPT, "--workspace", workspace.root, "--device", "cpu", "--json", "--minutes", "0.2",
+               "--model", first, "--model", second, "--dim", "batch=2"]
     journal = journal_path(workspace.dataset(TARGET))
     with subprocess.Popen(options, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                           env=environment) as process:
@@ -68,66 +63,47 @@ def test_the_command_is_stopped_and_goes_on(tmp_path: Path) -> None:
         _, stderr = process.communicate(timeout=20)
     assert process.returncode == 130, stderr
     assert "stopped; what was measured is kept: run again to go on" in stderr
-    before = read_journal(journal.parent)
-    spent_s = json.loads(workspace.this_device.read_text())["seconds"]
+    before, spent_s = read_journal(journal.parent), json.loads(workspace.this_device.read_text())["seconds"]
     assert before
-    assert spent_s > 1.0
-
     done = subprocess.run(options, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout)
-    assert result["target"] == TARGET
     assert result["minutes"] > spent_s / 60
     after = read_journal(journal.parent)
     assert after[:len(before)] == before, "nothing is measured again"
     latencies = [m.id for block in after if block.attempts == 1 for m in block.measurements if m.subject == "model"]
     assert set(latencies) <= {"first@batch=2,dynamic", "second@batch=2,dynamic"}
     assert len(latencies) == len(set(latencies)) >= 1, "on a busy machine, the time may be over before the second"
-    kernels, held_out, in_fit = result["expected"]
-    assert kernels["count"] >= 5
-    assert (held_out["count"], in_fit["count"]) == (len(latencies) if len(latencies) > 1 else 0, len(latencies))
-    assert in_fit["mean_error_%"] >= 0
+    kernels, _, in_fit = result["expected"]
+    assert (kernels["count"] >= 5, in_fit["count"]) == (True, len(latencies))
     predicted = printed(*result["predict"].split()[1:], "--json", "--dim", "batch=2")
     if "first@batch=2,dynamic" in latencies:
         assert json.loads(predicted)[0]["time_share"]["measured"] == pytest.approx(1.0)
 
 
-def test_the_minutes_are_those_of_all_calls(tmp_path: Path) -> None:
+def test_the_minutes_are_those_of_all_calls_and_samples_fit_them(tmp_path: Path) -> None:
+    """On a CPU 25 kernels a second can be measured; 60 samples a second can be drawn, in a tenth of the time."""
     budget = Budget(tmp_path / "spent.json", 10.0)
-    assert budget.measuring_s() == pytest.approx(600 * (1 - TRAINING_SHARE), abs=1)
+    assert budget.measuring_s() == pytest.approx(600 * (1 - TRAINING_SHARE), abs=5)
+    assert budget.samples("cpu", 0, 1) == 3600
+    assert budget.samples("cpu", 10_000, 8) == pytest.approx(1.5 * (450 * 25 - 10_000), abs=200)
     budget.spent = budget.spent.model_copy(update={"seconds": 580.0})
     assert budget.measuring_s() == LEAST_MEASURING_SHARE * 600, "something is measured in any case"
     budget.save(measured=True)
     assert budget.measuring_s() == 0.0, "but once"
-    assert Budget(tmp_path / "other.json", 0.01).measuring_s() == LEAST_MEASURING_S
-    later = Budget(tmp_path / "spent.json", 20.0)
-    assert later.used_s() == pytest.approx(580, abs=1)
-    assert later.measuring_s() == pytest.approx(1200 * (1 - TRAINING_SHARE) - 580, abs=1)
+    assert Budget(tmp_path / "spent.json", 20.0).measuring_s() == pytest.approx(1200 * (1 - TRAINING_SHARE) - 580, abs=5)
 
 
-def test_no_measuring_starts_when_drawing_samples_took_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    budget, started = Budget(tmp_path / "spent.json", 10.0), list[str]()
-    budget.save(measured=True)
-
-    def run(workspace: Workspace, script: str, *options: str) -> None:
-        started.append(script)
-        budget.spent = budget.spent.model_copy(update={"seconds": 600.0})
-
-    monkeypatch.setattr(measure_this_device, "run_json", run)
-    assert measure(Workspace(tmp_path), "cpu", 3, budget) is None
-    assert started == ["kernel_model/kernel_sampler.py"]
-
-
-@pytest.mark.parametrize("begun", [False, True])
-def test_a_dataset_that_is_there_keeps_its_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bool) -> None:
-    """As after `predict_model_latency.py --measure-missing`, which takes other labels."""
-    workspace, collected = Workspace(tmp_path), list[list[str]]()
-    if begun:
-        files.write_text(header_path(workspace.dataset(local_target("cpu").name)), "{}")
-    monkeypatch.setattr(measure_this_device, "run_json", lambda _, script, *options: collected.append([script, *options]))
-    measure(workspace, "cpu", 3, Budget(tmp_path / "spent.json", 10.0))
-    assert collected[-1][0] == "benchmark/collector.py"
-    assert ("labels=[]" in collected[-1]) == begun
+@pytest.mark.parametrize("dataset", ["none", "there"])
+def test_what_measuring_runs(dataset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dataset that is there keeps its labels, as after `predict_model_latency.py --measure-missing`, which has others."""
+    workspace, budget, started = Workspace(tmp_path), Budget(tmp_path / "spent.json", 10.0), list[list[str]]()
+    if dataset == "there":
+        files.write_text(header_path(workspace.dataset(TARGET)), "{}")
+    monkeypatch.setattr(measure_this_device, "run_json", lambda _, *words: started.append([*words]))
+    measure(workspace, "cpu", 3, budget)
+    assert [started[0][0], started[-1][0]] == ["kernel_model/kernel_sampler.py", "benchmark/collector.py"]
+    assert ("labels=[]" in started[-1]) == (dataset == "there")
 
 
 def test_git_ignores_what_is_written() -> None:
@@ -138,14 +114,6 @@ def test_git_ignores_what_is_written() -> None:
     paths = [str(path if path.suffix else path / "a file") for path in folders]
     listed = subprocess.run(["git", "check-ignore", *paths], cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
     assert listed == paths
-
-
-def test_samples_fit_the_time(tmp_path: Path) -> None:
-    """On a CPU 25 kernels a second can be measured; 60 samples a second can be drawn, in a tenth of the time."""
-    budget = Budget(tmp_path / "spent.json", 10.0)
-    assert budget.samples("cpu", 0, 1) == 3600
-    assert budget.samples("cpu", 10_000, 8) == pytest.approx(1.5 * (450 * 25 - 10_000), abs=60)
-    assert budget.samples("cpu", 100_000, 2) == 0
 
 
 def test_models_are_put_into_the_workspace(tmp_path: Path) -> None:
@@ -160,12 +128,7 @@ def test_models_are_put_into_the_workspace(tmp_path: Path) -> None:
         put_models(workspace, [namesake])
 
 
-def test_another_gpu_is_where_a_gpu_starts_from() -> None:
-    assert shipped_for("cuda", "nvidia-a100-cuda-ort1.31-all") == "nvidia-h200-cuda-ort1.31-all"
-    assert shipped_for("cuda", "nvidia-h200-cuda-ort1.31-all") is None
-    assert shipped_for("cpu", TARGET) is None
-
-
+@pytest.mark.slow
 def test_the_kernels_that_tell_most_of_a_gpu_are_built_in_their_order(tmp_path: Path) -> None:
     workspace, target = Workspace(tmp_path), local_target("cpu").model_copy(update={"device_name": "NVIDIA L4"})
     for minutes, count in ((0.02, 6), (0.03, 9)):
@@ -174,27 +137,15 @@ def test_the_kernels_that_tell_most_of_a_gpu_are_built_in_their_order(tmp_path: 
         folder = workspace.kernel_onnx / target.flavour.name
         assert {path.stem for path in folder.glob("*.onnx")} == {kernel.id for kernel in chosen}
         assert read_seeds(folder) == {kernel.id: () for kernel in chosen}
-    assert len({kernel.id for kernel in read_chosen(2000)}) == len(read_chosen(2000)) > 900
     with pytest.raises(UserError, match="Some CPU: no such card is known"):
         build_chosen(workspace, target.model_copy(update={"device_name": "Some CPU"}), None, 1)
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    (("--start-from", "data-sheet"), "--start-from data-sheet: is for GPUs; on a CPU, leave it out"),
-    (("--gpu", "l4"), "--gpu goes with --start-from data-sheet")])
-def test_a_data_sheet_is_for_gpus(tmp_path: Path, options: tuple[str, ...], message: str) -> None:
-    done = subprocess.run(command(Workspace(tmp_path), *options), cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode in (1, 2)
-    assert message in done.stderr
-
-
-def test_the_command_that_predicts() -> None:
-    words = ["python", "inference/predict_model_latency.py", "--target", "t", "--model", "a b.onnx"]
-    assert prediction_command(Workspace(), ("--target", "t"), "a b.onnx") == " ".join([*words[:-1], "'a b.onnx'"])
-    assert prediction_command(Workspace(ROOT / "out" / "mine"), ("--target", "t"), "m.onnx").endswith("--workspace out/mine")
-
-
-def test_a_script_that_fails_ends_the_recipe(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UserError, match=r"kernel_builder\.py ended with exit code 1 and no result"):
-        run_json(Workspace(tmp_path), "kernel_model/kernel_builder.py")
-    assert "error: " in capfd.readouterr().err
+@pytest.mark.slow
+def test_what_goes_wrong_is_said(tmp_path: Path) -> None:
+    for options, message in (
+            (("--start-from", "data-sheet"), "--start-from data-sheet: is for GPUs; on a CPU, leave it out"),
+            (("--gpu", "l4"), "--gpu goes with --start-from data-sheet")):
+        done = run_script(SCRIPT, "--workspace", tmp_path, "--device", "cpu", "--json", *options)
+        assert done.returncode in (1, 2)
+        assert message in done.stderr

@@ -1,4 +1,4 @@
-"""What a GroupQueryAttention attends to, and what follows: operations and bytes."""
+"""What attention attends to, and what follows: operations and bytes. First of GroupQueryAttention, then of others."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from hase.kernel_model.sampling.free_shapes.sizes import ABSENT, CONTRIB, kernel, tensor
-from hase.records.attention import AttentionSizes, kernel_grouped_query_sizes, with_lengths
-from hase.records.kernel_record import Kernel
+from hase.records.attention import AttentionSizes, kernel_attention_sizes, kernel_grouped_query_sizes, with_lengths
+from hase.records.kernel_record import Kernel, KernelInput
 
 
-def attention(batch: int = 1, queries: int = 1, cache: int = 64, total: int | None = 33, heads: int = 8, kv_heads: int = 2,
+def grouped(batch: int = 1, queries: int = 1, cache: int = 64, total: int | None = 33, heads: int = 8, kv_heads: int = 2,
               head_size: int = 32, packed: bool = True, rotary: int = 0, **attributes: Any) -> Kernel:
     """A GroupQueryAttention in half precision; without `total`, nothing says how many tokens there are."""
     wide, narrow = heads * head_size, kv_heads * head_size
@@ -26,29 +26,15 @@ def attention(batch: int = 1, queries: int = 1, cache: int = 64, total: int | No
                   kv_num_heads=kv_heads, do_rotary=int(bool(rotary)), **attributes)
 
 
-def sizes_of(described: Kernel) -> AttentionSizes:
-    sizes = kernel_grouped_query_sizes(described)
-    assert sizes is not None
-    return sizes
-
-
 @pytest.mark.parametrize("packed", [True, False])
 def test_sizes_are_read_from_shapes_and_values(packed: bool) -> None:
-    sizes = sizes_of(attention(batch=2, packed=packed, rotary=16, local_window_size=128))
-    assert sizes == AttentionSizes(batch=2, queries=1, heads=8, kv_heads=2, head_size=32, total=33, cache=64, window=128,
-                                   rotary=16, packed=packed)
-    assert (sizes.past, sizes.present, sizes.shares_buffer) == (32, 64, True)
-
-
-def test_without_lengths_the_new_tokens_follow_a_full_cache() -> None:
-    sizes = sizes_of(attention(queries=3, cache=5, total=None))
-    assert (sizes.total, sizes.past, sizes.present, sizes.shares_buffer) == (8, 5, 8, False)
-
-
-def test_a_buffer_with_room_for_all_tokens_is_shared() -> None:
-    assert sizes_of(attention(cache=33, total=33)).shares_buffer
-    assert not sizes_of(attention(cache=32, total=33)).shares_buffer
-    assert not sizes_of(attention(queries=4, cache=0, total=4)).shares_buffer
+    wanted = AttentionSizes(batch=2, queries=1, heads=8, kv_heads=2, head_size=32, total=33, cache=64, window=128, rotary=16,
+                            packed=packed)
+    assert kernel_grouped_query_sizes(grouped(batch=2, packed=packed, rotary=16, local_window_size=128)) == wanted
+    assert (wanted.past, wanted.present, wanted.shares_buffer) == (32, 64, True)
+    full = kernel_grouped_query_sizes(grouped(queries=3, cache=5, total=None))  # the new tokens follow a full cache
+    assert full is not None
+    assert (full.total, full.past, full.present, full.shares_buffer) == (8, 5, 8, False)
 
 
 def test_pairs_are_those_of_a_causal_mask_and_a_window() -> None:
@@ -60,55 +46,41 @@ def test_pairs_are_those_of_a_causal_mask_and_a_window() -> None:
 
 
 def test_operations_grow_with_the_attended_length_not_with_the_buffer() -> None:
-    decoding = attention(cache=2048, total=1025)
+    decoding = grouped(cache=2048, total=1025)
     assert decoding.flops == 4 * 8 * 32 * 1025
-    assert decoding.flops == attention(cache=4096, total=1025).flops
-    prompt = attention(queries=100, cache=0, total=100)
+    assert decoding.flops == grouped(cache=4096, total=1025).flops
+    prompt = grouped(queries=100, cache=0, total=100)
     assert prompt.flops == 4 * 8 * 32 * 100 * 101 // 2  # half of the products, and the diagonal
-    assert attention(rotary=16).flops - attention().flops == 3 * (8 + 2) * 16
+    assert grouped(rotary=16).flops - grouped().flops == 3 * (8 + 2) * 16
 
 
 def test_norms_of_heads_count() -> None:
     """Queries and keys of models with such norms are described so on a GPU."""
-    plain = attention(packed=False)
+    plain = grouped(packed=False)
     inputs = [*plain.inputs, *[ABSENT] * 7, *[tensor("float16", 32, constant=True)] * 2]
     normed = kernel("GroupQueryAttention", inputs, plain.outputs, CONTRIB, **plain.attributes)
-    assert sizes_of(normed).normed
     assert normed.flops - plain.flops == 4 * (8 + 2) * 32
     assert normed.bytes_read - plain.bytes_read == 2 * 2 * 32
 
 
 def test_bytes_are_those_of_attended_tokens() -> None:
     token = 2 * 2 * 2 * 32  # keys and values of one, in half precision
-    around = 2 * 384 + 4 + 4
-    shared = attention(cache=2048, total=1025)
-    assert shared.bytes_read == around + 1024 * token
-    assert shared.bytes_written == 2 * 256 + token
-    windowed = attention(cache=2048, total=1025, local_window_size=128)
-    assert windowed.bytes_read == around + 127 * token
-    copied = attention(cache=1024, total=1025)  # the whole cache is written anew
-    assert copied.bytes_read == around + 1024 * token
-    assert copied.bytes_written == 2 * 256 + 1025 * token
-    assert attention(rotary=16).bytes_read - attention().bytes_read == 2 * 2 * 8  # a row of each table
+    around, out = 2 * 384 + 4 + 4, 2 * 256
+    for described, read, wrote in ((grouped(cache=2048, total=1025), 1024, 1),
+                                   (grouped(cache=2048, total=1025, local_window_size=128), 127, 1),
+                                   (grouped(cache=1024, total=1025), 1024, 1025)):  # the whole cache is written anew
+        assert (described.bytes_read, described.bytes_written) == (around + read * token, out + wrote * token)
+    assert grouped(rotary=16).bytes_read - grouped().bytes_read == 2 * 2 * 8  # a row of each table
 
 
-def test_kernels_of_other_lengths_have_other_ids() -> None:
-    kernels = [attention(cache=2048, total=total) for total in (1024, 1025)] + [attention(cache=4096, total=1025)]
-    assert len({described.id for described in kernels}) == 3
-
-
-def test_costs_of_products_with_quantised_weights() -> None:
+def test_quantised_weights_are_read_packed_with_their_scales() -> None:
     quantised = kernel("MatMulNBits", [tensor("float16", 4, 64), tensor("uint8", 96, 2, 16, constant=True),
                                        tensor("float16", 96, 2, constant=True)], [(4, 96)], CONTRIB, K=64, N=96, bits=4,
                        block_size=32)
-    assert quantised.flops == 2 * 4 * 64 * 96
-    assert quantised.bytes_read == 2 * 4 * 64 + 96 * 32 + 2 * 96 * 2
-
-
-def test_an_embedding_reads_packed_rows_and_their_scales() -> None:
+    assert (quantised.flops, quantised.bytes_read) == (2 * 4 * 64 * 96, 2 * 4 * 64 + 96 * 32 + 2 * 96 * 2)
     table = [tensor("uint8", 1000, 64, constant=True), tensor("int64", 1, 4), tensor("float16", 1000, 4, constant=True)]
     gathered = kernel("GatherBlockQuantized", table, [(1, 4, 128)], CONTRIB, bits=4, block_size=32)
-    assert gathered.bytes_read == 4 * 64 + 8 * 4 + 4 * 4 * 2
+    assert gathered.bytes_read == 4 * 64 + 8 * 4 + 4 * 4 * 2  # rows of an embedding
 
 
 def test_experts_count_as_often_as_tokens_choose_them() -> None:
@@ -123,14 +95,77 @@ def test_experts_count_as_often_as_tokens_choose_them() -> None:
     assert mixture(100).bytes_read == weights + 2 * 100 * (64 + 8)
 
 
-def test_other_attention_counts_old_tokens_and_half_of_causal_products() -> None:
-    query = tensor("float16", 2, 16, 64)
-    plain = kernel("MultiHeadAttention", [query] * 3, [(2, 16, 64)], CONTRIB, num_heads=4)
-    assert plain.flops == 4 * 2 * 16 * 64 * 16
-    causal = kernel("MultiHeadAttention", [query] * 3, [(2, 16, 64)], CONTRIB, num_heads=4, unidirectional=1)
-    assert causal.flops == 4 * 2 * 64 * 16 * 17 // 2
-    past = [ABSENT] * 3 + [tensor("float16", 2, 4, 31, 16)] * 2
-    one = tensor("float16", 2, 1, 64)
-    assert kernel("MultiHeadAttention", [one] * 3 + past, [(2, 1, 64)], CONTRIB, num_heads=4).flops == 4 * 2 * 64 * 32
-    packed = [tensor("float16", 32, 64)] * 3 + [ABSENT, tensor("int32", 2, 16), tensor("int32", 3)]
-    assert kernel("PackedMultiHeadAttention", packed, [(32, 64)], CONTRIB, num_heads=4).flops == 4 * 32 * 64 * 16
+# attention by other operators -------------------------------------------------------------------------------------------------
+
+BATCH, QUERIES, HEADS, SIZE = 2, 16, 4, 8
+WIDTH = HEADS * SIZE
+ROW = tensor("float16", BATCH, QUERIES, WIDTH)
+CACHE = tensor("float16", BATCH, HEADS, 31, SIZE)
+
+
+def attention(*inputs: KernelInput, name: str = "MultiHeadAttention", domain: str = CONTRIB, **attributes: Any) -> Kernel:
+    return kernel(name, list(inputs), [(BATCH, QUERIES, WIDTH)], domain, **{"num_heads": HEADS, **attributes})
+
+
+def attended(**changed: Any) -> AttentionSizes:
+    """The sizes of attention of each token to all of its text."""
+    return AttentionSizes(batch=BATCH, queries=QUERIES, heads=HEADS, kv_heads=HEADS, head_size=SIZE, total=QUERIES, cache=0,
+                          window=0, rotary=0, packed=False, causal=False)._replace(**changed)
+
+
+PACKED_ROWS = (tensor("int32", BATCH, QUERIES), tensor("int32", BATCH + 1))
+PROJECTION = (tensor("float16", 24, 3 * WIDTH, constant=True), tensor("float16", 3 * WIDTH, constant=True))
+WANTED: dict[str, tuple[Kernel, AttentionSizes]] = {
+    "three tensors": (attention(ROW, ROW, ROW), attended()),
+    "causal": (attention(ROW, ROW, ROW, unidirectional=1), attended(causal=True)),
+    "one tensor": (attention(tensor("float16", BATCH, QUERIES, HEADS, 3, SIZE)), attended(packed=True)),
+    "another text, heads first": (attention(ROW, *[tensor("float16", BATCH, HEADS, 77, SIZE)] * 2), attended(total=77)),
+    "old tokens": (attention(*[tensor("float16", BATCH, 1, WIDTH)] * 3, *[ABSENT] * 3, CACHE, CACHE),
+                   attended(queries=1, total=32, cache=31)),
+    "a mask of keys": (attention(ROW, ROW, ROW, ABSENT, tensor("int32", BATCH, QUERIES)), attended(mask="keys")),
+    "added numbers": (attention(ROW, ROW, ROW, ABSENT, ABSENT, tensor("float16", 1, 1, QUERIES, QUERIES)),
+                      attended(mask="added")),
+    "projected": (attention(tensor("float16", BATCH, QUERIES, 24), *PROJECTION, name="Attention"), attended()),
+    "without padding": (attention(*[tensor("float16", 20, WIDTH)] * 3, ABSENT, *PACKED_ROWS, name="PackedMultiHeadAttention"),
+                        attended(unpadded=20)),
+    "ONNX's own": (attention(*[tensor("float16", BATCH, HEADS, QUERIES, SIZE)] * 3, name="Attention", domain="", is_causal=1),
+                   attended(causal=True)),
+    "ONNX's own, few heads of keys": (
+        attention(ROW, *[tensor("float16", BATCH, QUERIES, WIDTH // 2)] * 2, tensor("float16", QUERIES, QUERIES),
+                  name="Attention", domain="", q_num_heads=HEADS, kv_num_heads=2), attended(kv_heads=2, mask="added"))}
+
+
+@pytest.mark.parametrize("name", WANTED)
+def test_sizes_of_other_operators_are_read_from_shapes(name: str) -> None:
+    described, wanted = WANTED[name]
+    assert kernel_attention_sizes(described) == wanted
+
+
+def test_what_is_stored_between_steps_counts_as_written_and_read() -> None:
+    plain = attention(ROW, ROW, ROW)
+    assert (plain.bytes_read, plain.bytes_written) == (3 * ROW.bytes, ROW.bytes)
+    bias = tensor("float16", 3 * WIDTH, constant=True)
+    biased = attention(ROW, ROW, ROW, bias)
+    assert (biased.bytes_read, biased.bytes_written) == (6 * ROW.bytes + bias.bytes, 4 * ROW.bytes)
+    mask = tensor("int32", BATCH, QUERIES)
+    scores = 2 * BATCH * HEADS * QUERIES * QUERIES
+    masked = attention(ROW, ROW, ROW, ABSENT, mask)
+    assert (masked.bytes_read, masked.bytes_written) == (3 * ROW.bytes + mask.bytes + 2 * scores, ROW.bytes + 2 * scores)
+
+
+def test_a_projection_is_a_product_whose_result_is_stored_twice() -> None:
+    text = tensor("float16", BATCH, QUERIES, 24)
+    described = attention(text, *PROJECTION, name="Attention")
+    tokens = BATCH * QUERIES
+    assert described.flops == 4 * tokens * WIDTH * QUERIES + 2 * tokens * 24 * 3 * WIDTH
+    assert described.bytes_written == ROW.bytes + 2 * 3 * ROW.bytes
+
+
+@pytest.mark.parametrize(("name", "flops"), [
+    ("three tensors", 4 * BATCH * QUERIES * WIDTH * QUERIES),
+    ("causal", 4 * BATCH * WIDTH * QUERIES * (QUERIES + 1) // 2),  # half of the products, and the diagonal
+    ("old tokens", 4 * BATCH * WIDTH * 32),
+    ("without padding", 4 * 20 * WIDTH * QUERIES),
+])
+def test_operations_of_other_operators(name: str, flops: int) -> None:
+    assert WANTED[name][0].flops == flops

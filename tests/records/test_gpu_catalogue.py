@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hase.records.devices import CATALOGUE, catalogue, gpu_memory_mib, gpu_named, read_gpus
+from hase.records.devices import catalogue, gpu_memory_mib, gpu_named, read_gpus
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import slug
 
@@ -23,26 +23,17 @@ def written(folder: Path, **changed: object) -> Path:
 
 
 def test_it_has_data_centre_workstation_consumer_and_embedded_cards() -> None:
-    names = {gpu.slug for gpu in catalogue()}
-    assert len(names) == len(catalogue()) >= 30
-    assert names >= {"p100", "v100", "t4", "a100", "l4", "l40s", "h100", "h200", "b200", "b300", "rtx-2080-ti", "rtx-3090",
-                     "rtx-4090", "rtx-5090", "a6000", "jetson-agx-orin"}
+    assert {gpu.slug for gpu in catalogue()} >= {"t4", "a100", "h200", "rtx-4090", "a6000", "jetson-agx-orin"}
     known = [name for gpu in catalogue() for name in {slug(gpu.name), *gpu.aka}]
     assert len(known) == len(set(known)), "two cards have one name"
 
 
-@pytest.mark.parametrize(("name", "found"), [("NVIDIA H200", "h200"), ("nvidia-h200", "h200"), ("L40S", "l40s"),
-                                             ("RTX 4090", "rtx-4090"), ("h100-sxm", "h100")])
-def test_cards_are_found_by_any_of_their_names(name: str, found: str) -> None:
+@pytest.mark.parametrize(("name", "found"), [("NVIDIA H200", "h200"), ("RTX 4090", "rtx-4090"), ("h100-sxm", "h100"),
+                                             ("mi300x", None)])
+def test_cards_are_found_by_any_of_their_names(name: str, found: str | None) -> None:
     gpu = gpu_named(name)
-    assert gpu is not None
-    assert gpu.slug == found
-
-
-def test_an_unknown_card_is_none() -> None:
-    assert gpu_named("mi300x") is None
-    assert gpu_memory_mib("mi300x") is None
-    assert gpu_memory_mib("t4") == 16 * 1024
+    assert (gpu and gpu.slug) == found
+    assert gpu_memory_mib(name) == (gpu and gpu.memory_gib * 1024)
 
 
 def test_products_run_at_the_peak_of_their_type() -> None:
@@ -63,7 +54,3 @@ def test_what_can_not_be_is_refused(changed: dict[str, object], message: str, tm
     assert read_gpus(written(tmp_path))[0].slug == "l40s"
     with pytest.raises(UserError, match=message):
         read_gpus(written(tmp_path, **changed))
-
-
-def test_the_file_is_what_the_catalogue_is_read_from() -> None:
-    assert read_gpus(CATALOGUE) == catalogue()

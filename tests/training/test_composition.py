@@ -1,228 +1,168 @@
-"""Composition: the fit finds α and β of constructed data, and uses no evaluated model."""
+"""Composition: the fit finds α and β of constructed data, and uses no evaluated model; also of a handful of models."""
 
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 from command import printed
-from made_up_dataset import TARGET, chain, draw_kernels, true_ms, write_workspace
+from conftest import Once
+from made_up_dataset import QUICK, TARGET, chain, draw_kernels, train, train_workspace, write_workspace
 
 from hase.learned import target_files
-from hase.learned.composition.fitted import Candidate, Kind, latency_ms, read_composition
-from hase.learned.composition.host_side import DEFAULT_COSTS, host_sha256
+from hase.learned.composition.fitted import Candidate, Composition, Kind, latency_ms, read_composition
+from hase.learned.composition.host_side import DEFAULT_COSTS
+from hase.learned.default_predictors import shipped_costs
 from hase.learned.kernels import estimators
-from hase.learned.kernels.interface import ForestSettings, TrainingConfig, TrainingSet, XgboostSettings
-from hase.learned.kernels.sidecar import read_sidecar
+from hase.learned.kernels.interface import TrainingSet
+from hase.learned.kernels.sidecar import read_sidecar, write_sidecar
 from hase.records.dataset_files import model_table_path, note_tables
+from hase.records.measurement import GPU_LABEL, LAUNCHES
 from hase.training.composition.calibration import error_range_of
-from hase.training.composition.fitting import Tried, choose, exceeds_noise, fit_target, kept_composition, try_line
-from hase.training.composition.formulas import fit_line, leave_out
+from hase.training.composition.fitting import Tried, choose, exceeds_noise, fit_target, kept_composition, try_few_models
+from hase.training.composition.formulas import fit_line, latencies_ms
 from hase.training.composition.held_out import predict_out_of_fold
-from hase.training.composition.measured_models import MeasuredModel, kernels_overlap, left_out_groups, measured_models, tracks
+from hase.training.composition.measured_models import MeasuredModel, left_out_groups, measured_models, tracks
 from hase.training.kernels import fitting
-from hase.training.kernels.label_training import train_label
 from hase.training.kernels.training_set import read_training_set
-from hase.training.train_kernel_model import save
 from hase.utils import files
 from hase.utils.errors import UserError
 from hase.utils.paths import Workspace
 
-pytestmark = pytest.mark.slow
-
-QUICK = TrainingConfig(
-    folds=3, threads=1, own_min_kernels=60, xgboost=XgboostSettings(trees=150, learning_rate=0.1, bins=64),
-    forest=ForestSettings(trees=3))
-FAMILIES = ["a", "b", "c", "d"]
-
-
-def train(workspace: Workspace, label: str = "run") -> TrainingSet:
-    rows = read_training_set(workspace, TARGET.name)
-    save(workspace, rows, [train_label(rows, label, QUICK)], QUICK)
-    return rows
+COMMAND = "training/fit_composition.py"
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    workspace = Workspace(tmp_path_factory.mktemp("composition"))
-    write_workspace(workspace, families=("anet", "bnet", "cnet", "secretnet"), held_out=("secretnet",))
-    train(workspace)
+def trained(once: Once, tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    """A copy of the shared workspace with predictors of one label."""
+    shared = once("made_up_predictors", train_workspace)
+    workspace = Workspace(shutil.copytree(shared, tmp_path_factory.mktemp("composition") / "workspace"))
+    folder = workspace.predictors(TARGET.name)
+    about = read_sidecar(folder)
+    write_sidecar(folder, about.model_copy(update={"labels": {"run": about.labels["run"]}}))
+    files.write_text(workspace.root / "quick.yaml", (
+        "folds: 3\nthreads: 1\nxgboost: {trees: 60, learning_rate: 0.2}\nxgboost_class: {trees: 10}\n"))
     return workspace
 
 
-def test_finds_the_line() -> None:
+@pytest.fixture
+def copied(trained: Workspace, tmp_path: Path) -> Workspace:
+    """A copy that a test may spoil."""
+    return Workspace(shutil.copytree(trained.root, tmp_path / "copy"))
+
+
+def test_the_line_is_found_and_stays_physical() -> None:
     sums = np.array([1.0, 2.0, 5.0, 20.0])
     assert fit_line(sums, 1.3 * sums + 0.4) == pytest.approx((1.3, 0.4, 0.0))
-
-
-def test_short_models_count_as_much_as_long_ones() -> None:
-    sums = np.array([1.0, 1.0, 1000.0])
-    measured = np.array([2.0, 2.0, 1000.0])
-    alpha, beta, _ = fit_line(sums, measured)
-    assert alpha * 1.0 + beta == pytest.approx(2.0, rel=0.01)
-    assert alpha * 1000 + beta == pytest.approx(1000, rel=0.01)
-
-
-def test_the_line_stays_physical() -> None:
-    sums = np.array([1.0, 2.0, 4.0])
+    alpha, beta, _ = fit_line(np.array([1.0, 1.0, 1000.0]), np.array([2.0, 2.0, 1000.0]))  # short models count as much
+    assert (alpha + beta, alpha * 1000 + beta) == pytest.approx((2.0, 1000.0), rel=0.01)
     alpha, beta, _ = fit_line(sums, 2 * sums - 0.5)  # would want a negative β
-    assert beta == 0.0
-    assert alpha > 0
-    assert fit_line(np.array([3.0]), np.array([4.5])) == (1.5, 0.0, 0.0)  # one model: no β
-    assert fit_line(np.array([3.0, 3.0]), np.array([4.5, 4.5])) == pytest.approx((1.5, 0.0, 0.0))
-    alpha, beta, _ = fit_line(np.array([1.0, 2.0]), np.array([2.0, 1.0]))  # the longer one is faster
-    assert alpha > 0
-    assert beta >= 0
-
-
-def test_the_cost_of_a_node_is_recovered_and_bounded() -> None:
+    assert (alpha > 0, beta) == (True, 0.0)
+    assert fit_line(np.array([3.0, 3.0]), np.array([4.5, 4.5])) == pytest.approx((1.5, 0.0, 0.0))  # equal sums: no β
     sums, nodes = np.array([1.0, 2.0, 5.0, 10.0, 20.0, 40.0]), np.array([100.0, 20.0, 60.0, 100.0, 30.0, 80.0])
     line = fit_line(sums, 1.1 * sums - 0.004 * nodes + 0.2, nodes)
     assert line == pytest.approx((1.1, 0.2, -0.004))
     assert latency_ms(line, 1.0, 100) == pytest.approx(0.9)
     assert latency_ms(line, 1.0, 100_000) == pytest.approx(0.11)  # never below a tenth of α·Σ
-    assert fit_line(sums[:4], 2 * sums[:4], nodes[:4]).node_ms == 0.0  # four models are too few
 
 
-def test_predictions_without_the_left_out_group() -> None:
-    sums = np.array([1.0, 2.0, 3.0, 4.0])
-    measured = np.array([1.0, 2.0, 30.0, 40.0])
-    groups = ["a", "a", "b", "b"]
-    assert leave_out(sums, sums, measured, groups) == pytest.approx([10.0, 20.0, 3.0, 4.0])
-    assert leave_out(sums, 2 * sums, measured, groups) == pytest.approx([20.0, 40.0, 6.0, 8.0])
-
-
-def tried(label: str, kind: Kind, *errors: float) -> Tried:
-    """A candidate that predicts models of 1 ms with these errors."""
-    mean_error, largest = float(np.mean(errors)), max(errors)
+def tried(label: str, kind: Kind, *errors: float, known: tuple[float, ...] = ()) -> Tried:
+    """A candidate that predicts models of 1 ms with these errors, and with others where kernels are `known`."""
+    mean_error, largest, predicted_ms = float(np.mean(errors)), max(errors), 1.0 + np.array(errors)
     return Tried(Candidate(label=label, kind=kind, alpha=1.0, beta_ms=0.0, cv_mape=mean_error, cv_max=largest,
-                           fit_mape=mean_error, plain_mape=mean_error), 1.0 + np.array(errors), 1.0 + np.array(errors))
+                           fit_mape=mean_error, plain_mape=mean_error), predicted_ms,
+                 1.0 + np.array(known) if known else predicted_ms)
 
 
-def chosen(candidates: list[Tried], overlap: bool = True, groups: list[str] | None = FAMILIES,
-           forced: Kind | None = None) -> tuple[str, str]:
-    used = choose(candidates, np.ones(len(FAMILIES)), groups, overlap, forced).candidate
-    return used.label, used.kind
+PLAIN = tried("run", "sum", 0.17, 0.18, 0.16, 0.18)
+SLIGHTLY = tried("run", "critical_path", 0.10, 0.22, 0.22, 0.13)  # better by 0.005 on average, and that by ± 0.035
+SURELY = tried("run", "sum_nodes", 0.15, 0.16, 0.15, 0.16)  # better by 0.0175 ± 0.0025
+LONGEST = [PLAIN, tried("run", "critical_path", 0.1, 0.1, 0.1, 0.1)]
+GOOD = tried("kernel_time", "sum", 0.1, 0.1, 0.1, 0.1)
 
 
-def test_a_candidate_errs_on_what_was_held_out() -> None:
-    sums, measured, groups = np.array([1.0, 2.0, 3.0]), np.array([2.0, 4.0, 6.0]), ["a", "b", "c"]
-    good = try_line("run", "sum", sums, sums, measured, np.ones(3), groups).candidate
-    assert good.plain_mape == pytest.approx(0.5)
-    assert good.cv_mape == pytest.approx(0.0, abs=1e-9)
-
-
-def test_badly_predicted_kernels_do_not_move_the_line() -> None:
-    """A family whose kernels nobody measured in the others is off by half, and the constants stay those of measured kernels."""
-    known, nodes = np.array([1.0, 2.0, 5.0, 10.0, 20.0, 40.0]), np.array([100.0, 20.0, 60.0, 100.0, 30.0, 80.0])
-    measured, groups = 1.1 * known - 0.004 * nodes, list("abcdef")
-    line = try_line("run", "sum_nodes", known * [1, 1, 0.5, 1, 1, 0.5], known, measured, nodes, groups)
-    assert (line.candidate.alpha, line.candidate.node_ms) == pytest.approx((1.1, -0.004))
-    assert line.candidate.measured_cv_mape == pytest.approx(0.0, abs=1e-9)
-    assert line.candidate.cv_mape == pytest.approx(0.18, abs=0.02)
-    assert line.errors(measured) == pytest.approx(np.abs(line.predicted_ms / measured - 1) / 2)
-
-
-def test_both_errors_count() -> None:
-    """One candidate is better with kernels predicted, and another one more so with kernels as measured."""
-    known = tried("kernel_time", "sum", 0.3, 0.3, 0.3, 0.3)._replace(known_ms=np.ones(4))
-    assert chosen([tried("run", "sum", 0.2, 0.2, 0.2, 0.2), known]) == ("kernel_time", "sum")
-
-
-def test_noise_of_predicted_kernels_does_not_hide_a_better_kind() -> None:
-    """With kernels as measured it is surely better. With kernels predicted, the families differ by more than that."""
-    plain = tried("run", "sum", 0.4, 0.1, 0.0, 0.3)._replace(known_ms=1.0 + np.array([0.09, 0.1, 0.08, 0.1]))
-    richer = tried("run", "sum_nodes", 0.1, 0.3, 0.3, 0.1)._replace(known_ms=1.0 + np.array([0.05, 0.06, 0.04, 0.06]))
-    assert chosen([plain, richer]) == ("run", "sum_nodes")
-    worse = richer._replace(predicted_ms=1.0 + np.array([0.4, 0.2, 0.1, 0.4]))  # by more than it is better otherwise
-    assert chosen([plain, worse]) == ("run", "sum")
-
-
-def test_the_longest_path_needs_kernels_that_overlap() -> None:
-    candidates = [tried("run", "sum", 0.2, 0.2, 0.2, 0.2), tried("run", "critical_path", 0.1, 0.1, 0.1, 0.1)]
-    assert chosen(candidates, overlap=False) == ("run", "sum")
-    assert chosen(candidates, overlap=True) == ("run", "critical_path")
-    assert chosen(candidates, overlap=False, forced="critical_path") == ("run", "critical_path")
-
-
-def test_the_simplest_is_used_unless_another_is_better_by_more_than_noise() -> None:
-    plain = tried("run", "sum", 0.17, 0.18, 0.16, 0.18)
-    slightly = tried("run", "critical_path", 0.10, 0.22, 0.22, 0.13)  # better by 0.005 on average, and that by ± 0.035
-    assert chosen([slightly, plain]) == ("run", "sum")
-    surely = tried("run", "sum_nodes", 0.15, 0.16, 0.15, 0.16)  # better by 0.0175 ± 0.0025
-    assert chosen([plain, slightly, surely]) == ("run", "sum_nodes")
-    assert chosen([surely, plain], groups=None) == ("run", "sum")  # nothing was held out, so nothing is certain
-
-
-def test_the_label_with_the_smallest_error_competes_for_its_kind() -> None:
-    good, bad = tried("kernel_time", "sum", 0.1, 0.1, 0.1, 0.1), tried("run", "sum", 0.0, 0.5, 0.0, 0.0)
-    assert chosen([bad, good]) == ("kernel_time", "sum")
-    assert chosen([good, tried("run", "sum", 0.1, 0.1, 0.1, 0.1)]) == ("kernel_time", "sum")  # between equals the first
+@pytest.mark.parametrize(("candidates", "options", "expected"), [
+    pytest.param([SLIGHTLY, PLAIN], {}, ("run", "sum"), id="the simplest, unless another is better by more than noise"),
+    pytest.param([PLAIN, SLIGHTLY, SURELY], {}, ("run", "sum_nodes"), id="one that is better by more than noise"),
+    pytest.param([SURELY, PLAIN], {"groups": None}, ("run", "sum"), id="nothing was held out, so nothing is certain"),
+    pytest.param(LONGEST, {"overlap": False}, ("run", "sum"), id="the longest path needs kernels that overlap"),
+    pytest.param(LONGEST, {"overlap": True}, ("run", "critical_path"), id="they overlap"),
+    pytest.param(LONGEST, {"overlap": False, "forced": "critical_path"}, ("run", "critical_path"), id="forced"),
+    pytest.param([tried("run", "sum", 0.0, 0.5, 0.0, 0.0), GOOD], {}, ("kernel_time", "sum"), id="the best label of a kind"),
+    pytest.param([tried("run", "sum", *[0.2] * 4), tried("kernel_time", "sum", *[0.3] * 4, known=(0.0,) * 4)], {},
+                 ("kernel_time", "sum"), id="both errors count: with kernels predicted and as measured")])
+def test_which_candidate_is_used(candidates: list[Tried], options: dict[str, Any], expected: tuple[str, str]) -> None:
+    asked: dict[str, Any] = {"groups": ["a", "b", "c", "d"], "overlap": True}
+    used = choose(candidates, np.ones(4), **(asked | options)).candidate
+    assert (used.label, used.kind) == expected
+    with pytest.raises(UserError, match=r"pipeline can't be fitted here; possible are: "):
+        choose(candidates, np.ones(4), None, True, "pipeline")
 
 
 def test_a_family_counts_once_in_the_noise() -> None:
     """Eight models of one family for which a candidate is better are one observation, like one model for which it is worse."""
-    differences = np.array([*[0.1] * 8, -0.1])
-    assert not exceeds_noise(differences, [*["a"] * 8, "b"])
-    assert exceeds_noise(np.array([*[0.1] * 8, 0.08]), [*["a"] * 8, "b"])
+    for other, exceeds in ((-0.1, False), (0.08, True)):
+        assert exceeds_noise(np.array([*[0.1] * 8, other]), [*["a"] * 8, "b"]) is exceeds
 
 
-def test_a_kind_that_can_not_be_fitted_is_not_forced() -> None:
-    with pytest.raises(UserError, match=r"pipeline can't be fitted here; possible are: sum"):
-        chosen([tried("run", "sum", 0.1, 0.1, 0.1, 0.1)], forced="pipeline")
-
-
-def test_a_profile_shows_whether_kernels_overlap() -> None:
-    kernels = draw_kernels(4)
-    model = MeasuredModel(chain("anet_x", kernels), "anet", 1.0)
-    serial = {kernel.id: {"kernel_time": 0.1, "node_span": 0.104} for kernel in kernels}
-    assert not kernels_overlap([model], serial)
-    parallel = {**serial, **{kernel.id: {"kernel_time": 0.1, "node_span": 0.01} for kernel in kernels[:2]}}
-    assert kernels_overlap([MeasuredModel(chain("bnet_x", kernels[2:]), "bnet", 1.0), model], parallel)
-    assert not kernels_overlap([model], {kernel.id: {"run": 0.1} for kernel in kernels})  # nothing shows it
-
-
-def test_a_line_that_few_models_mislead_is_not_taken() -> None:
-    """Their sums, a tenth too long or too short, are closer to each model than lines fitted to the three others."""
-    sums, measured, groups = np.array([1.1, 1.8, 4.4, 7.2]), np.array([1.0, 2.0, 4.0, 8.0]), ["a", "b", "c", "d"]
-    taken, predicted, _ = try_line("run", "sum", sums, sums, measured, np.ones(4), groups)
-    assert np.abs(leave_out(sums, sums, measured, groups) / measured - 1).mean() > 0.15
-    assert (taken.alpha, taken.beta_ms, predicted.tolist()) == (1.0, 0.0, sums.tolist())
-    assert (taken.cv_mape, taken.fit_mape, taken.plain_mape) == pytest.approx((0.1, 0.1, 0.1))
-    fitted = try_line("run", "sum", sums, sums, measured, np.ones(4), None).candidate  # nothing shows how good the sum is
-    assert fitted.alpha != 1.0
-
-
-def test_recovers_alpha_and_beta(trained: Workspace) -> None:
-    composition = fit_target(trained, TARGET.name, QUICK)
-    assert composition.left_out == "family"
-    assert len(composition.models) == 9  # the held-out family's three are not among them
-    assert not any("secret" in model.model for model in composition.models)
+@pytest.mark.slow
+def test_the_command_recovers_alpha_and_beta(trained: Workspace) -> None:
+    command = (COMMAND, "--workspace", trained.root, "--config", trained.root / "quick.yaml")
+    composition = Composition.model_validate(json.loads(printed(*command, "--json"))[TARGET.name])
+    assert read_composition(trained.predictors(TARGET.name)) == composition
+    assert (composition.left_out, composition.label, composition.probe_us) == ("family", "run", None)
+    assert {model.group for model in composition.models} == {"anet", "bnet", "cnet"}  # one is held out
     assert composition.alpha == pytest.approx(1.2, rel=0.15)
     used = composition.candidates[0]
     assert used.cv_mape is not None
-    assert used.cv_mape < 0.15
-    assert used.plain_mape > used.cv_mape
+    assert used.cv_mape < min(0.15, used.plain_mape)
     assert {(c.label, c.kind) for c in composition.candidates} == {
         ("run", "sum"), ("run", "sum_nodes"), ("run", "critical_path")}
+    assert printed(*command).startswith("label\tcomposition\tCV_MAPE_%\t")  # nothing changed, so it is kept
 
 
-def test_the_host_s_pace_is_that_beside_each_model(workspace: Workspace) -> None:
-    records = list(write_workspace(workspace, families=("anet",), each=3).values())
-    train(workspace)
-    assert fit_target(workspace, TARGET.name, QUICK).probe_us is None
-    path = model_table_path(workspace.dataset(TARGET.name))
-    pd.read_csv(path).assign(Probe_us=[300.0, 300.0, 330.0]).to_csv(path, index=False)
-    note_tables(path.parent)
-    assert fit_target(workspace, TARGET.name, QUICK).probe_us == 300.0
-    models = measured_models(workspace, TARGET.name, read_sidecar(workspace.predictors(TARGET.name)))
-    assert [model.pace for model in models] == pytest.approx([1.0, 1.0, 1.1])
-    times = dict.fromkeys(records[2].kernels, 1.0)
-    assert tracks(models[2], times, times).pace == models[2].pace
+@pytest.mark.slow
+def test_a_forced_composition_is_kept_until_another_is_asked_for(copied: Workspace) -> None:
+    command = (COMMAND, "--workspace", copied.root, "--config", copied.root / "quick.yaml")
+    shown = printed(*command, "--composition", "critical_path")
+    assert [line.split("\t")[-1] for line in shown.splitlines()[1:]] == ["", "", "forced"]
+    forced = kept_composition(copied, TARGET.name, "critical_path")
+    assert forced is not None
+    assert (forced.kind, forced.forced, forced.overlap) == ("critical_path", True, False)
+    assert kept_composition(copied, TARGET.name, "sum") is kept_composition(copied, TARGET.name) is None
+    printed(*command)
+    chosen_again = kept_composition(copied, TARGET.name)
+    assert chosen_again is not None
+    assert (chosen_again.kind != "critical_path", chosen_again.forced) == (True, False)
+    folder = copied.predictors(TARGET.name)
+    files.write_json(target_files.HOST.path(folder), DEFAULT_COSTS)  # something else is known of the host, so it is fitted anew
+    assert kept_composition(copied, TARGET.name) is None
+    write_sidecar(folder, read_sidecar(folder).model_copy(update={"dataset_sha256": "other"}))
+    with pytest.raises(UserError, match="fit it anew"):
+        read_composition(folder)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("change", "message"), [
+    ({"held_out": ("anet", "bnet", "cnet", "secretnet")}, "no idle latency of a model to fit a composition to"),
+    ({"dataset_sha256": "other"}, "changed since the predictors were trained")])
+def test_what_can_not_be_fitted_is_refused(change: dict[str, object], message: str, copied: Workspace) -> None:
+    folder = copied.predictors(TARGET.name)
+    write_sidecar(folder, read_sidecar(folder).model_copy(update=change))
+    with pytest.raises(UserError, match=message):
+        fit_target(copied, TARGET.name, QUICK)
+    target_files.COMPOSITION.path(folder).unlink(missing_ok=True)
+    with pytest.raises(UserError, match="no composition"):
+        read_composition(folder)
+
+
+@pytest.mark.slow
 def test_kernels_of_the_left_out_family_are_in_no_training(trained: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, sidecar = read_training_set(trained, TARGET.name), read_sidecar(trained.predictors(TARGET.name))
     models = measured_models(trained, TARGET.name, sidecar)
@@ -235,126 +175,35 @@ def test_kernels_of_the_left_out_family_are_in_no_training(trained: Workspace, m
 
     monkeypatch.setattr("hase.training.composition.held_out.fit_kernel_model", spy)
     left_out, groups = left_out_groups(models)
-    times = predict_out_of_fold(rows, models, groups, left_out, "run", {}, QUICK)
-    assert set(times) == {model.record.model for model in models}
+    times = predict_out_of_fold(rows, models, groups, left_out, "run", {}, QUICK.model_copy(update={"folds": 3}))
     assert len(trained_ids) == 3
     for family in ("anet", "bnet", "cnet"):
         kernels = {name for model in models if model.group == family for name in model.record.kernels}
         assert sum(not (kernels & ids) for ids in trained_ids) == 1
+    assert times.keys() == {model.record.model for model in models}
 
 
-def test_left_out_predictions_are_close(trained: Workspace) -> None:
-    rows, sidecar = read_training_set(trained, TARGET.name), read_sidecar(trained.predictors(TARGET.name))
-    models = measured_models(trained, TARGET.name, sidecar)
-    left_out, groups = left_out_groups(models)
-    times = predict_out_of_fold(rows, models, groups, left_out, "run", {}, QUICK)
-    for model in models:
-        predicted = sum(times[model.record.model][node.kernel_id] for node in model.record.nodes)
-        assert predicted == pytest.approx(sum(true_ms(model.record.kernel_of(node)) for node in model.record.nodes), rel=0.25)
-
-
-def test_one_family_leaves_models_out_and_one_model_nothing(workspace: Workspace) -> None:
-    write_workspace(workspace, families=("anet",), each=3)
-    train(workspace)
+@pytest.mark.slow
+def test_one_family_leaves_models_out_and_the_host_s_pace_is_that_beside_each(workspace: Workspace) -> None:
+    write_workspace(workspace, families=("anet",), each=3, sampled=60)
+    path = model_table_path(workspace.dataset(TARGET.name))
+    pd.read_csv(path).assign(Probe_us=[300.0, 300.0, 330.0]).to_csv(path, index=False)
+    note_tables(path.parent)
+    train(workspace, "run")
     composition = fit_target(workspace, TARGET.name, QUICK)
-    assert composition.left_out == "model"
+    assert (composition.left_out, composition.probe_us) == ("model", 300.0)
     assert composition.candidates[0].cv_mape is not None
+    models = measured_models(workspace, TARGET.name, read_sidecar(workspace.predictors(TARGET.name)))
+    assert [model.pace for model in models] == pytest.approx([1.0, 1.0, 1.1])
 
 
-def test_one_model_alone(workspace: Workspace, caplog: pytest.LogCaptureFixture) -> None:
-    write_workspace(workspace, families=("anet",), each=1)
-    train(workspace)
+@pytest.mark.slow
+def test_one_model_with_few_kernels(workspace: Workspace, caplog: pytest.LogCaptureFixture) -> None:
+    write_workspace(workspace, families=("anet",), each=1, sampled=0)
+    train(workspace, "run")
     composition = fit_target(workspace, TARGET.name, QUICK)
-    assert composition.left_out == "nothing"
-    assert composition.beta_ms == 0.0
-    assert composition.candidates[0].cv_mape is None
-    assert "one model measured" in caplog.text
-    files.write_json(target_files.COMPOSITION.path(workspace.predictors(TARGET.name)), composition)
-    assert read_composition(workspace.predictors(TARGET.name)) == composition
-
-
-def test_too_few_kernels_to_leave_any_out_is_reported(workspace: Workspace, caplog: pytest.LogCaptureFixture) -> None:
-    write_workspace(workspace, families=("anet",), each=2, sampled=0)
-    train(workspace)
-    assert fit_target(workspace, TARGET.name, QUICK).alpha > 0
-    assert "too few kernels" in caplog.text
-
-
-def test_only_held_out_models(workspace: Workspace) -> None:
-    write_workspace(workspace, families=("secretnet",), held_out=("secretnet",))
-    train(workspace)
-    with pytest.raises(UserError, match="no idle latency of a model to fit a composition to"):
-        fit_target(workspace, TARGET.name, QUICK)
-
-
-def test_a_stale_composition_is_refused(trained: Workspace, workspace: Workspace) -> None:
-    folder = workspace.predictors(TARGET.name)
-    with pytest.raises(UserError, match="no composition"):
-        read_composition(folder)
-    files.write_json(target_files.COMPOSITION.path(folder), fit_target(trained, TARGET.name, QUICK))
-    sidecar = json.loads(target_files.PREDICTORS.path(trained.predictors(TARGET.name)).read_text())
-    files.write_json(target_files.PREDICTORS.path(folder), sidecar | {"dataset_sha256": "other"})
-    with pytest.raises(UserError, match="fit it anew"):
-        read_composition(folder)
-
-
-def test_a_dataset_that_changed_since_training_is_reported(workspace: Workspace) -> None:
-    write_workspace(workspace, sampled=60)
-    train(workspace)
-    write_workspace(workspace, sampled=70)
-    with pytest.raises(UserError, match="changed since the predictors were trained"):
-        fit_target(workspace, TARGET.name, QUICK)
-
-
-def test_groups() -> None:
-    def model(name: str, family: str) -> MeasuredModel:
-        return MeasuredModel(chain(name, draw_kernels(1)), family, 1.0)
-
-    assert left_out_groups([model("a1", "a"), model("b1", "b")]) == ("family", ["a", "b"])
-    assert left_out_groups([model("a1", "a"), model("a2", "a")]) == ("model", ["a1", "a2"])
-    assert left_out_groups([model("a1", "a")]) == ("nothing", ["a1"])
-
-
-def test_the_command(trained: Workspace) -> None:
-    command = ("training/fit_composition.py", "--workspace", trained.root)
-    shown = printed(*command)
-    assert shown.splitlines()[0].split("\t") == [
-        "label", "composition", "CV_MAPE_%", "CV_max_%", "alpha", "beta_ms", "node_us", "fit_MAPE_%", "plain_MAPE_%",
-        "alone_MAPE_%", "used"]
-    shown_json = json.loads(printed(*command, "--json"))
-    assert shown_json[TARGET.name]["label"] == "run"
-    assert read_composition(trained.predictors(TARGET.name)).alpha == shown_json[TARGET.name]["alpha"]
-
-
-def test_a_forced_composition_is_kept_until_another_is_asked_for(trained: Workspace) -> None:
-    command = ("training/fit_composition.py", "--workspace", trained.root)
-    shown = printed(*command, "--composition", "critical_path")
-    assert [line.split("\t")[-1] for line in shown.splitlines()[1:]] == ["", "", "forced"]
-    forced = kept_composition(trained, TARGET.name, "critical_path")
-    assert forced is not None
-    assert (forced.kind, forced.forced, forced.overlap) == ("critical_path", True, False)
-    assert kept_composition(trained, TARGET.name, "sum") is None
-    assert kept_composition(trained, TARGET.name) is None
-    printed(*command)
-    chosen_again = kept_composition(trained, TARGET.name)
-    assert chosen_again is not None
-    assert (chosen_again.kind != "critical_path", chosen_again.forced) == (True, False)
-    assert kept_composition(trained, TARGET.name, chosen_again.kind) is None  # it was chosen, not forced
-
-
-def test_a_composition_is_fitted_again_once_something_else_is_known_of_the_host(trained: Workspace) -> None:
-    printed("training/fit_composition.py", "--workspace", trained.root)
-    folder = trained.predictors(TARGET.name)
-    assert kept_composition(trained, TARGET.name) is not None
-    files.write_json(target_files.HOST.path(folder), DEFAULT_COSTS)
-    try:
-        assert kept_composition(trained, TARGET.name) is None
-        printed("training/fit_composition.py", "--workspace", trained.root)
-        kept = kept_composition(trained, TARGET.name)
-        assert kept is not None
-        assert kept.host_sha256 == host_sha256(folder) != ""
-    finally:
-        target_files.HOST.path(folder).unlink()
+    assert (composition.left_out, composition.beta_ms, composition.candidates[0].cv_mape) == ("nothing", 0.0, None)
+    assert ("one model measured" in caplog.text, "too few kernels" in caplog.text) == (True, True)
 
 
 def test_an_interval_covers_nine_of_ten() -> None:
@@ -366,14 +215,50 @@ def test_an_interval_covers_nine_of_ten() -> None:
     assert interval is not None
     assert (interval.low, interval.high) == pytest.approx((1.02 - 1.645 * 0.05, 1.02 + 1.645 * 0.05), abs=0.015)
     assert 0.85 <= interval.coverage <= 0.95
+    assert error_range_of(np.ones(19), np.ones(19), ["a", *["b"] * 18]) is None  # too few models
 
 
-def test_too_few_models_give_no_interval() -> None:
-    assert error_range_of(np.ones(19), np.ones(19), ["a", *["b"] * 18]) is None
+FEW_KERNELS = draw_kernels(30)
+RECORDS = [chain(name, FEW_KERNELS[begin:begin + 10]) for begin, name in ((0, "anet_x"), (10, "bnet_x"), (20, "cnet_x"))]
+MEASURED = {kernel.id: {"run": 0.1 + 0.01 * place, GPU_LABEL: 0.01 + 0.001 * place, LAUNCHES: 1.0}
+            for place, kernel in enumerate(FEW_KERNELS)}
+WRONG = 3.0  # predicted over measured time of held-out kernels
+SLOW = 4.0  # pace of a host that is the slower track of these models
 
 
-def test_a_family_unlike_the_others_lowers_the_coverage() -> None:
-    predicted, measured = np.ones(40), np.where(np.arange(40) < 10, 2.0, 1.0)
-    interval = error_range_of(predicted, measured, ["odd"] * 10 + [f"usual{place % 3}" for place in range(30)])
-    assert interval is not None
-    assert interval.coverage == 0.75
+def out_of_fold(*labels: str) -> dict[str, dict[str, dict[str, float]]]:
+    return {label: {record.model: {name: (1.0 if label == LAUNCHES else WRONG) * MEASURED[name][label]
+                                   for name in record.kernels} for record in RECORDS} for label in labels}
+
+
+def sums_ms(label: str) -> np.ndarray:
+    return np.array([sum(MEASURED[node.kernel_id][label] for node in record.nodes) for record in RECORDS])
+
+
+def test_the_line_of_a_few_models_is_fitted_to_measured_kernels() -> None:
+    """Held-out models have predicted kernels. Of one model nothing is held out."""
+    predicted_ms, latency = 1.2 * WRONG * sums_ms("run") + 0.05, 1.2 * sums_ms("run") + 0.05
+    models = [MeasuredModel(record, record.group, float(time_ms)) for record, time_ms in zip(RECORDS, latency, strict=True)]
+    [tried] = try_few_models(models, out_of_fold("run"), MEASURED, ["a", "b", "c"])
+    found = tried.candidate
+    assert (found.label, found.kind, found.alpha, found.beta_ms, found.fit_mape, found.cv_mape) == (
+        "run", "sum", *map(pytest.approx, (1.2, 0.05)), pytest.approx(0.0, abs=1e-9),
+        pytest.approx(np.abs(predicted_ms / latency - 1).mean()))
+    assert tried.predicted_ms == pytest.approx(predicted_ms)
+    assert try_few_models(models[:1], out_of_fold("run"), MEASURED, None)[0].candidate.cv_mape is None
+
+
+def test_a_gpu_has_the_shipped_costs_at_the_pace_of_its_host() -> None:
+    times = out_of_fold(GPU_LABEL, LAUNCHES)
+    unmeasured = [MeasuredModel(record, record.group, 1.0) for record in RECORDS]
+    known_tracks = [tracks(model, *({name: MEASURED[name][label] for name in model.record.kernels}
+                                    for label in (GPU_LABEL, LAUNCHES))) for model in unmeasured]
+    latency = latencies_ms(known_tracks, shipped_costs().at_pace(SLOW))
+    measured = [replace(model, latency_ms=float(latency_ms)) for model, latency_ms in zip(unmeasured, latency, strict=True)]
+    [tried] = try_few_models(measured, times, MEASURED, ["a", "b", "c"])
+    found = tried.candidate
+    assert found.costs is not None
+    assert found.costs.launch_ms == pytest.approx(SLOW * shipped_costs().launch_ms, rel=0.02)
+    assert (found.kind, found.measured_cv_mape) == ("pipeline", pytest.approx(0.0, abs=0.03))
+    assert found.cv_mape is not None
+    assert found.cv_mape > 0.2, "their kernels are predicted too long"

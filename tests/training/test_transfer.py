@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,23 +11,23 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from command import printed, run_script
-from made_up_dataset import TARGET, conv, draw_kernels, relu, true_ms, write_dataset, write_workspace
+from conftest import Once
+from made_up_dataset import QUICK, TARGET, conv, draw_kernels, relu, train_workspace, write_dataset
 
 from hase.learned.kernels.estimators import CORRECTION_FEATURES, KernelModel, OtherPredictors, Transferred, predict_kernels
 from hase.learned.kernels.features import KERNEL_FEATURES
-from hase.learned.kernels.interface import ForestSettings, TrainingConfig, TrainingSet, XgboostSettings
-from hase.learned.kernels.predictors import StartFrom, read_predictors
-from hase.learned.kernels.sidecar import copy_predictors, read_sidecar
+from hase.learned.kernels.interface import TrainingSet
+from hase.learned.kernels.predictors import read_predictors
+from hase.learned.kernels.sidecar import read_sidecar
 from hase.training.composition.held_out import predict_as_learned
 from hase.training.composition.measured_models import measured_models
-from hase.training.kernels.fitting import as_ratios, fit_kernel_model, fit_transferred, learner
+from hase.training.kernels.fitting import as_ratios, fit_kernel_model, fit_transferred
 from hase.training.kernels.label_training import train_label
 from hase.training.kernels.training_set import read_training_set
 from hase.utils.errors import UserError
 from hase.utils.paths import Workspace
 
-QUICK = TrainingConfig(folds=3, threads=1, own_min_kernels=60, xgboost=XgboostSettings(trees=120, learning_rate=0.1, bins=64),
-                       forest=ForestSettings(trees=5))
+FEW_TREES = QUICK.model_copy(update={"folds": 3})
 NEW = [conv(channels=40, side=20, out=56), conv(channels=20, side=24, out=40, window=5), relu(channels=40, side=20)]
 SLOWER = 2.5
 
@@ -41,13 +42,13 @@ def other_rows(tmp_path_factory: pytest.TempPathFactory) -> TrainingSet:
 
 @pytest.fixture(scope="module")
 def start(other_rows: TrainingSet) -> OtherPredictors:
-    return OtherPredictors("elsewhere", fit_kernel_model(other_rows, "run", {}, QUICK))
+    return OtherPredictors("elsewhere", fit_kernel_model(other_rows, "run", {}, FEW_TREES))
 
 
-def few(rows: TrainingSet, count: int = 40, times: float = SLOWER) -> TrainingSet:
+def few(rows: TrainingSet, count: int = 40) -> TrainingSet:
     """Some kernels of a device that is slower than the other one by a factor."""
     chosen = np.isin(np.arange(len(rows)), np.random.default_rng(0).permutation(len(rows))[:count])
-    return replace(rows.rows(chosen), times_ms={"run": times * rows.times_ms["run"][chosen]})
+    return replace(rows.rows(chosen), times_ms={"run": SLOWER * rows.times_ms["run"][chosen]})
 
 
 def times_of(model: KernelModel | Transferred) -> npt.NDArray[np.float64]:
@@ -59,78 +60,47 @@ def test_a_correction_learns_the_ratio_to_the_other_device(other_rows: TrainingS
     ratios, other_ms = as_ratios(rows, "run", start.model)
     assert ratios.times_ms["run"] * other_ms == pytest.approx(rows.times_ms["run"])
     assert np.median(ratios.times_ms["run"]) == pytest.approx(SLOWER, rel=0.05)
-    assert ratios.schema is CORRECTION_FEATURES
     assert ratios.features.shape[1] == len(CORRECTION_FEATURES.names) == len(KERNEL_FEATURES.names) + 1
-    assert not ratios.flops.any()
-
-
-def test_few_kernels_are_enough_for_a_similar_device(other_rows: TrainingSet, start: OtherPredictors) -> None:
-    rows = few(other_rows)
-    expected = SLOWER * times_of(start.model)
-    corrected = times_of(fit_transferred(rows, "run", {}, QUICK, start))
-    alone = times_of(fit_kernel_model(rows, "run", {}, QUICK))
-    assert corrected == pytest.approx(expected, rel=0.12)
-    assert np.abs(corrected / expected - 1).mean() < np.abs(alone / expected - 1).mean() / 2
 
 
 def test_a_type_measured_only_on_the_other_device_is_slower_alike(other_rows: TrainingSet, start: OtherPredictors) -> None:
-    rows = few(other_rows.rows(other_rows.types != "Relu"))
-    model = fit_transferred(rows, "run", {}, QUICK, start)
+    model = fit_transferred(few(other_rows.rows(other_rows.types != "Relu")), "run", {}, FEW_TREES, start)
     assert "Relu" not in model.predictor_of
     assert times_of(model)[2] == pytest.approx(SLOWER * times_of(start.model)[2], rel=0.05)
     assert model.roofline.floor_ms == pytest.approx(SLOWER * start.model.roofline.floor_ms, rel=0.05)
 
 
-def test_a_fused_type_starts_from_its_first_operation(other_rows: TrainingSet, start: OtherPredictors) -> None:
-    rows = few(other_rows)
-    fused = replace(rows, types=np.array([f"{name}_Relu" if name == "Conv" else name for name in rows.types]))
-    assert as_ratios(fused, "run", start.model)[1] == pytest.approx(as_ratios(rows, "run", start.model)[1])
-
-
+@pytest.mark.slow
 def test_cross_validation_decides(other_rows: TrainingSet, start: OtherPredictors) -> None:
     rows = few(other_rows, 90)
-    trained = train_label(rows, "run", QUICK, start)
-    alone = train_label(rows, "run", QUICK)
+    trained, alone = train_label(rows, "run", FEW_TREES, start), train_label(rows, "run", FEW_TREES)
     assert isinstance(trained.model, Transferred)
     assert trained.errors[0].mape < 0.7 * alone.errors[0].mape
-    assert trained.errors[0].roofline_mape == alone.errors[0].roofline_mape, "for comparison, of this device"
-    measured, predicted = np.array(list(trained.times_ms.values())).T
-    assert np.median(predicted / measured) == pytest.approx(1.0, abs=0.05)
     shuffled = replace(other_rows, times_ms={"run": np.random.default_rng(1).permutation(other_rows.times_ms["run"])})
-    nonsense = OtherPredictors("nonsense", fit_kernel_model(shuffled, "run", {}, QUICK))
-    assert isinstance(train_label(rows, "run", QUICK, nonsense).model, KernelModel)
-
-
-def test_held_out_models_start_from_the_other_device_too(other_rows: TrainingSet, start: OtherPredictors) -> None:
-    rows = few(other_rows)
-    learn = learner(fit_transferred(rows, "run", {}, QUICK, start), "run", {}, QUICK)
-    assert learn is not None
-    assert learn(rows).start is start
-    assert learner(start.model, "run", {}, QUICK) is None
+    nonsense = OtherPredictors("nonsense", fit_kernel_model(shuffled, "run", {}, FEW_TREES))
+    assert isinstance(train_label(rows, "run", FEW_TREES, nonsense).model, KernelModel)
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    """A dataset, and predictors of another target, trained by the command."""
-    workspace = Workspace(tmp_path_factory.mktemp("transfer"))
-    write_workspace(workspace)
-    settings = "folds: 2\nthreads: 1\nxgboost: {trees: 60, column_share: 1.0}\nforest: {trees: 3}\n"
+def workspace(once: Once, tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    """A dataset, predictors of another target, and predictors that the command corrected from these."""
+    shared = Workspace(once("made_up_predictors", train_workspace))
+    workspace = Workspace(shutil.copytree(shared.root, tmp_path_factory.mktemp("transfer") / "workspace"))
+    workspace.predictors(TARGET.name).rename(workspace.predictors("elsewhere"))
+    settings = "folds: 2\nthreads: 1\nxgboost: {trees: 40, column_share: 1.0}\nxgboost_class: {trees: 10}\nforest: {trees: 3}\n"
     (workspace.root / "training.yaml").write_text(settings, encoding="utf-8")
-    printed("training/train_kernel_model.py", "--workspace", str(workspace.root), "--config",
-            str(workspace.root / "training.yaml"))
-    copy_predictors(workspace.predictors(TARGET.name), workspace.predictors("elsewhere"))
+    printed(*command(workspace, "elsewhere"))
     return workspace
 
 
-def command(workspace: Workspace, *options: str) -> tuple[str, ...]:
+def command(workspace: Workspace, start: str) -> tuple[str, ...]:
     return ("training/train_kernel_model.py", "--workspace", str(workspace.root), "--target", TARGET.name, "--config",
-            str(workspace.root / "training.yaml"), *options)
+            str(workspace.root / "training.yaml"), "--start-from", start)
 
 
 @pytest.mark.slow
 def test_held_out_times_are_learned_like_the_predictors(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a family, and again from the other device: only the fold's rows of this device are used for the correction."""
-    printed(*command(workspace, "--start-from", "elsewhere"))
     predictors, rows = read_predictors(workspace.predictors(TARGET.name)), read_training_set(workspace, TARGET.name)
     models = measured_models(workspace, TARGET.name, predictors.sidecar)
     row_counts: list[int] = []
@@ -141,25 +111,19 @@ def test_held_out_times_are_learned_like_the_predictors(workspace: Workspace, mo
 
     monkeypatch.setattr("hase.training.kernels.fitting.fit_transferred", fit)
     groups = [model.group for model in models]
-    times_by_label = predict_as_learned(predictors, ("run",), rows, models, groups, "family", QUICK, "leaving out")
+    times_by_label = predict_as_learned(predictors, ("run",), rows, models, groups, "family", FEW_TREES, "leaving out")
     assert len(row_counts) == len(set(groups)) == 3
     assert max(row_counts) < len(rows)
-    assert times_by_label.keys() == {"run"}
-    for model in models:
-        times = times_by_label["run"][model.record.model]
-        errors = [abs(times[name] / true_ms(kernel) - 1) for name, kernel in model.record.kernels.items()]
-        assert np.median(errors) < 0.1
+    assert times_by_label["run"].keys() == {model.record.model for model in models}
 
 
 @pytest.mark.slow
-def test_the_command_keeps_a_copy_of_the_other_predictors(workspace: Workspace, tmp_path: Path) -> None:
-    printed(*command(workspace, "--start-from", "elsewhere"))
+def test_the_command_keeps_a_copy_of_the_other_predictors(workspace: Workspace) -> None:
     folder = workspace.predictors(TARGET.name)
     about = read_sidecar(folder).labels["run"]
     assert about.start == "elsewhere"
     predictors = read_predictors(folder)
-    model = predictors.kernel_model("run")
-    assert isinstance(model, Transferred)
+    assert isinstance(predictors.kernel_model("run"), Transferred)
     elsewhere = read_predictors(workspace.predictors("elsewhere")).predict(NEW, {}, "run", strict=True).latency_ms
     times_ms = predictors.predict(NEW, {}, "run", strict=True).latency_ms
     assert times_ms == pytest.approx(elsewhere, rel=0.15), "the same device, so the correction is small"
@@ -171,12 +135,8 @@ def test_the_command_keeps_a_copy_of_the_other_predictors(workspace: Workspace, 
         read_predictors(folder)
 
 
-def test_a_missing_target_to_start_from(workspace: Workspace) -> None:
-    refused = run_script(*command(workspace, "--start-from", "nowhere"))
+def test_a_missing_target_to_start_from(tmp_path: Path) -> None:
+    (tmp_path / "training.yaml").write_text("folds: 2\n", encoding="utf-8")
+    refused = run_script(*command(Workspace(tmp_path), "nowhere"))
     assert refused.returncode == 1
     assert refused.stderr.startswith("error: --start-from nowhere: no predictors of that target")
-    shipped = StartFrom.named(workspace, "nvidia-h200-cuda-ort1.31-all")
-    assert shipped.for_label(shipped.target, "gpu") is None, "it can't start from itself"
-    of_run = shipped.for_label(TARGET.name, "run")
-    assert of_run is not None
-    assert (of_run.target, of_run.model) == (shipped.target, shipped.predictors.kernel_model("gpu"))

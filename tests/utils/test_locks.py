@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -27,7 +27,7 @@ from hase.inference.evaluation.models import Failures
 from hase.inference.prediction.conditions import AS_USUAL
 from hase.runtimes import local_target
 from hase.utils import locks
-from hase.utils.errors import UserError, explain
+from hase.utils.errors import UserError
 from hase.utils.files import remove_left_over, shared_folder, temporary_folder
 from hase.utils.locks import measuring, sole_writer
 from hase.utils.paths import ROOT, Workspace
@@ -35,10 +35,15 @@ from tests.conftest import build_workspace, small_model
 
 HOLDER = """
 import subprocess, sys, time
+from contextlib import ExitStack
 from pathlib import Path
 from hase.utils.locks import measuring, sole_writer
 from hase.utils.files import temporary_folder
-with sole_writer(Path(sys.argv[1])), measuring("cpu"), temporary_folder() as folder:
+with ExitStack() as held:
+    for folder in sys.argv[1:]:
+        held.enter_context(sole_writer(Path(folder)))
+    held.enter_context(measuring("cpu"))
+    folder = held.enter_context(temporary_folder())
     (folder / "large").write_bytes(bytes(1000))
     child = subprocess.Popen(["sleep", "60"])  # outlives its parent
     print(child.pid, folder, flush=True)
@@ -47,9 +52,9 @@ with sole_writer(Path(sys.argv[1])), measuring("cpu"), temporary_folder() as fol
 
 
 @contextmanager
-def holder(folder: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """A process that holds a folder, the CPU and a temporary folder, and has a child that outlives it."""
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], cwd=ROOT, stdout=subprocess.PIPE, text=True,
+def holder(*folders: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """A process that holds folders, the CPU and a temporary folder, and has a child that outlives it."""
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, *map(str, folders)], cwd=ROOT, stdout=subprocess.PIPE, text=True,
                                env=os.environ | {"TMPDIR": tempfile.gettempdir()})
     assert process.stdout is not None
     child, temporary = process.stdout.readline().split()
@@ -73,77 +78,47 @@ def test_the_error_names_the_process_and_locks_end_with_it(tmp_path: Path) -> No
             pass
 
 
-def save(path: Path) -> Path:
-    onnx.save(small_model(), path)
-    return path
-
-
-def test_a_lock_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.slow
+def test_a_lock_is_waited_for_where_the_option_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(locks.WAIT_VARIABLE, "")
-    locks.wait_for_locks()
-    with holder(tmp_path / "data") as (process, _):
-        threading.Timer(0.5, process.kill).start()
-        began = time.monotonic()
-        with caplog.at_level("WARNING", "hase"), sole_writer(tmp_path / "data"), measuring("cpu"):
-            assert time.monotonic() - began > 0.3
-    said = [entry.getMessage() for entry in caplog.records]
-    assert len(said) == 1
-    assert said[0].startswith(f"waiting: {tmp_path / 'data'}: this folder is in use by process {process.pid}")
-    assert "wait until" not in said[0]
-
-
-def test_the_option_says_that_locks_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(locks.WAIT_VARIABLE, "")
-    with holder(tmp_path / "ort_analysis" / "ort_kernel_record") as (process, _):
-        options = ("ort_analysis/fusion_detector.py", "--workspace", tmp_path, "--model", save(tmp_path / "net.onnx"))
+    onnx.save(small_model(), tmp_path / "net.onnx")
+    folder = tmp_path / "ort_analysis" / "ort_kernel_record"
+    with holder(folder) as (process, _):
+        options = ("ort_analysis/fusion_detector.py", "--workspace", tmp_path, "--model", tmp_path / "net.onnx")
         refused = run_script(*options)
         assert (refused.returncode, f"in use by process {process.pid}" in refused.stderr) == (1, True)
         assert "(--wait does)" in refused.stderr
         threading.Timer(0.5, process.kill).start()
         waited = run_script(*options, "--wait")
-        assert (waited.returncode, f"waiting: {tmp_path}" in waited.stderr) == (0, True), waited.stderr
-
-
-SCRIPTS = {  # each with the folder or device that it locks
-    "hase.benchmark.collector": ("{dataset}", ["--config", "{config}"]),
-    "hase.benchmark.ort_kernel_runner": ("cpu", ["--model", "anet_b1.onnx"]),
-    "hase.kernel_model.kernel_builder": ("kernel_model/kernel_onnx", []),
-    "hase.kernel_model.kernel_sampler": ("kernel_model/kernel_onnx", ["--count", "1"]),
-    "hase.ort_analysis.fusion_detector": ("ort_analysis/ort_kernel_record", []),
-    "hase.training.train_kernel_model": ("training/predictors", ["--target", "one"]),
-    "hase.training.fit_composition": ("training/predictors", ["--target", "one"]),
-    "hase.training.fit_sharing": ("training/predictors", ["--target", "one"]),
-}
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    """A workspace with one model, its record and its kernels."""
-    workspace = Workspace(tmp_path_factory.mktemp("built"))
-    build_workspace(workspace, {"anet_b1": small_model()})
-    (workspace.root / "config.yaml").write_text("device: cpu\n")
-    return workspace
+        assert (waited.returncode, waited.stderr.count("waiting: ")) == (0, 1), waited.stderr
+        assert f"waiting: {folder}: this folder is in use by process {process.pid}" in waited.stderr
+        assert "wait until" not in waited.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", list(SCRIPTS))
-def test_every_script_locks_what_it_writes_or_measures(script: str, built: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    place, options = SCRIPTS[script]
-    places = {"dataset": str(built.dataset(local_target("cpu").name)), "config": str(built.root / "config.yaml")}
-    options = [option.format(**places) for option in options]
-    monkeypatch.setattr(sys, "argv", [script, "--workspace", str(built.root), "--quiet", *options])
-    with holder(built.root / place.format(**places)) as (process, _), pytest.raises(
-            UserError, match=f"in use by process {process.pid} "):
-        import_module(script).main()
-
-
-def test_measuring_locks_the_device(tmp_path: Path) -> None:
+def test_every_script_locks_what_it_writes_or_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    workspace = Workspace(tmp_path)
+    build_workspace(workspace, {"anet_b1": small_model()})
+    (tmp_path / "config.yaml").write_text("device: cpu\n")
+    kernels, learned = tmp_path / "kernel_model" / "kernel_onnx", tmp_path / "training" / "predictors"
+    dataset, records = workspace.dataset(local_target("cpu").name), tmp_path / "ort_analysis" / "ort_kernel_record"
     fitted: Any = SimpleNamespace(target=local_target("cpu"))
     models: Any = [SimpleNamespace()]
-    with holder(tmp_path / "other") as (process, _):
-        with pytest.raises(UserError, match=f"device cpu: it is in use by process {process.pid} "):
-            measure_all(models, fitted, AS_USUAL, EvaluationLoads(), MeasuringPlan(), Workspace(tmp_path), False, Failures())
-        with pytest.raises(UserError, match="in use"), start_workers(CollectorConfig(), "cpu", ()):
+    with holder(dataset, kernels, records, learned) as (process, _):
+        cpu = f"device cpu: it is in use by process {process.pid} "
+        for script, place, *options in (
+                ("benchmark.collector", dataset, "--config", str(tmp_path / "config.yaml")),
+                ("benchmark.ort_kernel_runner", None, "--model", "anet_b1.onnx"),
+                ("kernel_model.kernel_builder", kernels), ("kernel_model.kernel_sampler", kernels, "--count", "1"),
+                ("ort_analysis.fusion_detector", records), ("training.train_kernel_model", learned, "--target", "one"),
+                ("training.fit_composition", learned, "--target", "one"), ("training.fit_sharing", learned, "--target", "one")):
+            monkeypatch.setattr(sys, "argv", [script, "--workspace", str(tmp_path), "--quiet", *options])
+            refused = f"{place}: this folder is in use by process {process.pid} " if place else cpu
+            with pytest.raises(UserError, match=re.escape(refused)):
+                import_module(f"hase.{script}").main()
+        with pytest.raises(UserError, match=cpu):
+            measure_all(models, fitted, AS_USUAL, EvaluationLoads(), MeasuringPlan(), workspace, False, Failures())
+        with pytest.raises(UserError, match=cpu), start_workers(CollectorConfig(), "cpu", ()):
             pass
 
 
@@ -156,108 +131,24 @@ def test_files_half_written_before_a_kill_are_removed(tmp_path: Path) -> None:
         assert {path.name for path in tmp_path.rglob("*")} == {"index.json", "below", locks.WRITER}
 
 
-def test_a_process_may_hold_a_lock_several_times(tmp_path: Path) -> None:
-    with sole_writer(tmp_path), sole_writer(tmp_path):
-        pass
-    done = subprocess.run([sys.executable, "-c", "import sys\nfrom pathlib import Path\n"
-                           "from hase.utils.locks import sole_writer\n"
-                           "with sole_writer(Path(sys.argv[1])): print('mine')", str(tmp_path)],
-                          cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "mine\n", done.stderr
-
-
-@pytest.fixture
-def shared() -> Iterator[Path]:
-    """A folder that every user may write, as pytest's own may not be."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        os.chmod(folder, 0o777)
-        yield Path(folder)
-
-
-@contextmanager
-def another_user() -> Iterator[str]:
-    """Runs as `nobody` meanwhile; yields the name of the usual user."""
-    os.seteuid(pwd.getpwnam("nobody").pw_uid)
-    try:
-        yield pwd.getpwuid(0).pw_name
-    finally:
-        os.seteuid(0)
-
-
-only_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can be another user")
-
-
-@only_root
-@pytest.mark.parametrize(("mode", "message"), [
-    (0o666, r"this folder is in use by process {pid} \(-c .*; wait until"),
-    (0o644, r"this folder is in use by process {pid} \(-c .* of user {user}; wait until"),
-    (0o600, r"{lock}: can't be read, so it is not known whether a process of user {user} is running; ask them"),
-])
-def test_the_process_of_another_user_is_named_where_its_lock_can_be_read(mode: int, message: str, shared: Path) -> None:
-    lock = shared / "data" / locks.WRITER
-    with holder(shared / "data") as (process, _):
-        lock.chmod(mode)
-        with another_user() as owner, pytest.raises(UserError, match=message.format(pid=process.pid, user=owner, lock=lock)), \
-                sole_writer(shared / "data"):
-            pass
-
-
-@only_root
-def test_a_lock_that_another_user_left_is_taken_where_it_can_be_written(shared: Path) -> None:
-    lock = shared / locks.WRITER
-    with sole_writer(shared):
-        pass
-    with another_user(), sole_writer(shared):
-        assert f'"pid": {os.getpid()}' in lock.read_text()
-    lock.chmod(0o644)
-    with another_user() as owner, pytest.raises(
-            UserError, match=f"{lock}: can't be written, since it is user {owner}'s; no process holds it: remove it"), \
-            sole_writer(shared):
-        pass
-
-
-@only_root
-def test_a_folder_that_only_another_user_may_write(shared: Path) -> None:
-    (shared / "data").mkdir(mode=0o755)
-    with another_user(), pytest.raises(PermissionError) as raised, sole_writer(shared / "data"):
-        pass
-    assert explain(raised.value).startswith(f"{shared / 'data' / locks.WRITER}: no permission; choose another --workspace")
-
-
-@only_root
-def test_half_written_files_of_another_user_stay_where_only_they_may_remove_them(shared: Path) -> None:
-    left_over = shared / ".index.a1b2c3.tmp.json"
-    left_over.write_text("{")
-    shared.chmod(0o1777)
-    with another_user(), sole_writer(shared):
-        assert left_over.exists()
-    with sole_writer(shared):
-        assert not left_over.exists()
-
-
-def test_every_user_may_write_a_devices_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(locks.FOLDER_VARIABLE, str(tmp_path))
-    umask = os.umask(0o077)
-    try:
-        with measuring("cpu"):
-            assert (tmp_path / "hase-cpu.lock").stat().st_mode & 0o777 == 0o666
-    finally:
-        os.umask(umask)
-
-
 @pytest.mark.parametrize("planted", ["link", "pipe"])
-def test_planted_links_and_pipes_are_neither_followed_nor_waited_for(planted: str, tmp_path: Path,
-                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_devices_lock_is_neither_followed_nor_waited_for(planted: str, tmp_path: Path,
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(locks.FOLDER_VARIABLE, str(tmp_path))
-    precious = tmp_path / "precious"
+    lock, precious = tmp_path / "hase-cpu.lock", tmp_path / "precious"
     precious.write_text("kept")
     if planted == "link":
-        (tmp_path / "hase-cpu.lock").symlink_to(precious)
+        lock.symlink_to(precious)
     else:
-        os.mkfifo(tmp_path / "hase-cpu.lock")
+        os.mkfifo(lock)
     with pytest.raises(UserError, match=r"hase-cpu\.lock: can't be locked"), measuring("cpu"):
         pass
     assert precious.read_text() == "kept"
+    lock.unlink()
+    umask = os.umask(0o077)
+    with measuring("cpu"):
+        assert lock.stat().st_mode & 0o777 == 0o666  # every user may write the usual one
+    os.umask(umask)
 
 
 def test_the_temporary_folder_of_a_dead_process_is_removed_and_that_of_a_living_one_stays(
@@ -276,16 +167,6 @@ def test_the_temporary_folder_of_a_dead_process_is_removed_and_that_of_a_living_
     assert not living.exists()
 
 
-def test_a_folder_that_is_just_being_made_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    young, old = tmp_path / "hase-new-young", tmp_path / "hase-new-old"
-    for folder in (young, old):
-        folder.mkdir()
-    os.utime(old, (time.time() - 7200,) * 2)
-    assert remove_left_over() == [old]
-    assert young.is_dir()
-
-
 SHARER = """
 import sys
 from hase.utils.files import shared_folder
@@ -296,6 +177,7 @@ with shared_folder("together") as folder:
 """
 
 
+@pytest.mark.slow
 def test_a_shared_folder_is_removed_by_the_last_who_leaves_it_or_by_whoever_comes_after_a_kill(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -314,10 +196,38 @@ def test_a_shared_folder_is_removed_by_the_last_who_leaves_it_or_by_whoever_come
         other.communicate("leave\n")
         assert folder.is_dir()
     assert not folder.exists()
-    killed, stays = sharer("killed"), sharer("stays")
+    killed = sharer("killed")
     killed.kill()
     killed.communicate()
-    assert remove_left_over() == []
-    stays.kill()
-    stays.communicate()
     assert remove_left_over() == [folder]
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can be another user")
+@pytest.mark.parametrize(("held", "mode", "message"), [
+    (True, 0o666, r"this folder is in use by process {pid} \(-c .*; wait until"),
+    (True, 0o644, r"this folder is in use by process {pid} \(-c .* of user {user}; wait until"),
+    (True, 0o600, "{lock}: can't be read, so it is not known whether a process of user {user} is running"),
+    (False, 0o644, "{lock}: can't be written, since it is user {user}'s; no process holds it: remove it"),
+    (False, 0o666, None)])
+def test_the_lock_of_another_user(held: bool, mode: int, message: str | None) -> None:
+    """It is taken where it can be written; else the process or the file, and the user, are named."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as shared:  # every user may write it, as pytest's own may not be
+        os.chmod(shared, 0o777)
+        lock, user = Path(shared, "data", locks.WRITER), pwd.getpwuid(0).pw_name
+        with holder(lock.parent) as (process, _):
+            lock.chmod(mode)
+            lock.parent.chmod(0o777)
+            if not held:
+                process.kill()
+                process.wait()
+            os.seteuid(pwd.getpwnam("nobody").pw_uid)
+            try:
+                if message is None:
+                    with sole_writer(lock.parent):
+                        assert f'"pid": {os.getpid()}' in lock.read_text()
+                else:
+                    with pytest.raises(UserError, match=message.format(pid=process.pid, user=user, lock=lock)), \
+                            sole_writer(lock.parent):
+                        pass
+            finally:
+                os.seteuid(0)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hase.graph_model.simulation.pipeline import NodeKind, OffGpu, PipelineCosts, Tracks, pipeline_ms
-from hase.learned.composition.host_side import DEFAULT_COSTS, CopyCurve, HostCosts
+from hase.learned.composition.host_side import DEFAULT_COSTS, CopyCosts, CopyCurve
 from hase.learned.kernels.sidecar import read_sidecar
 from hase.learned.target_files import TRAIN
 from hase.records.dataset_files import CopyTimes, MeasuredCopies, WaitTimes
@@ -120,11 +120,11 @@ def _per_node_ms(step: Step, counts: tuple[int, int], costs: PipelineCosts, host
     return (more - less) / (counts[1] - counts[0])
 
 
-def fit_copies(measured: MeasuredCopies, predict: Predict, costs: PipelineCosts) -> HostCosts:
+def fit_copies(measured: MeasuredCopies, predict: Predict, costs: PipelineCosts) -> CopyCosts:
     """Fits the costs of copies and of waiting. `predict` as in `wait_ms`; `costs` at the host's usual pace."""
     copies = sorted(measured.copies, key=lambda copy: copy.bytes)
     costs = costs.at_pace(pace_of(copies, costs)).model_copy(update={"off_gpu": 1.0})  # times on the host are as measured
     to_host, to_gpu = zip(*(copy_times_ms(copy, copies[0], costs) for copy in copies), strict=True)
     sizes = tuple(copy.bytes for copy in copies)
-    return HostCosts(to_host=CopyCurve(bytes=sizes, ms=rising(to_host)), to_gpu=CopyCurve(bytes=sizes, ms=rising(to_gpu)),
+    return CopyCosts(to_host=CopyCurve(bytes=sizes, ms=rising(to_host)), to_gpu=CopyCurve(bytes=sizes, ms=rising(to_gpu)),
                      wait_ms=wait_ms(measured.waits, predict, costs))

@@ -4,31 +4,24 @@ from __future__ import annotations
 
 import csv
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from command import printed, run_script
 
 from hase.extras.convolutions.choosing.choice import (
     CONVOLUTION_FEATURES,
-    fit,
-    gain_rows,
     layer_shapes,
     left_out_times,
     mean_regret,
-    predict_ms,
     predicted_rows,
     regret_rows,
 )
 from hase.extras.convolutions.choosing.tables import read_cases
 from hase.extras.convolutions.profiling.algorithms import ConvShape
-from hase.extras.convolutions.profiling.engines import ForcedModel, TorchEngine
 from hase.extras.convolutions.profiling.results import LAYERS, LAYERS_MORE, OVERALL, OVERALL_MORE
-from hase.model_zoo.exporting.torch_models import build
 from hase.utils import files
 from hase.utils.errors import UserError
 
@@ -95,72 +88,32 @@ def test_what_ran_counts_and_a_fallback_does_not(results: Path) -> None:
         assert (case.library_choice, case.library_ms) == ("gemm", made_up_ms(case.shape, "gemm"))
 
 
-def test_gains_over_the_librarys_own_choice(results: Path) -> None:
-    cases = read_cases(results)
-    for row in gain_rows(cases):
-        run = [case for case in cases if (case.model, case.input_size) == (row["model"], row["input_size"])]
-        library_ms = sum(made_up_ms(case.shape, "gemm") for case in run)
-        best_ms = sum(min(case.times_ms.values()) for case in run)
-        assert best_ms < library_ms
-        assert row["gain_percent"] == pytest.approx(100 * (library_ms - best_ms) / library_ms)
-        assert (row["layers"], row["without_library"], row["best_single"]) == (12, 0, "gemm")
-
-
 def test_predicted_choices_of_families_left_out(results: Path) -> None:
     """resnet50 and resnet152 are left out together. The rule is simple, so next to nothing is lost."""
     cases = read_cases(results)
     rows = regret_rows(cases, left_out_times(cases))
     assert {row["model"] for row in rows} == {"vgg16", "resnet50", "resnet152", "alexnet"}
-    regret = mean_regret(rows)
-    assert regret is not None
-    assert 0 <= regret < 5.0
+    assert 0 <= (mean_regret(rows) or 0.0) < 5.0
     assert all(row["with_a_choice"] == 9 and row["library_regret_percent"] > 10 for row in rows)
     worst = [{name: -time_ms for name, time_ms in case.times_ms.items()} for case in cases]  # chooses the slowest
     assert all(row["regret_percent"] > 10 for row in regret_rows(cases, worst))
 
 
-def test_a_shape_between_those_that_were_measured(results: Path) -> None:
-    model = fit(read_cases(results))
-    shape = shape_of(24, 5, 48)
-    assert CONVOLUTION_FEATURES.matrix([shape]).shape == (1, len(CONVOLUTION_FEATURES.names))
-    for name in ("gemm", "fft"):
-        assert predict_ms(model, [shape], name)[0] == pytest.approx(made_up_ms(shape, name), rel=0.6)
-
-
-def test_a_later_stage_replaces_an_earlier_one(tmp_path: Path) -> None:
-    for stage, changes in (("1_sanity", {"median_ms": 5.0}), ("3_full", {"median_ms": 7.0})):
-        row = layer_row("vgg16", "gemm", shape_of(8, 3, 32), **changes)
-        files.write_csv(tmp_path / stage / "vgg16_gemm_h200" / "vgg16_gemm_layers.csv", (*LAYERS, *LAYERS_MORE), [row])
-    (case,) = read_cases(tmp_path)
-    assert case.times_ms == {"gemm": 7.0}
-    assert (case.library_choice, case.library_ms) == ("", None)
-    assert left_out_times([case]) == [{}]
-    assert mean_regret(regret_rows([case], [{}])) is None
-
-
 def test_the_script(results: Path, tmp_path: Path) -> None:
     tables = json.loads(printed(SCRIPT, "--results", results, "--output-dir", tmp_path, "--model", "vgg16", "--json"))
-    assert {row["model"] for row in tables["gain"]} == {"vgg16"}
+    for row in tables["gain"]:
+        run = [case for case in read_cases(results) if (case.model, case.input_size) == (row["model"], row["input_size"])]
+        library_ms = sum(made_up_ms(case.shape, "gemm") for case in run)
+        best_ms = sum(min(case.times_ms.values()) for case in run)
+        assert row["gain_percent"] == pytest.approx(100 * (library_ms - best_ms) / library_ms)
+        assert (row["model"], row["layers"], row["without_library"], row["best_single"]) == ("vgg16", 12, 0, "gemm")
     assert tables["mean_regret_percent"] < 5
     with (tmp_path / "best.csv").open() as table:
         rows = list(csv.DictReader(table))
     assert len(rows) == 24
     assert {row["best"] for row in rows if "_7" in row["layer"]} == {"fft"}
-    assert (tmp_path / "vgg16_h200_b1_fp32_times.png").stat().st_size > 5000
-    assert (tmp_path / "vgg16_h200_b1_fp32_energy.png").stat().st_size > 5000
-    assert (tmp_path / "resnet50_h200_b1_fp32_64_layers.png").stat().st_size > 5000
-
-
-def test_layers_of_a_model_without_a_run_are_those_of_a_run() -> None:
-    """Also where a model is built in a special way."""
-    for name, count in (("squeezenet1_1", 26), ("googlenet", 57)):
-        forced = ForcedModel(build(name, "fp32", (64, 64)), TorchEngine())
-        forced.plan(torch.zeros(2, 3, 64, 64))
-        shapes = layer_shapes(name, 64, 2, "fp32")
-        assert len(shapes) == count
-        assert shapes == [(call.layer, call.shape) for call in forced.calls]
-    with pytest.raises(UserError, match="alexnet at 16x16: "):
-        layer_shapes("alexnet", 16, 1, "fp32")
+    for plot in ("vgg16_h200_b1_fp32_times", "vgg16_h200_b1_fp32_energy", "resnet50_h200_b1_fp32_64_layers"):
+        assert (tmp_path / f"{plot}.png").stat().st_size > 5000
 
 
 def test_a_model_that_was_not_measured(results: Path) -> None:
@@ -171,15 +124,17 @@ def test_a_model_that_was_not_measured(results: Path) -> None:
     assert (of_7["best"], of_9["best"], of_9["basis"]) == ("fft", "fft", "guess")
     predicted = json.loads(printed(SCRIPT, "--results", results, "--predict", "alexnet", "--json"))
     assert [row["filter"] for row in predicted] == ["11x11", "5x5", "3x3", "3x3", "3x3"]
-    assert "--gpu v100: name one of those that were measured: h200" in run_script(
-        SCRIPT, "--results", results, "--predict", "alexnet", "--gpu", "v100").stderr
 
 
 def test_missing_and_damaged_tables(tmp_path: Path, results: Path) -> None:
-    done = run_script(SCRIPT, "--results", tmp_path)
-    assert (done.returncode, "no results of convolution algorithms" in done.stderr) == (1, True)
-    done = run_script(SCRIPT, "--results", results, "--model", "vgg19")
-    assert "--model vgg19: not measured; there are alexnet" in done.stderr
+    for options, message in (
+            ((tmp_path,), "no results of convolution algorithms"),
+            ((results, "--model", "vgg19"), "--model vgg19: not measured; there are alexnet"),
+            ((results, "--predict", "alexnet", "--gpu", "v100"), "--gpu v100: name one of those that were measured: h200")):
+        done = run_script(SCRIPT, "--results", *options)
+        assert (done.returncode, message in done.stderr) == (1, True)
+    with pytest.raises(UserError, match="alexnet at 16x16: "):
+        layer_shapes("alexnet", 16, 1, "fp32")
     (tmp_path / "x_layers.csv").write_text("layer\nconv1\n")
     with pytest.raises(UserError, match="tables without the column gpu"):
         read_cases(tmp_path)
@@ -194,11 +149,3 @@ def test_work_of_each_method() -> None:
                 "log_winograd_out": 16 * 14 * 14 * 32, "log_fft_pixels": 64 * 64, "log_fft_tiles": 4,
                 "log_fft_tile_products": 4 * 128 * 32 * 16}
     assert {name: round(2 ** values[name]) for name in expected} == expected
-
-
-def test_a_run_that_is_not_finished_does_not_count(results: Path) -> None:
-    cases = [replace(case, times_ms={"gemm": 1.0}, refused=frozenset()) if case.model == "alexnet" else case
-             for case in read_cases(results)]
-    rows = regret_rows(cases, left_out_times(cases))
-    assert {row["algorithms"] for row in rows if row["model"] == "alexnet"} == {1}
-    assert mean_regret(rows) == mean_regret([row for row in rows if row["model"] != "alexnet"])

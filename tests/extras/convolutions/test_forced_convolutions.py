@@ -1,4 +1,5 @@
-"""Models whose convolutions run one algorithm: cuDNN's descriptors, what is refused, and outputs equal to torch's."""
+"""Convolution algorithms: their names and CUDA kernels (most recorded on an H200), and models whose convolutions run one
+algorithm: cuDNN's descriptors, what is refused, outputs equal to torch's."""
 
 from __future__ import annotations
 
@@ -8,15 +9,21 @@ import pytest
 import torch
 import torchvision
 
-from hase.extras.convolutions.profiling import engines
+from hase.extras.convolutions.profiling import engines, listing
 from hase.extras.convolutions.profiling import engines as cudnn
-from hase.extras.convolutions.profiling.algorithms import ON_CPU, ON_GPU, NotSupported, shape_of
+from hase.extras.convolutions.profiling.algorithms import (
+    ON_CPU,
+    ON_GPU,
+    NotSupported,
+    algorithm_named,
+    counted,
+    shape_of,
+    unexpected,
+)
 from hase.extras.convolutions.profiling.engines import (
     INACCURATE,
-    MOST_MODEL_TOLERANCE,
     OK,
     Choice,
-    Cudnn,
     CudnnEngine,
     Descriptors,
     ForcedModel,
@@ -29,9 +36,8 @@ from hase.extras.convolutions.profiling.engines import (
     library,
     output_error,
 )
-from hase.extras.convolutions.profiling.measure import output_difference
+from hase.extras.convolutions.profiling.listing import checked_gpu, gpu_name
 from hase.utils.errors import UserError
-from hase.utils.fingerprint import has_cuda
 
 needs_cudnn = pytest.mark.skipif(not torch.backends.cudnn.is_available(), reason="this torch has no cuDNN")
 LAYERS = {
@@ -93,10 +99,15 @@ def test_cudnns_descriptors_are_those_of_the_layer(name: str, pretended: None) -
         assert CudnnEngine(ON_GPU["guess"], True).plan(layer, images).algorithm == "gemm"
 
 
-def test_operations_and_bytes_of_a_layer() -> None:
+def test_what_a_layer_takes() -> None:
     shape = shape_of(torch.nn.Conv2d(4, 8, 3, padding=1, groups=2), torch.ones(2, 4, 10, 12))
     assert shape.flops == 2 * (2 * 10 * 12) * 8 * 9 * 2
     assert shape.bytes_moved == 4 * (2 * 4 * 120 + 2 * 8 * 120 + 8 * 2 * 9)
+    images = torch.ones(1, 3, 8, 8)
+    with pytest.raises(NotSupported, match="padding mode reflect"):
+        shape_of(torch.nn.Conv2d(3, 3, 3, padding=1, padding_mode="reflect"), images)
+    with pytest.raises(NotSupported, match="its sides differ"):
+        shape_of(torch.nn.Conv2d(3, 3, 2, padding="same"), images)
 
 
 @needs_cudnn
@@ -107,21 +118,6 @@ def test_cudnns_status_and_reason() -> None:
     layer = torch.nn.Conv2d(3, 8, 9)
     with pytest.raises(NotSupported, match="CUDNN_STATUS"):
         Descriptors(shape_of(layer, torch.ones(1, 3, 4, 4)), True)  # smaller than the filter
-
-
-def test_padding_that_has_no_shape() -> None:
-    images = torch.ones(1, 3, 8, 8)
-    with pytest.raises(NotSupported, match="padding mode reflect"):
-        shape_of(torch.nn.Conv2d(3, 3, 3, padding=1, padding_mode="reflect"), images)
-    with pytest.raises(NotSupported, match="its sides differ"):
-        shape_of(torch.nn.Conv2d(3, 3, 2, padding="same"), images)
-
-
-@needs_cudnn
-@pytest.mark.skipif(has_cuda(), reason="has a GPU")
-def test_without_a_gpu_cudnn_is_an_error() -> None:
-    with pytest.raises(UserError, match="cuDNN is not available: "):
-        Cudnn()
 
 
 class Twice(torch.nn.Module):
@@ -135,112 +131,146 @@ class Twice(torch.nn.Module):
         return self.shared(self.shared(self.first(images)))
 
 
-class Refusing(TorchEngine):
-    """torch's convolution, which pretends not to support some channels: there is no GPU that would refuse them."""
+class Pretending(TorchEngine):
+    """torch's convolution, which pretends not to support some channels, to fail with torch's kind of error, or to compute
+    something else: there is no library here that would."""
 
-    def __init__(self, channels: int, factor: float = 1.0) -> None:
-        self.channels, self.factor = channels, factor
+    def __init__(self, refused: int = 0, error: str = "", factor: float = 1.0) -> None:
+        self.refused, self.error, self.factor = refused, error, factor
 
     def plan(self, layer: torch.nn.Conv2d, images: torch.Tensor) -> LayerPlan:
-        if layer.in_channels == self.channels:
+        if self.error:
+            raise RuntimeError(self.error)
+        if layer.in_channels == self.refused:
             raise NotSupported("CUDNN_STATUS_NOT_SUPPORTED", "too few")
         return LayerPlan(lambda images: self.factor * type(layer).forward(layer, images), "gemm")
 
 
-def test_layers_in_the_order_of_a_run() -> None:
-    forced = ForcedModel(Twice().eval(), TorchEngine())
-    forced.plan(torch.randn(1, 3, 15, 15))
-    assert [call.layer for call in forced.calls] == ["first", "shared", "shared.call2"]
-    assert [call.shape.height for call in forced.calls if call.shape] == [15, 15, 7]
-    assert {call.status for call in forced.calls} == {OK}
+def planned(engine: TorchEngine, fallback: TorchEngine | None = None) -> tuple[ForcedModel, torch.Tensor]:
+    """`Twice` with the plans of an engine, and images."""
+    torch.manual_seed(0)
+    forced, images = ForcedModel(Twice().eval(), engine, fallback=fallback), torch.randn(1, 3, 15, 15)
+    forced.plan(images)
+    return forced, images
 
 
 def test_a_refused_layer_and_its_fallback() -> None:
-    model, images = Twice().eval(), torch.randn(1, 3, 15, 15)
-    with torch.inference_mode():
-        expected = model(images)
-    refused = ForcedModel(model, Refusing(3))
-    refused.plan(images)
+    forced, _ = planned(TorchEngine())
+    assert [(call.layer, call.shape and call.shape.height) for call in forced.calls] == [
+        ("first", 15), ("shared", 15), ("shared.call2", 7)]
+    refused, _ = planned(Pretending(refused=3))
     assert [(call.status, call.algorithm) for call in refused.calls] == [
         ("CUDNN_STATUS_NOT_SUPPORTED", ""), (OK, "gemm"), (OK, "gemm")]
     message = incompatible("gemm", "twice", refused.calls)
     assert message.startswith("Algorithm gemm not compatible with model twice: 1 of 3 layers (first): "
                               "CUDNN_STATUS_NOT_SUPPORTED, too few")
-    helped = ForcedModel(model, Refusing(3), fallback=TorchEngine())
-    helped.plan(images)
+    helped, images = planned(Pretending(refused=3, factor=1 + 1e-5), fallback=TorchEngine())
     assert [call.algorithm for call in helped.calls] == ["default", "gemm", "gemm"]
     assert helped.calls[0].status == "CUDNN_STATUS_NOT_SUPPORTED"
-    with helped.forced():
-        assert torch.equal(model(images), expected)
-
-
-def test_wrong_outputs_do_not_count_as_run() -> None:
-    forced = ForcedModel(Twice().eval(), Refusing(0, factor=1.01))
-    forced.plan(torch.randn(1, 3, 15, 15))
-    assert {call.status for call in forced.calls} == {INACCURATE}
-    assert "differs from torch's by 0.01" in forced.calls[0].detail
-
-
-class Breaking(TorchEngine):
-    """Pretends to be a library that fails with torch's kind of error."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def plan(self, layer: torch.nn.Conv2d, images: torch.Tensor) -> LayerPlan:
-        raise RuntimeError(self.text)
+    with torch.inference_mode():
+        by_torch = helped.model(images)
+        with helped.forced():
+            assert not torch.equal(helped.model(images), by_torch)
+        assert torch.equal(helped.model(images), by_torch)
+    wrong, _ = planned(Pretending(factor=1.01))
+    assert {call.status for call in wrong.calls} == {INACCURATE}
+    assert "differs from torch's by 0.01" in wrong.calls[0].detail
 
 
 def test_a_library_that_fails_is_a_status_except_without_memory() -> None:
-    images = torch.randn(1, 3, 15, 15)
-    broken = ForcedModel(Twice().eval(), Breaking("groups must be 1\nand more"), fallback=TorchEngine())
-    broken.plan(images)
+    broken, _ = planned(Pretending(error="groups must be 1\nand more"), fallback=TorchEngine())
     assert {(call.status, call.detail, call.algorithm) for call in broken.calls} == {("FAILED", "groups must be 1", "default")}
     with pytest.raises(RuntimeError, match="out of memory"):
-        ForcedModel(Twice().eval(), Breaking("CUDA out of memory")).plan(images)
+        planned(Pretending(error="CUDA out of memory"))
 
 
-def test_the_forced_function_runs_only_in_the_block() -> None:
-    model, images = Twice().eval(), torch.randn(1, 3, 15, 15)
-    forced = ForcedModel(model, Refusing(0, factor=1 + 1e-5))
-    forced.plan(images)
-    with torch.inference_mode():
-        by_torch = model(images)
-        with forced.forced():
-            assert not torch.equal(model(images), by_torch)
-        assert torch.equal(model(images), by_torch)
-
-
-@pytest.mark.skipif(bool(ai3_missing()), reason="aithree is optional")
-@pytest.mark.parametrize("algorithm", ["direct", "smm"])
-def test_a_whole_model_by_aithree(algorithm: str) -> None:
+def test_a_whole_model_by_aithree() -> None:
+    if ai3_missing():
+        with pytest.raises(UserError, match=r"pip install -r requirements-convolutions\.txt"):
+            engine_of(ON_CPU["smm"], "cpu")
+        return
     torch.manual_seed(0)
     model, images = torchvision.models.squeezenet1_1().eval(), torch.randn(1, 3, 64, 64)
-    forced = ForcedModel(model, engine_of(ON_CPU[algorithm], "cpu"))
+    forced = ForcedModel(model, engine_of(ON_CPU["direct"], "cpu"))
     forced.plan(images)
     assert len(forced.calls) == 26
-    assert {(call.status, call.algorithm) for call in forced.calls} == {(OK, algorithm)}
+    assert {(call.status, call.algorithm) for call in forced.calls} == {(OK, "direct")}
     with torch.inference_mode():
         expected = model(images)
     with forced.forced():
         assert torch.allclose(model(images), expected, atol=1e-4)
 
 
-@pytest.mark.skipif(not ai3_missing(), reason="aithree is installed")
-def test_without_aithree_the_error_names_its_requirements() -> None:
-    with pytest.raises(UserError, match=r"pip install -r requirements-convolutions\.txt"):
-        engine_of(ON_CPU["smm"], "cpu")
+def test_names_of_algorithms() -> None:
+    """Spaces, underscores and dashes are the same. The numbers are cuDNN's (cudnnConvolutionFwdAlgo_t)."""
+    for text in ("implicit precomp gemm", "implicit_precomp_gemm", "Implicit-Precomp GEMM", " implicit  precomp_gemm"):
+        assert algorithm_named(text, "cuda").name == "implicit precomp gemm"
+    assert {name: algorithm.number for name, algorithm in ON_GPU.items()} == {
+        "implicit gemm": 0, "implicit precomp gemm": 1, "gemm": 2, "direct": 3, "fft": 4, "fft tiling": 5, "winograd": 6,
+        "winograd nonfused": 7, "guess": None, "default": None}
+    for text, device, message in (
+            ("winogard", "cuda", "did you mean winograd"), ("xyz", "cpu", "no such algorithm on cpu"),
+            ("fft", "cpu", r"cuDNN is not available: algorithm fft needs an NVIDIA GPU.* default, direct, smm")):
+        with pytest.raises(UserError, match=message):
+            algorithm_named(text, device)
 
 
-def test_a_layer_with_the_plan_of_another_layer_exceeds_the_tolerance() -> None:
-    """Two layers of the same shape with exchanged plans. Noise like that of TF32 stays within the tolerance of a model."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Conv2d(4, 4, 3, padding=1) for _ in range(2))).eval()
-    images = torch.randn(1, 4, 9, 9)
-    forced = ForcedModel(model, TorchEngine())
-    forced.plan(images)
-    assert output_difference(forced, images) == 0.0
-    forced._plans.reverse()
-    assert output_difference(forced, images) > MOST_MODEL_TOLERANCE
-    assert forced.model_tolerance(images) == pytest.approx(0.01)
-    assert forced.model_tolerance(images.half()) == MOST_MODEL_TOLERANCE
+@pytest.mark.parametrize(("full", "short"), [
+    ("NVIDIA H200", "h200"), ("Tesla V100-SXM2-32GB", "v100"), ("NVIDIA RTX A6000", "rtx-a6000")])
+def test_short_names_of_gpus(full: str, short: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names are those that the driver gives; these GPUs are not here."""
+    monkeypatch.setattr(listing, "gpu_facts", lambda: {"name": full})
+    assert gpu_name("cuda") == short
+    assert checked_gpu(short, "cuda") == short
+    with pytest.raises(UserError, match=f"the device of this machine is {full}; use --gpu {short}"):
+        checked_gpu("l40s", "cuda")
+
+
+ADD = "void at::native::elementwise_kernel<128, 2, at::native::gpu_kernel_impl_nocast<at::native::CUDAFunctor_add<float> > >"
+IM2COL = "void cudnn::engines_precompiled::im2col4d_kernel<float, long>(cudnn::engines_precompiled::im2col4d_params)"
+EXPLICIT = "void explicit_convolve_sgemm<float, int, 128, 6, 7, 3, 3, 5, 0, false>(int, int, int, float const*)"
+IMPLICIT = "void implicit_convolve_sgemm<float, float, 1024, 5, 5, 3, 3, 3, 1, false, false, true>(int, int, int, float const*)"
+DIRECT = "void cudnn::cnn::conv2d_grouped_direct_kernel<false, true, false, false, false, false, 0, 0, int, float, float>"
+TO_NHWC = "void cudnn::engines_precompiled::nchwToNhwcKernel<float, float, float, false, true, (cudnnKernelDataType_t)2>"
+PRECOMP = ("sm90_xmma_fprop_implicit_gemm_f32f32_tf32f32_f32_nhwckrsc_nhwc_tilesize64x128x32_warpgroupsize1x1x1_g1_execute_"
+           "segment_k_off_kernel__5x_cudnn")
+PRECOMP_CUTLASS = "void cutlass__5x_cudnn::Kernel<cutlass_tensorop_s1688fprop_optimized_tf32_256x64_16x4_nhwc_align4>"
+PRODUCT = "void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_64x64_32x6_nn_align4>"
+SPLIT = "void cublasLt::splitKreduce_kernel<32, 16, int, float, float, float, float, false, float, float, float, true, false>"
+COMPLEX_PRODUCT = "sm80_xmma_gemm_cf32cf32_f32f32_cf32_tn_n_tilesize32x32x8_stage3_warpsize2x2x1_ffma_kernel__5x_cublas"
+FFT = ("void flip_filter<float, float>", "void fft2d_r2c_64x64<float>", COMPLEX_PRODUCT, "void fft2d_c2r_64x64<float, false>")
+FFT_LARGE = ("void DSE::regular_fft_pad<0, 1, 128, 16, 32, 1, float, float>", "void DSE::vector_fft<0, 1, 128, 8, 8, 1>")
+FFT_TILES = ("void fft1d_r2c_32<float, float, float2, false, false>", COMPLEX_PRODUCT, "void fft1d_c2r_32<float2, float>")
+WINOGRAD = tuple(f"void cudnn::winograd_nonfused::winogradForward{part}4x4<float>" for part in ("Data", "Filter", "Output"))
+OF_NO_ALGORITHM = "void at::native::direct_copy_kernel_cuda"  # torch copies a tensor that was not contiguous
+
+
+@pytest.mark.parametrize(("name", "kernels"), [
+    ("gemm", (IM2COL, EXPLICIT, ADD)), ("implicit gemm", (OF_NO_ALGORITHM, IMPLICIT, ADD)), ("fft", FFT), ("fft", FFT_LARGE),
+    ("implicit precomp gemm", (TO_NHWC, PRECOMP)), ("implicit precomp gemm", (TO_NHWC, PRECOMP_CUTLASS)),
+    ("implicit precomp gemm", ("volta_scudnn_128x64_relu_interior_nn_v1",)),  # of older GPUs
+    ("fft tiling", FFT_TILES), ("winograd nonfused", (*WINOGRAD, PRODUCT)),
+    ("winograd", ("maxwell_scudnn_winograd_128x128_ldg1_ldg4_tile148n_nt",)),  # of older GPUs
+    ("guess", (DIRECT,)), ("default", ())])
+def test_kernels_of_the_algorithm(name: str, kernels: tuple[str, ...]) -> None:
+    assert not unexpected(name, kernels)
+    assert not unexpected(name, counted(3 * kernels))
+
+
+@pytest.mark.parametrize(("name", "kernels", "wrong"), [
+    ("gemm", (DIRECT, ADD), f"gemm launched {DIRECT}"),
+    ("implicit precomp gemm", (IMPLICIT,), f"implicit precomp gemm launched {IMPLICIT}"),
+    ("implicit gemm", (PRECOMP,), f"implicit gemm launched {PRECOMP}"),
+    ("fft", FFT_TILES, f"fft launched {FFT_TILES[0]}, {FFT_TILES[2]}"),
+    ("fft tiling", FFT, f"fft tiling launched {FFT[1]}, {FFT[3]}"),
+    ("winograd", WINOGRAD[:1], f"winograd launched {WINOGRAD[0]}"),
+    ("winograd nonfused", (PRODUCT,), f"no kernel of winograd nonfused among {PRODUCT}"),
+    ("fft", (), "no kernel of fft among none")])
+def test_kernels_of_another_algorithm(name: str, kernels: tuple[str, ...], wrong: str) -> None:
+    assert unexpected(name, kernels) == wrong
+
+
+def test_a_plain_product_computes_filters_of_one_pixel_alone() -> None:
+    assert not unexpected("gemm", (PRODUCT, SPLIT), pointwise=True)
+    assert unexpected("gemm", (PRODUCT, SPLIT)) == f"no kernel of gemm among {PRODUCT}, {SPLIT}"
+    assert unexpected("fft", (PRODUCT,), pointwise=True)

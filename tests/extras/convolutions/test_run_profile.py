@@ -1,4 +1,5 @@
-"""The profiler on a CPU with a real model: its tables, how it resumes, what fails, and the staged scripts."""
+"""The profiler on a CPU with a real model: its tables, how it resumes, what fails, and the staged scripts. On a GPU with
+stand-ins for cuDNN's handle, CUDA's events, and the kernels."""
 
 from __future__ import annotations
 
@@ -10,36 +11,34 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torchvision
 from command import printed, run_script
+from test_forced_convolutions import PretendedCudnn, needs_cudnn
 
+from hase.benchmark.measuring import gpu_trace
 from hase.benchmark.measuring.blocks import Steadiness
-from hase.benchmark.metrics.power import PowerSample, PowerSensor
+from hase.benchmark.measuring.gpu_trace import Recording
 from hase.extras.convolutions.profiler import UnifiedProfiler, described
+from hase.extras.convolutions.profiling import engines, measure
 from hase.extras.convolutions.profiling.algorithms import ON_CPU, ON_GPU, NotSupported
-from hase.extras.convolutions.profiling.engines import ForcedModel, LayerPlan, TorchEngine, instead
-from hase.extras.convolutions.profiling.listing import state_of_all, status_rows
+from hase.extras.convolutions.profiling.engines import CudnnEngine, ForcedModel, LayerPlan, TorchEngine
+from hase.extras.convolutions.profiling.listing import status_rows
 from hase.extras.convolutions.profiling.measure import (
-    CallTimes,
+    SHORTEST_HOLD_MS,
     Instruments,
-    LayerTimer,
     ProfileSettings,
-    _layer,
-    _layer_facts,
-    affordable,
     measure_profile,
     time_layers,
 )
-from hase.extras.convolutions.profiling.results import LAYERS, OVERALL, ResultsJournal, write_settings
-from hase.records.measurement import Measurement, read_blocks
+from hase.extras.convolutions.profiling.results import LAYERS, OVERALL, layer_rows, overall_rows, write_settings
+from hase.records.measurement import read_blocks
 from hase.records.traces import GpuRun, GpuWork
 from hase.utils.locks import sole_writer
 from hase.utils.paths import ROOT
-from hase.utils.timing import time_runs_ms
 
 pytestmark = pytest.mark.slow
 
@@ -71,9 +70,9 @@ def test_the_tables_and_how_a_run_resumes(tmp_path: Path) -> None:
     printed(SCRIPT, *QUICKLY, "--workspace", tmp_path)
     folder = tmp_path / "extras" / "convolutions" / "results" / "1_sanity" / f"{MODEL}_default_cpu"
     (first,) = rows(folder / f"{MODEL}_default_overall.csv")
-    (row_again,) = json.loads(printed(SCRIPT, *QUICKLY, "--workspace", tmp_path, "--json"))  # again: nothing is measured
+    (again,) = json.loads(printed(SCRIPT, *QUICKLY, "--workspace", tmp_path, "--json"))  # nothing is measured
     assert len(read_blocks(folder / "measurements.jsonl")) == 1
-    assert row_again["mean"] == float(first["mean"])
+    assert again["mean"] == float(first["mean"])
     printed(SCRIPT, *QUICKLY, "--num-sizes", "3", "--workspace", tmp_path)
     overall, layers = rows(folder / f"{MODEL}_default_overall.csv"), rows(folder / f"{MODEL}_default_layers.csv")
     assert tuple(overall[0])[:len(OVERALL)] == OVERALL
@@ -84,40 +83,28 @@ def test_the_tables_and_how_a_run_resumes(tmp_path: Path) -> None:
         assert (row["status"], row["runs"], row["layers"], row["layers_not_supported"]) == ("ok", "5", "26", "0")
         assert float(row["min"]) <= float(row["mean"]) <= float(row["max"])
         assert bool(row["energy_per_inference_j"]) != ("power:" in row["energy_doubts"])  # a sensor, or why there is none
-    assert len(layers) == 3 * 26
-    for size in ("64", "68", "72"):
-        assert sum(float(row["percentage"]) for row in layers if row["input_size"] == size) == pytest.approx(100, abs=0.01)
+        shares = [float(layer["percentage"]) for layer in layers if layer["input_size"] == row["input_size"]]
+        assert (len(shares), sum(shares)) == (26, pytest.approx(100, abs=0.01))
     shown = [layers[0][name] for name in (*LAYERS[:4], "stride", "height", "ran")]
     assert shown == ["features.0", "3", "64", "3x3", "2x2", "64", "default"]
     (state,) = json.loads(printed(SCRIPT, "--status", "--json", "--workspace", tmp_path))
     assert (state["state"], state["measured"], state["failed"], state["left"]) == ("done", 3, 0, 0)
     refused = run_script(SCRIPT, *QUICKLY, "--batch", "2", "--workspace", tmp_path)
-    assert refused.returncode == 1
-    assert "holds a profile with another batch" in refused.stderr
+    assert (refused.returncode, "holds a profile with another batch" in refused.stderr) == (1, True)
 
 
 def test_the_lists(tmp_path: Path) -> None:
-    names = [row["model"] for row in json.loads(printed(SCRIPT, "--list-models", "--json", "--workspace", tmp_path))]
+    def listed(*options: str) -> list[dict[str, str]]:
+        rows: list[dict[str, str]] = json.loads(printed(SCRIPT, *options, "--json", "--workspace", tmp_path))
+        return rows
+
+    names = [row["model"] for row in listed("--list-models")]
     assert names[:6] == ["vgg16", "densenet121", "resnet152", "googlenet", "alexnet", "resnet50"]
     assert "mobilenet_v2" in names
-    listed = json.loads(printed(SCRIPT, "--list-algorithms", "--device", "cpu", "--json", "--workspace", tmp_path))
-    assert [row["algorithm"] for row in listed] == list(ON_CPU)
+    assert [row["algorithm"] for row in listed("--list-algorithms", "--device", "cpu")] == list(ON_CPU)
+    of_gpu = {row["algorithm"]: row["runs"] for row in listed("--list-algorithms", "--device", "cuda")}  # there is none here
+    assert (list(of_gpu), of_gpu["direct"]) == (list(ON_GPU), "never: cuDNN never implemented it")
     assert run_script(SCRIPT, "--workspace", tmp_path).returncode == 2
-
-
-def test_the_algorithms_of_a_gpu_are_listed_without_one(tmp_path: Path) -> None:
-    listed = json.loads(printed(SCRIPT, "--list-algorithms", "--device", "cuda", "--json", "--workspace", tmp_path))
-    assert [row["algorithm"] for row in listed] == list(ON_GPU)
-    assert {row["algorithm"]: row["runs"] for row in listed}["direct"] == "never: cuDNN never implemented it"
-
-
-def test_one_line_says_what_runs_instead() -> None:
-    assert instead(ON_GPU["direct"], "cuda", None, fallback=True) == (
-        "direct: cuDNN never implemented it; all layers run by guess (cuDNN's own choice for each layer, by its heuristic) "
-        "instead")
-    assert "the model is refused; with --fallback all run by guess" in instead(ON_GPU["direct"], "cuda", None, fallback=False)
-    assert "since Hopper" in instead(ON_GPU["winograd"], "cuda", (9, 0), fallback=True)
-    assert instead(ON_GPU["winograd"], "cuda", (8, 9), fallback=True) == instead(ON_CPU["default"], "cpu", None, False) == ""
 
 
 def test_errors_are_one_line(tmp_path: Path) -> None:
@@ -142,34 +129,18 @@ class OutOfMemory(TorchEngine):
 
 
 def test_out_of_memory_costs_one_size(tmp_path: Path, model: torch.nn.Module) -> None:
-    both_sizes = settings(input_sizes=(64, 80), batch=2)
-    UnifiedProfiler(both_sizes, 0, AT_ONCE, engine=OutOfMemory()).profile(tmp_path, model)
+    def profiled(engine: TorchEngine, retry: bool = False) -> list[int]:
+        """The sizes that were measured."""
+        profiler = UnifiedProfiler(settings(input_sizes=(64, 80), batch=2), 0, AT_ONCE, retry=retry, engine=engine)
+        return [unit.input_size for unit in profiler.profile(tmp_path, model).units]
+
+    profiled(OutOfMemory())
     small, large = rows(tmp_path / f"{MODEL}_default_overall.csv")
     assert (small["status"], large["status"], large["mean"]) == ("ok", "failed", "")
     assert large["error"] == f"{MODEL} at 80x80, batch 2: out of memory; try --batch 1"
-    assert not UnifiedProfiler(both_sizes, 0, AT_ONCE, engine=TorchEngine()).profile(tmp_path, model).units
-    retried = UnifiedProfiler(both_sizes, 0, AT_ONCE, retry=True, engine=TorchEngine()).profile(tmp_path, model)
-    assert [unit.input_size for unit in retried.units] == [80]
+    assert profiled(TorchEngine()) == []
+    assert profiled(TorchEngine(), retry=True) == [80]
     assert [row["status"] for row in rows(tmp_path / f"{MODEL}_default_overall.csv")] == ["ok", "ok"]
-
-
-def test_measurements_of_an_equal_machine_count(tmp_path: Path, model: torch.nn.Module) -> None:
-    UnifiedProfiler(settings(), 0, AT_ONCE, engine=TorchEngine()).profile(tmp_path, model)
-    journal = tmp_path / "measurements.jsonl"
-    (block,) = read_blocks(journal)
-    journal.write_text(block.model_copy(update={"machine": "another"}).model_dump_json() + "\n")
-    done = UnifiedProfiler(settings(input_sizes=(64, 80)), 0, AT_ONCE, engine=TorchEngine()).profile(tmp_path, model)
-    assert [unit.input_size for unit in done.units] == [80]
-    assert [row["input_size"] for row in rows(tmp_path / f"{MODEL}_default_overall.csv")] == ["64", "80"]
-
-
-def test_a_slow_model_is_run_less_often(model: torch.nn.Module) -> None:
-    instruments = Instruments("cpu", energy_s=0.0, longest_s=1.0)
-    assert [affordable(10, run_ms, instruments) for run_ms in (0.5, 100.0, 200.0, 900.0, 5000.0)] == [10, 10, 5, 3, 3]
-    assert (affordable(2, 5000.0, instruments), affordable(30, 5000.0, Instruments("cpu"))) == (2, 30)
-    (unit,) = settings(measure=5).units
-    overall, *layers = measure_profile(unit, ForcedModel(model, TorchEngine()), replace(instruments, longest_s=1e-6))
-    assert {len(m.samples_ms) for m in (overall, *layers)} == {3}
 
 
 class NoPointwise(TorchEngine):
@@ -182,16 +153,13 @@ class NoPointwise(TorchEngine):
 
 
 def test_the_error_names_the_refused_layers_and_a_fallback_runs_them(tmp_path: Path, model: torch.nn.Module) -> None:
-    instruments = Instruments("cpu", energy_s=0.0)
-    (unit,) = settings(algorithm="default").units
-    run, *layers = measure_profile(unit, ForcedModel(model, NoPointwise()), instruments)
+    run, *layers = measure_profile(settings().units[0], ForcedModel(model, NoPointwise()), Instruments("cpu", energy_s=0.0))
     assert run.error.startswith(f"Algorithm default not compatible with model {MODEL}: 17 of 26 layers "
                                 "(features.3.squeeze and 16 more): CUDNN_STATUS_NOT_SUPPORTED, filter")
     assert described(run) == run.error
     assert [m.facts["layer_status"] for m in layers].count("CUDNN_STATUS_NOT_SUPPORTED") == 17
     assert not any(m.samples_ms for m in layers)
-    with_fallback = settings(fallback=True)
-    UnifiedProfiler(with_fallback, 0, AT_ONCE, engine=NoPointwise(), fallback=TorchEngine()).profile(tmp_path, model)
+    UnifiedProfiler(settings(fallback=True), 0, AT_ONCE, engine=NoPointwise(), fallback=TorchEngine()).profile(tmp_path, model)
     (overall,), table = rows(tmp_path / f"{MODEL}_default_overall.csv"), rows(tmp_path / f"{MODEL}_default_layers.csv")
     assert (overall["status"], overall["layers_not_supported"]) == ("ok", "17")
     assert {(row["kernel_size"], row["ran"], row["status"]) for row in table} == {
@@ -199,77 +167,17 @@ def test_the_error_names_the_refused_layers_and_a_fallback_runs_them(tmp_path: P
     assert all(float(row["mean_ms"]) > 0 for row in table)
 
 
-def test_a_fallback_for_every_layer_is_refused(model: torch.nn.Module) -> None:
-    """The tables would show the times of another algorithm."""
-    (unit,) = settings(fallback=True).units
-    run, *layers = measure_profile(unit, ForcedModel(model, RunsNothing(), TorchEngine()), Instruments("cpu", energy_s=0.0))
-    assert run.error == (f"Algorithm default not compatible with model {MODEL}: 26 of 26 layers (features.0 and 25 more): "
-                         "CUDNN_STATUS_NOT_SUPPORTED")
-    assert len(layers) == 26
-    assert not any(m.samples_ms for m in layers)
-
-
-class RunsNothing(TorchEngine):
-    """Pretends to be cuDNN's `direct`, which runs nothing."""
-
-    def plan(self, layer: torch.nn.Conv2d, images: torch.Tensor) -> LayerPlan:
-        raise NotSupported("CUDNN_STATUS_NOT_SUPPORTED")
-
-
-def test_layers_are_timed_within_the_run(model: torch.nn.Module) -> None:
-    images = torch.randn(1, 3, 64, 64)
-    convolutions = [layer for layer in model.modules() if isinstance(layer, torch.nn.Conv2d)]
-    with torch.inference_mode():
-        times = time_layers(lambda: model(images), convolutions, 4, "cpu")
-        assert np.array([call.samples_ms for call in times]).shape == (26, 4)
-        assert all(call.ahead_runs == 4 and call.host_ms > 0 and min(call.samples_ms) > 0 for call in times)
-        with LayerTimer(convolutions, "cpu") as timer:
-            (whole_ms,) = time_runs_ms(lambda: model(images))
-            assert sum(call.ms for call in timer.take()) < whole_ms
-        model(images)
-        assert not timer.take()  # no hook is left
-
-
-def test_cuda_kernels_of_a_layer(model: torch.nn.Module) -> None:
-    """The trace is written by hand: there is no GPU here."""
-    unit = settings(device="cuda", gpu="h200", algorithm="fft").units[0]
-    forced = ForcedModel(model, TorchEngine())
-    forced.plan(torch.randn(1, 3, 64, 64))
-    call = forced.calls[0]
-    traced = GpuRun(9.0, (GpuWork("fft2d_r2c_32x32", 0, 30.0), GpuWork("", 31, 2.0, "gpu_memset"), GpuWork("cgemm", 33, 18.0)))
-    measured = _layer(unit, call, _layer_facts(call) | {"ran": "fft"}, "now", CallTimes((0.06,), 1, 0.02), traced)
-    assert measured.cuda_kernels == ("fft2d_r2c_32x32", "cgemm")
-    assert measured.launches == 3
-    assert measured.quantities["cupti_ms"] == (pytest.approx(0.050),)
-    assert measured.quantities["cupti_span_ms"] == (pytest.approx(0.051),)
-
-
-class PretendedSensor(PowerSensor):
-    """Pretends to be a power sensor of 50 W: this machine need not have one."""
-
-    name, averages_s = "the pretended sensor", 0.0
-
-    def read(self) -> PowerSample:
-        now_s = time.monotonic()
-        return PowerSample(now_s, 50.0, 50.0 * now_s)
-
-
-def test_energy_of_a_run(tmp_path: Path, model: torch.nn.Module) -> None:
-    forced, (unit,) = ForcedModel(model, TorchEngine()), settings().units
-    run, *_ = measure_profile(unit, forced, Instruments("cpu", PretendedSensor(), 0.2, idle_w=20.0))
-    assert run.quantities["power_w"] == (pytest.approx(50.0),)
-    assert run.quantities["energy_agreement"] == (pytest.approx(1.0),)
-    assert run.quantities["idle_power_w"] == (20.0,)
-    assert 0 < run.quantities["energy_j"][0] <= 50.0 * run.quantities["energy_window_s"][0] + 1e-6  # of one run or more
-    assert "too short" in str(run.facts["energy_doubts"])
-    assert isinstance(ResultsJournal(tmp_path, "x").tables[0], Path)
-
-
 def shell(folder: Path, script: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
     """Runs a script of extras/convolutions/ with the workspace `folder`, which is first on the path too."""
     environment = os.environ | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "HASE_PYTHON": sys.executable}
     return subprocess.run([f"extras/convolutions/{script}", *words, "--workspace", folder], cwd=ROOT, env=environment,
                           capture_output=True, text=True, check=False)
+
+
+def stand_in(path: Path, script: str) -> None:
+    """A command that is not here."""
+    path.write_text(f"#!/bin/sh\n{script}")
+    path.chmod(0o755)
 
 
 def test_a_stage_runs_in_place_without_slurm(tmp_path: Path) -> None:
@@ -286,9 +194,7 @@ def test_a_stage_runs_in_place_without_slurm(tmp_path: Path) -> None:
 
 def test_a_stage_becomes_a_job_with_slurm(tmp_path: Path) -> None:
     """`sbatch` is a stand-in that prints so and notes its arguments."""
-    stand_in = tmp_path / "sbatch"
-    stand_in.write_text(f'#!/bin/sh\necho "a stand-in for sbatch"\nprintf "%s\\n" "$@" > {tmp_path}/given\n')
-    stand_in.chmod(0o755)
+    stand_in(tmp_path / "sbatch", f'echo "a stand-in for sbatch"\nprintf "%s\\n" "$@" > {tmp_path}/given\n')
     done = shell(tmp_path, "2_quick_sweep.sh", "vgg16", "implicit", "gemm", "l40s", "--batch", "4")
     assert done.returncode == 0, done.stderr
     assert "a stand-in for sbatch" in done.stdout
@@ -303,47 +209,138 @@ def test_a_stage_becomes_a_job_with_slurm(tmp_path: Path) -> None:
 
 def test_the_status_of_runs_without_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`squeue` is a stand-in with one job that waits and one that runs."""
-    def folder(name: str, log: str = "", job: str = "") -> Path:
-        made = tmp_path / "2_quick" / name
-        made.mkdir(parents=True)
+    for name, log, job in (
+            ("refused", "starting\nerror: --gpu h100: the device of this machine is a CPU\n", ""),
+            ("waits", "", "41"), ("runs", "", "42"), ("works", "", ""),
+            ("killed", "measuring\nslurmstepd: error: *** JOB 44 CANCELLED DUE TO TIME LIMIT ***\n", "44")):
+        folder = tmp_path / "2_quick" / name
+        folder.mkdir(parents=True)
         if log:
-            (made / f"{name}_7.out").write_text(log)
+            (folder / f"{name}_7.out").write_text(log)
         if job:
-            (made / "submitted.txt").write_text(f"Submitted batch job {job}\n")
-        return made
-
-    folder("refused", log="starting\nerror: --gpu h100: the device of this machine is a CPU\n")
-    folder("waits", job="41")
-    folder("runs", job="42")
-    folder("cancelled", job="43")
-    write_settings(folder("killed", log="measuring\nslurmstepd: error: *** JOB 44 CANCELLED DUE TO TIME LIMIT ***\n", job="44"),
-                   settings())
-    at_work = folder("works")
-    write_settings(at_work, settings())
+            (folder / "submitted.txt").write_text(f"Submitted batch job {job}\n")
+        if name in ("works", "killed"):
+            write_settings(folder, settings())
 
     def states() -> dict[str, str]:
-        with sole_writer(at_work):
+        with sole_writer(tmp_path / "2_quick" / "works"):
             return {Path(row["results"]).name: row["state"] for row in status_rows(tmp_path)}
 
-    assert states() == {"refused": "refused", "waits": "not known", "runs": "not known", "cancelled": "not known",
-                        "killed": "not known", "works": "running"}
-    stand_in = tmp_path / "squeue"
-    stand_in.write_text('#!/bin/sh\necho "41 PENDING"\necho "42 RUNNING"\n')
-    stand_in.chmod(0o755)
+    unknown = dict.fromkeys(("waits", "runs", "killed"), "not known")
+    assert states() == {"refused": "refused", "works": "running", **unknown}
+    stand_in(tmp_path / "squeue", 'echo "41 PENDING"\necho "42 RUNNING"\n')
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert states() == {"refused": "refused", "waits": "submitted", "runs": "running", "cancelled": "stopped",
-                        "killed": "stopped", "works": "running"}
-    whole = Measurement(subject="profile", id="a", label="run", context="a", place="alone", status="failed", error=(
-        "Algorithm direct not compatible with model vgg16: 13 of 13 layers (features.0 and 12 more): ARCH_MISMATCH"))
-    out_of_memory = whole.model_copy(update={"error": "out of memory"})
-    assert [state_of_all([whole]), state_of_all([whole, out_of_memory])] == ["refused", "failed"]
+    assert states() == {"refused": "refused", "waits": "submitted", "runs": "running", "killed": "stopped",
+                        "works": "running"}
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["vgg16", "gemm"], "no GPU named"), (["vgg16", "gemm", "a100"], "a100: no such GPU"),
-    (["vgg16", "--batch", "h200"], "usage: 3_full"),
+    (["vgg16", "gemm", "a100"], "a100: no such GPU"), (["vgg16", "--batch", "h200"], "usage: 3_full"),
     (["vgg16", "bogus", "h200"], "bogus: no such algorithm on cuda")])
 def test_wrong_arguments_of_a_stage(words: list[str], message: str, tmp_path: Path) -> None:
     done = shell(tmp_path, "3_full_run.sh", *words)
     assert done.returncode in (1, 2)
     assert message in done.stderr
+
+
+pytestmark = pytest.mark.slow
+
+
+class Event:
+    """Pretends to be a CUDA event: the host's clock. The pretended GPU reaches no event before the host waits for it."""
+
+    reached = False
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at_s = time.perf_counter()
+
+    def query(self) -> bool:
+        return self.reached
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1e3 * (end.at_s - self.at_s)
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Replaces what needs a GPU; returns the cycles for which the GPU was held."""
+    held: list[int] = []
+    monkeypatch.setattr(engines, "Cudnn", PretendedCudnn)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", held.append)
+    monkeypatch.setattr(measure, "draw_images", lambda unit, device: torch.ones(1, 3, unit.input_size, unit.input_size))
+
+    def with_kernels(recording: Recording) -> list[GpuRun]:
+        """The real ranges of the run, each with one made-up kernel of half its time, and something set after a pause."""
+        return [replace(run, work=(GpuWork("void im2col4d_kernel<float>", run.start_us, run.host_us / 2),
+                                   GpuWork("", run.start_us + 0.7 * run.host_us, run.host_us / 10, "gpu_memset")))
+                for run in gpu_trace.read(recording)]
+
+    monkeypatch.setattr(measure, "read", with_kernels)
+    return held
+
+
+def profile(algorithm: str) -> tuple[Any, list[Any]]:
+    torch.manual_seed(0)
+    model = torchvision.models.squeezenet1_1().eval()
+    settings = ProfileSettings(model="squeezenet1_1", algorithm=algorithm, gpu="h200", device="cuda", device_name="NVIDIA H200",
+                               input_sizes=(64,), warmup=1, measure=3)
+    forced = ForcedModel(model, CudnnEngine(ON_GPU[algorithm], True))
+    overall, *layers = measure_profile(settings.units[0], forced, Instruments("cuda", energy_s=0.0, event_overhead_ms=0.001))
+    return overall, layers
+
+
+@needs_cudnn
+def test_a_profile_on_a_gpu(pretended_gpu: list[int]) -> None:
+    run, layers = profile("gemm")
+    assert (run.status, run.error) == ("ok", "")
+    assert len(layers) == 26
+    assert len(pretended_gpu) == 3 * 26 + 26  # before each layer in each run that is timed, and where it is traced
+    assert min(pretended_gpu) > 0
+    (overall,), rows = overall_rows([run, *layers]), layer_rows([run, *layers])
+    assert (overall["layers"], overall["layers_not_supported"], overall["unexpected_kernels"]) == (26, 0, "")
+    assert overall["cupti_ms"] == pytest.approx(sum(row["cupti_ms"] for row in rows), rel=1e-4)
+    assert {(row["ran"], row["cuda_kernels"], row["unexpected_kernels"]) for row in rows} == {
+        ("gemm", "void im2col4d_kernel<float>", "")}
+    assert all(row["cupti_span_ms"] == pytest.approx(row["cupti_ms"] * 8 / 6, rel=0.02) for row in rows)
+    assert {(row["launches"], row["ahead_runs"]) for row in rows} == {(2, 3)}
+    assert [row["mean_ms"] for row in rows] == pytest.approx([sum(m.samples_ms) / 3 - 0.001 for m in layers], rel=1e-4)
+    assert overall["layers_ms"] == pytest.approx(sum(row["mean_ms"] for row in rows), rel=1e-4)
+
+
+def two_layers() -> tuple[torch.nn.Sequential, torch.Tensor]:
+    return torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Conv2d(8, 8, 3)), torch.ones(1, 3, 32, 32)
+
+
+def test_runs_in_which_the_gpu_caught_up_do_not_count(pretended_gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, images = two_layers()
+    queries = 0
+
+    def query(self: Event) -> bool:  # of the second layer, in the first of the three runs that are timed
+        nonlocal queries
+        queries += 1
+        return queries == 4
+
+    monkeypatch.setattr(Event, "query", query)
+    with torch.inference_mode():
+        calls = time_layers(lambda: model(images), model, 3, "cuda")
+        assert [(len(call.samples_ms), call.ahead_runs) for call in calls] == [(3, 3), (2, 2)]
+        assert all(call.host_ms > 0 for call in calls)
+        monkeypatch.setattr(Event, "query", lambda self: True)
+        calls = time_layers(lambda: model(images), model, 3, "cuda")
+    assert [(len(call.samples_ms), call.ahead_runs) for call in calls] == [(3, 0)] * 2  # no better times than these
+    assert len(pretended_gpu) == 2 * 3 * 2
+    assert min(pretended_gpu) > SHORTEST_HOLD_MS * 2e6
+
+
+@needs_cudnn
+def test_an_algorithm_that_runs_nothing(pretended_gpu: list[int]) -> None:
+    overall, layers = profile("direct")
+    assert overall.error == ("Algorithm direct not compatible with model squeezenet1_1: 26 of 26 layers "
+                             "(features.0 and 25 more): CUDNN_STATUS_NOT_SUPPORTED, not this one")
+    assert {m.facts["layer_status"] for m in layers} == {"CUDNN_STATUS_NOT_SUPPORTED"}
+    assert not pretended_gpu

@@ -1,9 +1,9 @@
-"""Plans that really run, with PyTorch and ONNX Runtime on the CPU as two units and a stand-in for a GPU's memory."""
+"""Plans that really run, with PyTorch and ONNX Runtime on the CPU as two units and a stand-in for a GPU's memory; and the files
+of raw measurements and of copies between the host's memory and a unit's own."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,16 +12,28 @@ import numpy as np
 import pytest
 from command import run_script
 
+from hase.extras.graph_stages.measuring import worker
 from hase.extras.graph_stages.measuring.analysis import analyze
-from hase.extras.graph_stages.measuring.layer import HOST, OUTPUT, STAGES, GraphSize
+from hase.extras.graph_stages.measuring.layer import OUTPUT, STAGES, GraphSize
 from hase.extras.graph_stages.measuring.models import export_stages, model_files
-from hase.extras.graph_stages.measuring.profiling import record_of
-from hase.extras.graph_stages.measuring.records import DIRECTIONS, RawMeasurements, TransferRecord, TransferTable, raw_path
+from hase.extras.graph_stages.measuring.profiling import Profile, measure_copies, record_of
+from hase.extras.graph_stages.measuring.records import (
+    RAW,
+    RawMeasurements,
+    StageRecord,
+    TransferTable,
+    UnitReport,
+    raw_path,
+    read_raw,
+    read_transfers,
+    write_transfers,
+)
 from hase.extras.graph_stages.measuring.units import OpenedStage, StageTask, difference, open_stage
 from hase.extras.graph_stages.measuring.worker import measure_stage
-from hase.extras.graph_stages.planning.chains import append_chains, read_chains, run_chain, time_chains, time_in_chains
+from hase.extras.graph_stages.planning.chains import read_chains, run_chain
 from hase.extras.graph_stages.planning.ranked_plans import PlanRun, append_runs, predicted_now, read_runs, size_rows, summary
-from hase.extras.graph_stages.planning.tables import StageTables, StageTimes, in_chains, read_tables
+from hase.extras.graph_stages.planning.tables import read_tables
+from hase.records.measurement import Measurement
 from hase.utils import files
 from hase.utils.errors import UserError
 from hase.utils.paths import Workspace
@@ -54,67 +66,37 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.slow
-def test_the_command_runs_all_plans_and_compares(profiled: Mapping[str, Path]) -> None:
-    options = [f"--results={runtime}={folder}" for runtime, folder in profiled.items()]
-    done = run_script(PLAN_STAGES, *options, "--home", "CPU-torch", "--run", "--runs", "2", "--rounds", "2",
-                      "--sizes", "40/50", "150/200", "--json")
+def test_plans_and_chains_run_in_turn(profiled: Mapping[str, Path]) -> None:
+    """All plans, compared; times in chains replace those alone. A second command runs nothing twice."""
+    folders = list(profiled.items())
+    alone = read_tables(folders)
+    results = [f"--results={runtime}={folder}" for runtime, folder in folders]
+    chains = [*results, "--time-chains", "--runs", "2", "--rounds", "2"]
+    options = [*chains, "--home", "CPU-torch", "--run", "--sizes", "40/50", "150/200", "--json"]
+    done = run_script(PLAN_STAGES, *options)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert [(row["nodes"], row["edges"]) for row in report["sizes"]] == [(40, 50), (150, 200)]
-    for row in report["sizes"]:
-        assert row["plans"] in (29, 30)  # the best of all may be one of the candidates
-        assert row["regret"] >= 0
-        assert row["best_ms"] <= row["chosen_ms"]
-    assert report["summary"]["plans"] == sum(row["plans"] for row in report["sizes"])
-    runs = read_runs(profiled["ort"] / "plan_runs.jsonl")
+    assert {row["plans"] for row in report["sizes"]} <= {29, 30}  # the best of all may be one of the candidates
+    runs, records = read_runs(profiled["ort"] / "plan_runs.jsonl"), read_chains(profiled["ort"]).stages
     assert {(len(run.rounds_ms), len(run.rounds_ms[0])) for run in runs} == {(2, 2)}
     assert max(run.output_error for run in runs) < 1e-4
-    rerun = run_script(PLAN_STAGES, *options, "--home", "CPU-torch", "--run", "--sizes", "40/50", "150/200",
-                       "--json")
-    assert json.loads(rerun.stdout) == report  # nothing is run twice
-
-
-@pytest.mark.slow
-def test_times_in_chains_replace_those_alone(profiled: Mapping[str, Path]) -> None:
-    options = [f"--results={runtime}={folder}" for runtime, folder in profiled.items()]
-    folders = list(profiled.items())
-    alone = read_tables(folders)
-    done = run_script(PLAN_STAGES, *options, "--time-chains", "--runs", "2", "--rounds", "2")
-    assert done.returncode == 0, done.stderr
-    assert "3 sizes timed in chains, 0 timed before" in done.stderr
-    records = read_chains(profiled["ort"]).stages
-    assert len(records) == 3 * (2 * 7 + 2 * 6)  # no stage comes before the first
+    assert len(records) == 2 * (2 * 7 + 2 * 6)  # of each size; no stage comes before the first
+    assert {len(record.samples_ms) for record in records if record.stage > 1} == {4}
+    again = run_script(PLAN_STAGES, *options)
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout) == report
+    assert len(read_chains(profiled["ort"]).stages) == len(records)
+    rest = run_script(PLAN_STAGES, *chains)
+    assert (rest.returncode, "1 sizes timed in chains, 2 timed before" in rest.stderr) == (0, True), rest.stderr
     tables = read_tables(folders)
     times = tables.times["CPU-ort", 4]
     (after_ort,) = [record for record in records if (record.unit, record.previous) == ("CPU-ort", "CPU-ort")
                     and (record.stage, record.nodes) == (5, 150)]
     assert times.ms[150, 200] == np.median(after_ort.samples_ms)
-    assert len(after_ort.samples_ms) == 4
     assert list(times.after_ms) == ["CPU-torch"]
-    assert tables.setting((100, 200), extrapolate=True).problem.costs["CPU-ort", 4].after_ms["CPU-torch"] > 0
+    assert [run.predicted_ms for run in runs] == pytest.approx([run.predicted_ms for run in predicted_now(tables, runs)])
     assert read_tables(folders, alone=True) == alone
-    assert read_tables([folders[1]]).times == read_tables([folders[1]], alone=True).times  # the chains are in the other folder
-
-
-@pytest.mark.slow
-def test_plans_and_chains_run_in_turn(profiled: Mapping[str, Path], tmp_path: Path) -> None:
-    for name, folder in profiled.items():
-        shutil.copytree(folder.parent, tmp_path / name, ignore=shutil.ignore_patterns("*.jsonl"))
-    folders = [(name, tmp_path / name / folder.name) for name, folder in profiled.items()]
-    options = [f"--results={name}={folder}" for name, folder in folders]
-    done = run_script(PLAN_STAGES, *options, "--home", "CPU-torch", "--time-chains", "--run", "--runs", "2",
-                      "--rounds", "3", "--json")
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert report["summary"]["sizes"] == 3
-    runs, records = read_runs(folders[0][1] / "plan_runs.jsonl"), read_chains(folders[0][1]).stages
-    assert {len(run.rounds_ms) for run in runs} == {3}
-    assert {len(record.samples_ms) for record in records if record.stage > 1} == {6}
-    anew = predicted_now(read_tables(folders), runs)
-    assert [run.predicted_ms for run in runs] == pytest.approx([run.predicted_ms for run in anew])
-    rerun = run_script(PLAN_STAGES, *options, "--home", "CPU-torch", "--time-chains", "--run", "--json")
-    assert rerun.returncode == 0, rerun.stderr
-    assert len(read_chains(folders[0][1]).stages) == len(records)  # chains are not timed twice
 
 
 class FarStage(OpenedStage):
@@ -135,15 +117,22 @@ class FarStage(OpenedStage):
         return value[0].copy()
 
 
+def opened_stages(folder: Path) -> tuple[dict[tuple[str, int], OpenedStage], dict[str, Any]]:
+    """Each stage near (in the host's memory) and far, and the tensors of the graph."""
+    opened: dict[tuple[str, int], OpenedStage] = {}
+    for number, stage in enumerate(STAGES):
+        task = task_of(folder, SIZES[2], stage.id, "torch")
+        near = opened["near", number] = open_stage(task)[0]
+        opened["far", number] = FarStage(task, "CUDA", "ort", "f32", near.run)
+    return opened, task.tensors
+
+
 def test_a_tensor_is_copied_once(tmp_path: Path) -> None:
-    tasks = [task_of(tmp_path, SIZES[2], stage.id, "torch") for stage in STAGES]
-    near = [open_stage(task)[0] for task in tasks]
-    far = [FarStage(task, "CUDA", "ort", "f32", opened.run) for task, opened in zip(tasks, near, strict=True)]
-    tensors = tasks[0].tensors
+    opened, tensors = opened_stages(tmp_path)
 
     def copied(plan: str) -> list[tuple[str, str]]:
         FarStage.copies.clear()
-        chosen = [far[stage] if place == "f" else near[stage] for stage, place in enumerate(plan)]
+        chosen = [opened["far" if place == "f" else "near", stage] for stage, place in enumerate(plan)]
         assert difference(run_chain(chosen, tensors), tensors[OUTPUT]) < 1e-4
         return [copy for copy in FarStage.copies if copy[0] != "node_count"]
 
@@ -152,40 +141,6 @@ def test_a_tensor_is_copied_once(tmp_path: Path) -> None:
     assert copied("fnnnnfn") == [("x", "to unit"), ("source", "to unit"), ("messages", "to host"), ("neighbours", "to unit"),
                                  ("combined", "to host")]  # x is on the unit already
     assert len(copied("fffffff")) == 4
-    opened = ({("far", stage): opened for stage, opened in enumerate(far)}
-              | {("near", stage): opened for stage, opened in enumerate(near)})
-    plans = [("near",) * 7, ("far",) * 7]
-    times_ms = time_chains(opened, plans, tensors, 1, 3, 2)
-    assert [[len(samples) for samples in times_ms[plan]] for plan in plans] == [[3, 3], [3, 3]]
-
-
-def test_copies_are_timed_in_chains(tmp_path: Path) -> None:
-    tasks = [task_of(tmp_path, SIZES[2], stage.id, "torch") for stage in STAGES]
-    near = [open_stage(task)[0] for task in tasks]
-    far = [FarStage(task, "CUDA", "ort", "f32", opened.run) for task, opened in zip(tasks, near, strict=True)]
-    opened = ({("far", stage): opened for stage, opened in enumerate(far)}
-              | {("near", stage): opened for stage, opened in enumerate(near)})
-    times = time_in_chains((150, 200), ("far", "near"), opened, tasks[0].tensors, 1, 2, 2)
-    append_chains(tmp_path, times)
-    assert read_chains(tmp_path) == times
-
-    copied = {(copy.direction, copy.tensor): copy.samples_ms for copy in times.copies}
-    passed = {"messages", "sums", "degrees", "means", "neighbours", "combined"}  # from one stage to a later one
-    inputs = {"x", "source", "target", "node_count"}
-    assert {tensor for direction, tensor in copied if direction == "to_device"} == passed | inputs
-    assert {tensor for direction, tensor in copied if direction == "to_host"} == passed | {"output"}
-    assert len(copied["to_device", "sums"]) == 4  # only one chain copies it
-    assert {copy.memory for copy in times.copies} == {"CUDA"}
-
-    alone = {(150, 200): 1.0}
-    stages = {(unit, stage): StageTimes(alone, alone, memory, memory)
-              for unit, memory in (("far", "CUDA"), ("near", HOST)) for stage in range(7)}
-    by_bytes = TransferTable(records=tuple(TransferRecord(memory="CUDA", direction=direction, bytes=4096, samples_ms=(7.0,))
-                                           for direction in DIRECTIONS))
-    problem = in_chains(StageTables(stages, (12, 6), by_bytes), times).setting((150, 200)).problem
-    assert problem.to_device_ms["CUDA", "output"] == 7.0  # no chain copies it
-    assert problem.to_device_ms["CUDA", "sums"] == np.median(copied["to_device", "sums"])
-    assert problem.to_host_ms["CUDA", "output"] == np.median(copied["to_host", "output"])
 
 
 def run_of(units: str, predicted_ms: float, measured_ms: float) -> PlanRun:
@@ -207,3 +162,47 @@ def test_errors_and_regret_by_hand(tmp_path: Path) -> None:
     (tmp_path / "runs.jsonl").write_text('[{"nodes": 1}]\n', encoding="utf-8")
     with pytest.raises(UserError, match=r"runs\.jsonl: damaged"):
         read_runs(tmp_path / "runs.jsonl")
+
+
+class InProcess:
+    """Stands in for a worker process."""
+
+    def ask(self, request: worker.StageRequest) -> Measurement:
+        return worker.answer(worker.StageRequest.model_validate_json(request.model_dump_json()))
+
+
+@pytest.mark.slow
+def test_the_worker_times_copies_of_up_to_the_largest_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = GraphSize(nodes=30, edges=4000, features=8, hidden=4)  # the largest tensor: messages, 128,000 bytes
+    task = StageTask(size=size, graph="uniform", unit="CUDA", stage=5, runtime="ort", warmup=1, runs=3, models=str(tmp_path))
+    monkeypatch.setattr(worker, "open_stage", lambda _: (FarStage(task, "CUDA", "ort", "f32", lambda feed: feed["means"]), ""))
+    worker._canary.cache_clear()
+    records = measure_copies("CUDA", Profile([task], [], 1, 3, 0), InProcess())  # type: ignore[arg-type]
+    worker._canary.cache_clear()
+    assert {(record.memory, record.direction) for record in records} == {("CUDA", "to_device"), ("CUDA", "to_host")}
+    assert max(record.bytes for record in records) == 4 * 4000 * 8
+    assert {len(record.samples_ms) for record in records} == {3}
+    write_transfers(tmp_path, records)
+    assert read_transfers(tmp_path) == TransferTable(records=tuple(records))
+    damaged = (tmp_path / "transfer_table.json").read_text(encoding="utf-8").replace("to_host", "to_hell")
+    (tmp_path / "transfer_table.json").write_text(damaged, encoding="utf-8")
+    with pytest.raises(UserError, match=r"transfer_table\.json: damaged"):
+        read_transfers(tmp_path)
+    assert read_transfers(tmp_path / "none") is None
+
+
+def test_the_file_holds_samples_and_statistics(tmp_path: Path) -> None:
+    record = StageRecord(nodes=10, edges=30, features=5, hidden=4, graph="uniform", unit="CPU", stage=2, stage_name="sum",
+                         runtime="torch", ran_on="CPU", precision="FP32", inference_precision="f32", bytes_in=848,
+                         bytes_out=200, samples_ms=(1.0, 2.0, 6.0))
+    assert record.statistics == pytest.approx({"mean": 3.0, "std": 7**0.5, "min": 1.0, "max": 6.0, "median": 2.0})
+    bytes_in, bytes_out = ([getattr(stage, way)(record.size) for stage in STAGES] for way in ("bytes_in", "bytes_out"))
+    assert bytes_in == [200 + 240, 600 + 240 + 8, 240 + 8, 200 + 40, 200, 200 + 160, 160]
+    assert bytes_out == [600, 200, 40, 200, 160, 160, 160]
+    raw = RawMeasurements(machine={}, versions={}, warmup=1, runs=3, seed=0, records=(record,),
+                          units=(UnitReport(name="NPU", present=False, why="no driver"),))
+    files.write_json(tmp_path / RAW, raw)
+    assert files.read_json(tmp_path / RAW)["records"][0]["statistics"]["median"] == 2.0
+    assert read_raw(tmp_path / RAW) == raw
+    with pytest.raises(UserError, match=r"profile_stages\.py --measure"):
+        read_raw(tmp_path / "none.json")
