@@ -116,27 +116,27 @@ def innermost(nodes: Iterable[NodeEvent]) -> list[NodeEvent]:
 
 def overlap_of(runs: Sequence[ProfiledRun]) -> Overlap:
     """Overlap and pauses of the kernels in at least one run."""
-    busy = overlapped = gaps = whole = 0.0
+    busy_us = overlap_us = gap_us = run_us = 0.0
     overlapping: dict[str, None] = {}
     for run in runs:
-        whole += run.end_us - run.start_us
-        end = None
+        run_us += run.end_us - run.start_us
+        end_us = None
         for node in innermost(run.nodes):
-            if end is None or node.start_us >= end - ROUNDING_US:
-                gaps += max(node.start_us - end, 0.0) if end is not None else 0.0
-                busy += node.duration_us
-                end = max(node.end_us, end or 0.0)
+            if end_us is None or node.start_us >= end_us - ROUNDING_US:
+                gap_us += max(node.start_us - end_us, 0.0) if end_us is not None else 0.0
+                busy_us += node.duration_us
+                end_us = max(node.end_us, end_us or 0.0)
                 continue
             overlapping[node.node] = None
-            overlapped += min(end, node.end_us) - node.start_us
-            busy += max(node.end_us - end, 0.0)
-            end = max(end, node.end_us)
-    count = 1000.0 * len(runs)  # converts µs of all runs to ms of one
+            overlap_us += min(end_us, node.end_us) - node.start_us
+            busy_us += max(node.end_us - end_us, 0.0)
+            end_us = max(end_us, node.end_us)
+    divisor = 1000.0 * len(runs)  # from µs of all runs to ms of one
     return Overlap(
         runs=len(runs), kernels=len({node.node for run in runs for node in run.nodes}), serial=not overlapping,
-        providers=tuple(sorted({node.provider for run in runs for node in run.nodes})), busy_ms=busy / count,
-        overlap_ms=overlapped / count, gap_ms=gaps / count, run_ms=whole / count,
-        overlap_share=overlapped / whole if whole else 0.0, gap_share=gaps / whole if whole else 0.0,
+        providers=tuple(sorted({node.provider for run in runs for node in run.nodes})), busy_ms=busy_us / divisor,
+        overlap_ms=overlap_us / divisor, gap_ms=gap_us / divisor, run_ms=run_us / divisor,
+        overlap_share=overlap_us / run_us if run_us else 0.0, gap_share=gap_us / run_us if run_us else 0.0,
         overlapping=tuple(overlapping))
 
 
@@ -201,7 +201,7 @@ def graph_of_profile(runs: Sequence[ProfiledRun], dag: Path | None, record: Path
     The graph comes from the user's file (`dag` or `record`), else from the record in the workspace that fits.
 
     Raises:
-        UserError: the file can't be read, or its nodes are others.
+        UserError: the file can't be read, or has other nodes.
     """
     if dag or record:
         graph = read_dag(dag) if dag else dag_file(read_model_record(record or Path()))

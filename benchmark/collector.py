@@ -1,14 +1,14 @@
-"""The dataset: every kernel and every model, at every level and kind of load, with the device's metrics.
+"""Measures the dataset: every kernel and every model, at every level and kind of load, with the device's metrics.
 
 Reads kernel_model/kernel_onnx/<flavour> (each kernel is timed alone, and among others in a carrier), the models' records and
 files (each model is timed whole, and its kernels in it), and benchmark/config.yaml. Writes benchmark/dataset/<target>/:
 measurements.jsonl while it runs, and from it kernel_latency.csv and model_latency.csv.
 
-The outer loop goes over levels, the next one over backgrounds (what the stressor does). Kernels and models are measured in
+The outer loop goes over levels, the inner one over backgrounds (what the stressor does). Kernels and models are measured in
 blocks: first a window of metrics with the stressor alone, then a canary, then the block's runs with a second window around
 them, then the canary again. If the two canaries differ, the block is measured again after all others, and the steadiest
-attempt counts. Where none was steady, it is marked in both tables; --remeasure measures it once more. Each block is written as
-one line, so a run that is killed loses no row and doubles none: start the same command again, and it resumes.
+attempt counts. If none was steady, it is marked in both tables; --remeasure measures it once more. Each block is written as one
+line, so a killed run neither loses nor repeats a row: the same command resumes it.
 
 Several machines of one target may share the work (`each_machine: false`). Then a machine omits what others measured, except
 for a few kernels, the `ties`, which it measures too; benchmark/dataset.py --machines compares them. With --ray, all devices of
@@ -65,7 +65,7 @@ def main() -> int:
     else:
         cli.print_table([{**result, "failed": len(result["failed"])}])
     if result["failed"]:
-        log.error("%d failed, which their rows say: %s", len(result["failed"]), ", ".join(result["failed"]))
+        log.error("%d failed, as their rows say: %s", len(result["failed"]), ", ".join(result["failed"]))
     return 1 if result["failed"] else 0
 
 

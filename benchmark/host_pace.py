@@ -2,7 +2,7 @@
 
 With another host, or with other work on the same host, the same GPU gets its work up to 1.6 times more slowly, and small models
 take that much longer. A fixed graph of many small kernels (benchmark/measuring/quiet_host.py) is dispatched again and again;
-the median time is the host pace. Predictors hold for one pace; a prediction takes the ratio to it (`--host-pace`).
+the median time is the host pace. Predictors are valid for one pace; a prediction takes the ratio to it (`--host-pace`).
 
 Writes a record: by default into the workspace (benchmark/host_pace.json), where predictions for this machine use it for ten
 minutes unless the machine restarts; with --out to another file, for predictions on another machine (`--machine FILE`).
@@ -27,16 +27,15 @@ from hase.utils.paths import COMPOSITION, SHIPPED, Workspace
 if TYPE_CHECKING:
     from hase.records.host_pace import MachinePace
 
-
 EXAMPLES = """
-  python benchmark/host_pace.py
-  python benchmark/host_pace.py --out machine.json
-  python inference/predict_model_latency.py --model resnet18.onnx --target nvidia-h200 --machine machine.json
+python benchmark/host_pace.py
+python benchmark/host_pace.py --out machine.json
+python inference/predict_model_latency.py --model resnet18.onnx --target nvidia-h200 --machine machine.json
 """
 
 
 class LearnedPace(NamedTuple):
-    """The probe's time (µs) at the pace for which a target's predictors hold."""
+    """The probe's time (µs) at the pace for which a target's predictors are valid."""
 
     target: str
     probe_us: float
@@ -52,7 +51,7 @@ def learned_pace(workspace: Workspace, target: str) -> LearnedPace | None:
     return None
 
 
-def shown(pace: MachinePace, learned: LearnedPace | None) -> dict[str, Any]:
+def pace_row(pace: MachinePace, learned: LearnedPace | None) -> dict[str, Any]:
     """A pace as a row to print."""
     return {"probe_us": pace.probe_us, "spread": pace.spread, "readings": pace.readings,
             "stalls_per_s": pace.stalls_per_s,
@@ -71,7 +70,7 @@ def main() -> int:
     with measuring("cuda"):
         pace = measure_pace(seconds=args.seconds)
     files.write_json(args.out or workspace.host_pace, pace)
-    row = shown(pace, learned_pace(workspace, local_target("cuda").name))
+    row = pace_row(pace, learned_pace(workspace, local_target("cuda").name))
     if args.json:
         cli.print_json(pace.model_dump(mode="json") | row)
     else:

@@ -1,10 +1,10 @@
 """How long one file takes on this machine: an ONNX file (a kernel or a whole model), or an operator as a function of TVM.
 
 Reads the file, and needs no dataset. ONNX Runtime runs ONNX files, unless --runtime names another runtime. A function of TVM
-(`.tvm`, by operator_sampler.py or relax_parser.py) is timed as the collector times it: built for this machine, without Python
-or allocation in its time. Prints mean, median, p95, standard deviation, minimum and maximum in ms, with start and end (UTC).
-Inputs are standardised random numbers, or those in a file of yours (--inputs). They lie on the device by default, so that
-copies from the host do not count (IOBinding); `--io host` counts them. Writes nothing except, with `--raw`, the samples.
+(`.tvm`, by operator_sampler.py or relax_parser.py) is timed as the collector times it: built for this machine, and its time
+includes neither Python nor allocation. Prints mean, median, p95, standard deviation, minimum and maximum in ms, with start and
+end (UTC). Inputs are standardised random numbers, or those in a file of yours (--inputs). They lie on the device by default, so
+that copies from the host do not count (IOBinding); `--io host` counts them. Writes nothing except, with `--raw`, the samples.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def runtime_of(model: Path) -> str:
 
 def measure_by(runtime: str, model: Path, device: str, workspace: Workspace, dims: Mapping[str, int], effort: Effort) -> Timing:
     """Times a kernel or model under another runtime, in its own process. Raises UserError if a function is given sizes."""
-    described = runtime_named(runtime)
-    described.check()
-    described.on(device)
-    is_kernel = model.suffix == described.kernel_suffix and model.suffix not in described.model_suffixes
+    other = runtime_named(runtime)
+    other.check()
+    other.on(device)
+    is_kernel = model.suffix == other.kernel_suffix and model.suffix not in other.model_suffixes
     if is_kernel and dims:
-        raise UserError(f"{model}: a function of {described.title} has fixed sizes: leave --dim out, or make one with other "
+        raise UserError(f"{model}: a function of {other.title} has fixed sizes: leave --dim out, or make one with other "
                         "sizes (docs/tvm.md)")
     setting = RuntimeSetting.of(local_target(device, runtime), workspace.kernel_onnx)
     request = Request(do="alone" if is_kernel else "session", device=device, paths=(str(model),), dims=dict(dims),

@@ -2,9 +2,9 @@
 
 Reads ONNX models (files or folders). Times each whole model, and the host's dispatch alone, while a probe finds the host
 undisturbed. Then another process traces a few runs, since a process that used CUPTI launches more slowly from then on. Prints
-one row per model and batch; shares are of the latency without the tracer. The tracer slows the host down: shares above 100 %
-come from it, nearly all as time in which the GPU waits for the host, while the GPU's own work takes as long as before. Writes
-only, with --trace, the traced run.
+one row per model and batch; shares are of the latency without the tracer. Shares above 100 % come from the tracer, which slows
+the host down: the excess is nearly all time in which the GPU waits for the host, and the GPU's own work takes as long as
+before. Writes only, with --trace, the traced run.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ModelAnatomy(Frozen):
     batch: int | None
     latency_ms: float  # median latency without the tracer
     host_ms: float  # median time of the dispatch alone, without the tracer and without waiting for the GPU
-    disturbance: float  # how much other work slowed the host down, a ratio (quiet_host)
+    disturbance: float  # by how much other work slowed the host down, a ratio (see quiet_host.py)
     traced: Anatomy  # the traced run of median length
 
     def share(self, part_us: float) -> float:

@@ -6,9 +6,9 @@ process is free, it runs all that wait, up to the model's `batch`, padded to exa
 begun when the time is over count as unserved.
 
 Writes benchmark/served_sets/<target>.jsonl, one line for each set and way of sharing, and all requests to <target>/<key>.npz
-beside it. What is there is not measured again, not on another machine of the target either; what failed is. Shows for each
-model the latency of its requests (from arrival to answer), the share within its `slo_ms` (unserved ones are not), and `busy`,
-the share of the time in which it ran.
+beside it. Results that are there are not measured again, even on another machine of the target; failed ones are. Prints for
+each model the latency of its requests (from arrival to answer), the share within its `slo_ms` (unserved ones are not), and
+`busy`, the share of the time in which it ran.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from hase.utils.processes import WorkerFailed
 from hase.utils.sharing_mode import GpuSharing, SetSharing
 
 OPEN_S = 180.0  # limit for opening a model
-LEAD_S = 0.1  # from telling the processes to begin, to the first request
+LEAD_S = 0.1  # between telling the processes to begin and the first request
 EXAMPLES = """
 python benchmark/served_sets.py --config recipes/h200/served_sets.yaml --first 20  # needs a GPU
 python benchmark/served_sets.py --config recipes/h200/served_sets.yaml --set 'ways=[slices]' --set device=cpu --first 1 --json
@@ -77,12 +77,12 @@ class SetToMeasure(NamedTuple):
 
 def asked_for(config: ServedSetsConfig, first: int | None = None) -> list[SetToMeasure]:
     """What a config asks for, in its `first` sets or all, ordered so that MPS starts rarely."""
-    found = []
+    sets = []
     for number, models in enumerate(config.sets[:first], 1):
         fitting = [way for way in config.ways if SetSharing.parse(way).fits(len(models))]
-        found += [SetToMeasure(number, models, way, key_of(models, way, config))
-                  for way in sorted(fitting, key=lambda way: SetSharing.parse(way).mps, reverse=number % 2 == 0)]
-    return found
+        sets += [SetToMeasure(number, models, way, key_of(models, way, config))
+                 for way in sorted(fitting, key=lambda way: SetSharing.parse(way).mps, reverse=number % 2 == 0)]
+    return sets
 
 
 def measure_sets(workspace: Workspace, config: ServedSetsConfig, first: int | None = None) -> list[tuple[int, SetResult]]:
@@ -90,36 +90,36 @@ def measure_sets(workspace: Workspace, config: ServedSetsConfig, first: int | No
     device = resolve_device(config.device)
     config.check_on(device)
     path = workspace.served_sets(local_target(device).name)
-    asked = asked_for(config, first)
+    requested = asked_for(config, first)
     for way in config.ways:
-        fitting = sum(each.way == way for each in asked)
+        fitting = sum(one_set.way == way for one_set in requested)
         if fitting < len(config.sets[:first]):
             log.info("%s: measured for the %d sets with so many models, of %d", way, fitting, len(config.sets[:first]))
     with sole_writer(path.parent), measuring(device):
         results = read_results(path)
-        missing = [each for each in asked if each.key not in results or results[each.key].status != "ok"]
-        if len(missing) < len(asked):
-            log.info("%d of %d are there already", len(asked) - len(missing), len(asked))
-        for mps, alike in groupby(progress(missing, "measuring"), lambda each: SetSharing.parse(each.way).mps):
+        missing = [one_set for one_set in requested if one_set.key not in results or results[one_set.key].status != "ok"]
+        if len(missing) < len(requested):
+            log.info("%d of %d are there already", len(requested) - len(missing), len(requested))
+        for mps, same_way in groupby(progress(missing, "measuring"), lambda one_set: SetSharing.parse(one_set.way).mps):
             with gpu_shared(GpuSharing(mps)) if device == "cuda" else nullcontext():
-                for each in alike:
-                    results[each.key] = _measured(each, workspace, config, device, path)
-    return [(each.number, results[each.key]) for each in asked]
+                for one_set in same_way:
+                    results[one_set.key] = _measure_set(one_set, workspace, config, device, path)
+    return [(one_set.number, results[one_set.key]) for one_set in requested]
 
 
-def _measured(asked: SetToMeasure, workspace: Workspace, config: ServedSetsConfig, device: str, path: Path) -> SetResult:
+def _measure_set(one_set: SetToMeasure, workspace: Workspace, config: ServedSetsConfig, device: str, path: Path) -> SetResult:
     """Measures one set under one way of sharing, and writes the result."""
     result = SetResult(
-        key=asked.key, models=tuple(asked.models), way=asked.way, seconds=config.seconds, warmup_s=config.warmup_s,
+        key=one_set.key, models=tuple(one_set.models), way=one_set.way, seconds=config.seconds, warmup_s=config.warmup_s,
         seed=config.seed, provider_options=config.provider_options, machine=machine(device),
         environment=current_environment(local_target(device)), started=now())
     requests = list[ModelRequests]()
     try:
-        requests = served(asked.models, workspace, config, device, SetSharing.parse(asked.way))
+        requests = served(one_set.models, workspace, config, device, SetSharing.parse(one_set.way))
         result = result.model_copy(update={"results": tuple(
-            came.result(model.slo_ms, config.seconds) for came, model in zip(requests, asked.models, strict=True))})
+            one.result(model.slo_ms, config.seconds) for one, model in zip(requests, one_set.models, strict=True))})
     except UserError as error:
-        log.error("set %d under %s: %s", asked.number, asked.way, error)
+        log.error("set %d under %s: %s", one_set.number, one_set.way, error)
         result = result.model_copy(update={"status": "failed", "error": str(error)})
     add_result(path, result, requests)
     return result

@@ -1,11 +1,11 @@
 """Measures how long work on the device waits for other processes now, with a fifth of a second of small work.
 
-Metrics show how busy a GPU is, but not how long the bursts of the other processes are. When a GPU is shared in time slices, one
-waits for these bursts. For half of the time the probe runs work that is far shorter than any burst, back to back. For the other
+Metrics show how busy a GPU is, but not how long the bursts of the other processes are, for which work waits when a GPU is
+shared in time slices. For half of the time the probe runs work that is far shorter than any burst, back to back. For the other
 half it runs work of a third of a millisecond, which waits longer, since another process goes on queueing meanwhile. (On an H200
 with a model in a loop, the tiny piece waits 0.5 ms and the long one 0.8 ms.)
 
-Reads no files; writes only, with --out, the raw result: start and latency of each run. Shows the number of runs, median, 95th
+Reads no files; writes only, with --out, the raw result: start and latency of each run. Prints the number of runs, median, 95th
 percentile, and `waited`: the share of the time that belongs to runs that had to wait.
 """
 

@@ -112,7 +112,7 @@ class CpuBurner(Burner):
         except KeyboardInterrupt:
             self.close()
             raise
-        if reason := max(reasons):
+        if reason := max(reasons):  # "" from a worker that is ready
             self.close()
             raise UserError(reason)
 
@@ -152,9 +152,9 @@ class Meter:
 
 def background_of(args: argparse.Namespace, workspace: Workspace) -> Background:
     """The background that the arguments describe. Raises UserError if they contradict each other."""
-    asked = {"name": args.kind, "kind": args.kind, "queue": args.queue, "burst_ms": args.burst_ms, "period_ms": args.period_ms,
-             "model": args.model and workspace.find_model(args.model), "dims": cli.one_size_dims(args.dim)}
-    return validate(asked, Background, "the load asked for")
+    fields = {"name": args.kind, "kind": args.kind, "queue": args.queue, "burst_ms": args.burst_ms, "period_ms": args.period_ms,
+              "model": args.model and workspace.find_model(args.model), "dims": cli.one_size_dims(args.dim)}
+    return validate(fields, Background, "the load asked for")
 
 
 def run(args: argparse.Namespace, background: Background) -> dict[str, float]:
@@ -172,7 +172,7 @@ def run(args: argparse.Namespace, background: Background) -> dict[str, float]:
     burner = (GpuBurner if device == "cuda" else CpuBurner)(background, args.intensity)
     stop = set_by_signal()  # until here a signal ends it without a report
     try:
-        whole = Meter(burner, source)
+        overall = Meter(burner, source)
         began = time.monotonic()
         say(args, "ready", {"pid": os.getpid(), "device": device, "kind": background.kind, "queue": background.queue,
                             "intensity": args.intensity})
@@ -182,7 +182,7 @@ def run(args: argparse.Namespace, background: Background) -> dict[str, float]:
                 if left <= 0:
                     break
                 burner.turn(min(left, max(background.period_ms / 1e3, 0.05)))
-            return whole.read()
+            return overall.read()
     finally:
         burner.close()
 

@@ -1,7 +1,8 @@
-"""Which kernel waits for which, and how long a whole run takes, given the time of each kernel.
+"""Writes the graph (DAG) of a model's kernels: which kernel waits for which.
 
 Reads kernel records (by default all of ort_analysis/ort_kernel_record). Writes one DAG per record to
-graph_model/model_DAG/<flavour>/<model>.json: its nodes in execution order and the tensors between them.
+graph_model/model_DAG/<flavour>/<model>.json: its nodes in execution order and the tensors between them. Prints the numbers of
+nodes and edges, and the length of the longest chain.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ def main() -> int:
     rows = []
     for path in progress(paths, "building DAGs"):
         dag = dag_file(read_model_record(path))
-        written = workspace.model_dag(dag.flavour) / f"{dag.model}.json"
-        files.write_json(written, dag)
-        rows.append(summary(dag_of(dag)) | {"file": str(written)})
+        dag_path = workspace.model_dag(dag.flavour) / f"{dag.model}.json"
+        files.write_json(dag_path, dag)
+        rows.append(summary(dag_of(dag)) | {"file": str(dag_path)})
     cli.print_rows(rows, args.json, "DAGs")
     return 0
 

@@ -1,11 +1,10 @@
-"""Which device? A model on several GPUs side by side: latency, throughput, memory, and what a million items cost.
+"""Compares a model on several GPUs: latency, throughput, memory, and what a million items cost.
 
-A card is named as in records/gpus.yaml (or by a file with one's own). Where predictors of it are in the workspace or ship with
-Hase, they predict; any other card is predicted from its data sheet, which the column `from` says; `this` is this machine.
-Prices are a YAML file of names and prices per hour, in any currency. Rows are sorted by cost, or by latency without prices; a
-card whose memory is too small comes last. With --slo-ms, a column says how likely the latency meets it, by the prediction's
-interval. Prints a table, draws latency against cost with --plot, and
-makes a page of both with --html.
+A card is named as in records/gpus.yaml (or by a file with one's own). If it has predictors in the workspace or shipped with
+Hase, they predict it; any other card is predicted from its data sheet (column `from`); `this` is this machine. Prices are a
+YAML file of names and prices per hour, in any currency. Rows are sorted by cost, or by latency without prices; a card whose
+memory is too small comes last. With --slo-ms, a column says how likely the latency meets it, by the prediction's interval.
+Prints a table, draws latency against cost with --plot, and makes a page of both with --html.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Prices(RootModel[dict[str, Annotated[float, Field(gt=0)]]]):
 
 
 def target_of(name: str, workspace: Workspace) -> str | None:
-    """The target of a device's name, measured if it has predictors, else from its data sheet. None for this machine."""
+    """The target of a device: measured if it has predictors, else from its data sheet; None for this machine."""
     if name == THIS:
         return None
     gpu = gpu_named(name)
@@ -97,7 +96,7 @@ def compare(predictors: Mapping[str, Predictor], model: Path, sizes: Sequence[Ma
     rows, warnings = [], list[tuple[str, tuple[str, ...]]]()
     for name, predictor in progress(list(predictors.items()), "devices"):
         try:
-            _ = predictor.learned_energy
+            _ = predictor.learned_energy  # raises an error without one
             energy_known = True
         except UserError as error:
             log.warning("%s: no energy: %s", name, error)

@@ -19,7 +19,8 @@ the chance that it does, by the interval.
 
 While other work shares the GPU, the latency is a distribution: the row holds its mean and percentiles. --slo-ms says whether an
 objective is met, by how much, and up to which load it still would be. --watch repeats the prediction as the load changes, until
-Ctrl-C, and --export serves the latest one to Prometheus. A prediction that fails has a line too; it is never taken for idle.
+Ctrl-C, and --export serves the latest one to Prometheus. A prediction that fails has a line too; the device is never taken for
+idle then.
 
 On a machine that is the target, --measure-missing first measures the model's kernels that were never measured, and again those
 that were measured while the machine was unsteady: the collector adds them to the target's dataset (as benchmark/config.yaml
@@ -112,8 +113,8 @@ python inference/predict_model_latency.py --model resnet18.onnx --target h200 --
 """
 
 
-def options() -> argparse.ArgumentParser:
-    """The command's options."""
+def option_parser() -> argparse.ArgumentParser:
+    """The parser of the command's options."""
     parser = cli.parser(__doc__, EXAMPLES)
     source = parser.add_mutually_exclusive_group(required=True)
     cli.add_models(source, required=False)
@@ -198,10 +199,10 @@ def check_together(parser: argparse.ArgumentParser, args: argparse.Namespace, si
 
 def check_several(parser: argparse.ArgumentParser, args: argparse.Namespace, models: Sequence[Path]) -> None:
     """Ends the command with a usage error if several models are given with an option for one."""
-    for option, given, why in (("--trace", args.trace, "draws one run"), ("--watch", args.watch, "follows one model"),
-                               ("--inputs", args.inputs, "are those of one model")):
+    for option, given, reason in (("--trace", args.trace, "draws one run"), ("--watch", args.watch, "follows one model"),
+                                  ("--inputs", args.inputs, "are those of one model")):
         if given and len(models) > 1:
-            parser.error(f"{option} {why}, and --model names {len(models)}: {', '.join(map(str, models[:3]))}"
+            parser.error(f"{option} {reason}, and --model names {len(models)}: {', '.join(map(str, models[:3]))}"
                          f"{', …' if len(models) > 3 else ''}")
 
 
@@ -247,14 +248,14 @@ def predict_all(args: argparse.Namespace, predictor: Predictor, sources: LiveSou
         if args.measure_missing:  # before the rest is read: perhaps nothing was learned yet
             for question in questions:
                 predictor.measure_missing(question.model, question.sizes, static=args.static, inputs=args.inputs).log()
-        now = sources.with_load(load)
+        conditions = sources.with_load(load)
         if len(questions) == 1:
-            return answers_to(questions[0], args, predictor, sources.run_mode, now), {}
+            return answers_to(questions[0], args, predictor, sources.run_mode, conditions), {}
         answers: list[Answer] = []
         failed: dict[Path, str] = {}
         for question in progress(questions, "models"):
             try:
-                answers += answers_to(question, args, predictor, sources.run_mode, now)
+                answers += answers_to(question, args, predictor, sources.run_mode, conditions)
             except UserError as error:
                 log.error("%s", error)
                 failed[question.model] = str(error)
@@ -262,21 +263,21 @@ def predict_all(args: argparse.Namespace, predictor: Predictor, sources: LiveSou
 
 
 def answers_to(question: Question, args: argparse.Namespace, predictor: Predictor, run_mode: RunMode,
-               now: LoadOptions) -> list[Answer]:
-    """The answers about one model at each of its sizes; `now`: the load, and the host's pace."""
+               conditions: LoadOptions) -> list[Answer]:
+    """The answers about one model at each of its sizes; `conditions`: the load, and the host's pace."""
     model, sizes = question
     by_type: list[list[tuple[Precision | None, PredictedRun]]] = []
     precisions: tuple[Precision | None, ...] = (None, "fp16") if args.dtype else (None,)
     for dtype in precisions:
-        runs = [predictor.run(model, dims=dims, static=args.static, run_mode=run_mode, dtype=dtype, **now)
+        runs = [predictor.run(model, dims=dims, static=args.static, run_mode=run_mode, dtype=dtype, **conditions)
                 for dims in progress(sizes, "predicting")]
         in_order = make_monotonic([run.prediction for run in runs])
         by_type.append([(dtype, run._replace(prediction=prediction)) for run, prediction in zip(runs, in_order, strict=True)])
     return [Answer(model, dtype, run,
-                   predictor.objective(run, args.slo_ms, args.slo_percentile or PERCENTILE, like=now["co_runner"])
+                   predictor.objective(run, args.slo_ms, args.slo_percentile or PERCENTILE, like=conditions["co_runner"])
                    if args.slo_ms else None,
                    predictor.energy(run) if args.energy else None)
-            for at_size in zip(*by_type, strict=True) for dtype, run in at_size]
+            for same_size in zip(*by_type, strict=True) for dtype, run in same_size]
 
 
 def report(args: argparse.Namespace, answers: Sequence[Answer], several: bool, failed: Mapping[Path, str]) -> int:
@@ -301,7 +302,7 @@ def report(args: argparse.Namespace, answers: Sequence[Answer], several: bool, f
 
 
 def main() -> int:
-    parser = options()
+    parser = option_parser()
     args = parser.parse_args()
     sizes = cli.all_sizes(cli.parse_dims(args.dim), args.sizes)
     check_together(parser, args, sizes)
@@ -314,10 +315,10 @@ def main() -> int:
     check_several(parser, args, models)
     if args.machine:
         read_pace(args.machine)
-    if __name__ == "__main__":  # the modules stay to the end, so Python need not look through them then either.
-        gc.freeze()  # Boosters, which must still be found then, are not there yet, nor is xgboost
+    if __name__ == "__main__":  # modules live to the end, so the garbage collector need not look through them, at exit either
+        gc.freeze()  # before xgboost and its boosters are loaded, since boosters must be collected at exit
         gc.enable()
-    real = read_processes(args.beside, MEASURED, 2) if args.beside else []  # before the predictions: it may be no trace
+    real = read_processes(args.beside, MEASURED, 2) if args.beside else []  # before the predictions: the file may hold no trace
     config = read_config(args.config, InferenceConfig, args.changes)
     if args.measure_missing and config.prometheus.url is not None:
         raise UserError("--measure-missing: idle times are not looked up under a load; leave prometheus.url out, or give "

@@ -1,13 +1,13 @@
-"""How long a prediction takes: from the shell, for a new file, for the same file again, and from a kernel record.
+"""Times predictions: from the shell, for a new file, for the same file again, and from a kernel record.
 
 Reads a model and what training learned for the target, as the predictor does. If --config names a Prometheus, or with --metrics
 FILE, predictions under load are timed too, with the load read each time. Prints one row per case; writes nothing.
 
 With --shell it takes several models, and times only the command: without a cache, with an empty one, and again. Each model has
-a row, with the seconds on the clock, and those of processors, which tell less of what else runs.
+a row with seconds of wall-clock and of CPU time, which depends less on what else runs.
 
-With --against FOLDER, the checkout of another version, it prints how many times as long this version takes as that one, by
-the time of processors, for one answer in a fresh process, a repeated answer, and many records; both versions take turns.
+With --against FOLDER, the checkout of another version, it prints how many times as much CPU time this version takes as that
+one, for one answer in a fresh process, a repeated answer, and many records; both versions take turns.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from hase.utils.timing import summarize, time_runs_ms
 if TYPE_CHECKING:
     from hase.records.kernel_record import ModelRecord
 
-MANY = 1000
+MANY = 1000  # records in one call
 ROUNDS = 3  # with --against: each runs both versions
 # Prints the seconds of a case with the version in a folder: those of the process for its first answer, of an answer that was
 # given before, and of whole answers for many records. A version without the folder hase/ is imported without that prefix.
@@ -99,15 +99,15 @@ def from_the_shell(model: Path, workspace: Workspace, target: str, strict: bool 
     """Makes one prediction by the command; `cache`: the folder of its cache, or OFF."""
     command = [sys.executable, "inference/predict_model_latency.py", "--workspace", str(workspace.root), "--model", str(model),
                "--target", target]
-    done = subprocess.run([*command, "--strict"] if strict else command, cwd=ROOT, env=os.environ | {VARIABLE: cache},
-                          capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise UserError(done.stderr.strip().removeprefix("error: "))
+    result = subprocess.run([*command, "--strict"] if strict else command, cwd=ROOT, env=os.environ | {VARIABLE: cache},
+                            capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise UserError(result.stderr.strip().removeprefix("error: "))
 
 
 def shell_row(model: Path, workspace: Workspace, target: str, repeats: int) -> dict[str, Any]:
     """The median wall-clock and CPU seconds of one model's predictions from the shell."""
-    def taken(cache: str) -> tuple[float, float]:
+    def times_s(cache: str) -> tuple[float, float]:
         began, used = time.perf_counter(), _processor_s()
         from_the_shell(model, workspace, target, cache=cache)
         return time.perf_counter() - began, _processor_s() - used
@@ -115,8 +115,8 @@ def shell_row(model: Path, workspace: Workspace, target: str, repeats: int) -> d
     rounds: list[tuple[tuple[float, float], ...]] = []
     for _ in range(repeats):
         with temporary_folder() as cache:
-            rounds.append((taken(OFF), taken(str(cache)), taken(str(cache))))
-    medians = {field: [statistics.median(one[index][kind] for one in rounds) for kind in range(2)]
+            rounds.append((times_s(OFF), times_s(str(cache)), times_s(str(cache))))
+    medians = {field: [statistics.median(times[index][clock] for times in rounds) for clock in range(2)]
                for index, field in enumerate(SHOWN_FIELDS)}
     return {"model": model.stem} | {f"{field}_s": clock_s for field, (clock_s, _) in medians.items()} | {
         f"{field}_processor_s": processor_s for field, (_, processor_s) in medians.items()}
@@ -130,24 +130,23 @@ def _processor_s() -> float:
 
 def ratios(record: ModelRecord, target: str, other: Path) -> list[dict[str, Any]]:
     """A row for each case: the CPU seconds with this version and with the one in the folder `other`, and their ratio. Raises
-    UserError: one of them failed; with its own message.
-    """
+    UserError, with the version's own message, if one of them fails."""
     rows = []
     with temporary_folder() as folder:
         path = folder / "record.json"
         path.write_text(record.model_dump_json(), encoding="utf-8")
 
-        def taken_s(root: Path, case: str) -> float:
-            done = subprocess.run([sys.executable, "-c", TIMED, str(root), case, str(path), target, str(MANY)], cwd=root,
-                                  env=os.environ | {VARIABLE: OFF}, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise UserError(f"{root}: {done.stderr.strip()}")
-            return float(done.stdout)
+        def case_s(root: Path, case: str) -> float:
+            result = subprocess.run([sys.executable, "-c", TIMED, str(root), case, str(path), target, str(MANY)], cwd=root,
+                                    env=os.environ | {VARIABLE: OFF}, capture_output=True, text=True, check=False)
+            if result.returncode:
+                raise UserError(f"{root}: {result.stderr.strip()}")
+            return float(result.stdout)
 
         for case, what in (("first", "one answer, in a fresh process"), ("again", "the same answer again"),
                            ("many", f"{MANY} records in one call, each read by itself")):
-            rounds = [(taken_s(ROOT, case), taken_s(other, case)) for _ in range(ROUNDS)]
-            here_s, there_s = (statistics.median(both) for both in zip(*rounds, strict=True))
+            rounds = [(case_s(ROOT, case), case_s(other, case)) for _ in range(ROUNDS)]
+            here_s, there_s = (statistics.median(times_s) for times_s in zip(*rounds, strict=True))
             rows.append({"case": what, "processor_s": here_s, "other_processor_s": there_s, "ratio": here_s / there_s})
     return rows
 
@@ -164,11 +163,11 @@ def cases(model: Path, workspace: Workspace, target: str | None, repeats: int,
     """One row per case: what is predicted from what, and the median time in ms; with `read_load`, also under that load."""
     os.environ[VARIABLE] = OFF  # for this process; the commands name theirs
     target, _ = choose_target(workspace, target)
-    cold, cold_strict = (milliseconds(partial(from_the_shell, model, workspace, target, strict), min(repeats, SHELLS))
+    cold, strict_cold = (milliseconds(partial(from_the_shell, model, workspace, target, strict), min(repeats, SHELLS))
                          for strict in (False, True))
     with temporary_folder() as cache:
         from_the_shell(model, workspace, target, cache=str(cache))
-        kept = milliseconds(partial(from_the_shell, model, workspace, target, cache=str(cache)), min(repeats, SHELLS))
+        cached = milliseconds(partial(from_the_shell, model, workspace, target, cache=str(cache)), min(repeats, SHELLS))
     predict_one = partial(predict, target=target)
     flavour = fitted_for(workspace, target).target.flavour
     first = milliseconds(lambda: predict_one(model, workspace=workspace), 1)
@@ -177,23 +176,24 @@ def cases(model: Path, workspace: Workspace, target: str | None, repeats: int,
     from_record = milliseconds(lambda: predict_one(record, workspace=workspace), repeats)
     strict_first = milliseconds(lambda: predict_one(record, workspace=workspace, strict=True), 1)
     strict_again = milliseconds(lambda: predict_one(record, workspace=workspace, strict=True), repeats)
-    loaded: list[tuple[str, float]] = []
+    loaded_cases: list[tuple[str, float]] = []
     if read_load:
         def under_load() -> None:
             load = read_load()
             predict_one(model, workspace=workspace, load=load.metrics,
                         co_runner=co_runner_from_summary(fitted_for(workspace, target), load.probe))
 
-        loaded = [("reading the load", milliseconds(read_load, repeats)),
-                  ("the same file under load, which is read each time", milliseconds(under_load, repeats))]
+        loaded_cases = [("reading the load", milliseconds(read_load, repeats)),
+                        ("the same file under load, which is read each time", milliseconds(under_load, repeats))]
     records = copies(record, MANY)
     gc.collect()  # garbage from reading the records must not count
     many = milliseconds(lambda: Predictor(workspace, target).predict_many(records), 1)
     return [{"case": case, "median_ms": median_ms} for case, median_ms in (
-        ("from the shell", cold), ("from the shell, --strict", cold_strict), ("from the shell, again", kept),
+        ("from the shell", cold), ("from the shell, --strict", strict_cold), ("from the shell, again", cached),
         ("in a running process, first prediction of all", first), ("the same file again", again),
         ("from its record", from_record), ("from its record, strict, first", strict_first),
-        ("from its record, strict, again", strict_again), *loaded, (f"{MANY} records in one call, each read by itself", many))]
+        ("from its record, strict, again", strict_again), *loaded_cases,
+        (f"{MANY} records in one call, each read by itself", many))]
 
 
 def main() -> int:

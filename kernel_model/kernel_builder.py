@@ -1,9 +1,9 @@
-"""Writes every kernel as an ONNX model of its own, which ONNX Runtime loads as it stands.
+"""Writes every kernel as an ONNX model of its own that ONNX Runtime can load.
 
 Reads a model's record, the index, or one kernel's JSON (by default the index of every flavour in
-ort_analysis/ort_kernel_record). Writes kernel_model/kernel_onnx/<flavour>/<kernel id>.onnx, each with its description in
-its metadata. A file needs no other one. Weights above 64 KiB repeat a few thousand random numbers, so it takes at most some KiB
-for each input.
+ort_analysis/ort_kernel_record). Writes kernel_model/kernel_onnx/<flavour>/<kernel id>.onnx, each with its description in its
+metadata. Each file is self-contained and small: weights above 64 KiB repeat a few thousand random numbers, so an input takes a
+few KiB at most.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def main() -> int:
     args = parser.parse_args()
     workspace = cli.start(args)
     with sole_writer(workspace.kernel_onnx):
-        done = [build_all(source, workspace, args.check, args.force) for source in args.sources or index_paths(workspace)]
-    built, failed = ([name for part in parts for name in part] for parts in zip(*done, strict=True))
+        results = [build_all(source, workspace, args.check, args.force) for source in args.sources or index_paths(workspace)]
+    built, failed = ([name for part in parts for name in part] for parts in zip(*results, strict=True))
     kept_count = sum(row["kept"] for row in built)
     log.info("%d kernels built, %d kept, %d failed", len(built) - kept_count, kept_count, len(failed))
     if args.json:

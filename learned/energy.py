@@ -103,11 +103,11 @@ def without_type(name: str) -> str:
 
 
 def without_types(work: Mapping[str, float]) -> dict[str, float]:
-    """Work with the element types of a class added up."""
+    """Work with all element types of a class added up."""
     amounts: dict[str, float] = {}
     for name, amount in work.items():
-        shared = without_type(name)
-        amounts[shared] = amounts.get(shared, 0.0) + amount
+        name_without_type = without_type(name)
+        amounts[name_without_type] = amounts.get(name_without_type, 0.0) + amount
     return amounts
 
 
@@ -126,7 +126,7 @@ class FittedEnergy(Frozen):
 
 
 class EnergyCandidate(Frozen):
-    """Kinds of work that were tried together, and their errors as ratios. `cv_mape`: with families held out (None with only
+    """Kinds of work that were fitted together, and the errors as ratios. `cv_mape`: with families held out (None with only
     one). `fit_mape`: of the models in the fit."""
 
     name: str
@@ -230,19 +230,20 @@ TENSOR_CORE_WORK = (f"{OPERATIONS}:convolution", f"{OPERATIONS}:product")  # don
 
 def scaled(learned: EnergyModel, base: GpuDataSheet, gpu: GpuDataSheet) -> EnergyModel:
     """Scales the energy model of the base card to another card."""
-    limits = gpu.power_w / (learned.limit_w or base.power_w)
+    power_ratio = gpu.power_w / (learned.limit_w or base.power_w)
 
-    def times(name: str) -> float:
+    def ratio_of(name: str) -> float:
         kind = kind_of_work(name)
         if kind == BYTES:
-            return limits * base.bandwidth_gb_s / gpu.bandwidth_gb_s
+            return power_ratio * base.bandwidth_gb_s / gpu.bandwidth_gb_s
         if kind == OPERATIONS and name in TENSOR_CORE_WORK:
-            return limits * base.peak_tflop_s("float16") / gpu.peak_tflop_s("float16")
-        return limits * base.fp32_tflop_s / gpu.fp32_tflop_s if kind == OPERATIONS else limits
+            return power_ratio * base.peak_tflop_s("float16") / gpu.peak_tflop_s("float16")
+        return power_ratio * base.fp32_tflop_s / gpu.fp32_tflop_s if kind == OPERATIONS else power_ratio
 
     def scaled_model(model: FittedEnergy) -> FittedEnergy:
-        return model.model_copy(update={"power_w": limits * model.power_w})
+        return model.model_copy(update={"power_w": power_ratio * model.power_w})
 
     return learned.model_copy(update={
-        "limit_w": gpu.power_w, "idle_w": limits * learned.idle_w, "models": tuple(map(scaled_model, learned.models)),
-        "coefficients": {name: times(name) * value for name, value in learned.coefficients.items()}, "scaled_from": base.name})
+        "limit_w": gpu.power_w, "idle_w": power_ratio * learned.idle_w, "models": tuple(map(scaled_model, learned.models)),
+        "coefficients": {name: ratio_of(name) * value for name, value in learned.coefficients.items()},
+        "scaled_from": base.name})

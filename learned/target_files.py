@@ -1,9 +1,9 @@
-"""The files of a target: everything that was learned for it, with the class, the writer and the reader of each.
+"""The files of a target: everything that was learned for it, with the class, the writer and the readers of each.
 
 They are in `training/predictors/<target>/` of a workspace, or in `learned/shipped/<target>/`. The JSON files are those below.
 They name further files, whose names contain a part of their SHA-256:
 
-- `<label>-<hash>.npz`, `doubt-<hash>.npz`: the boosters of a label, and of how far off they may be (`predictors.json`).
+- `<label>-<hash>.npz`, `doubt-<hash>.npz`: the boosters of a label, and those of its errors (`predictors.json`).
 - `measured-<hash>.json.gz`: idle times by kernel and label, for look-up (`predictors.json`). Also rewritten without a training,
   after kernels were measured for one model.
 - `estimator_<name>-<hash>.npz`: of admitted estimators (`estimators.json`).
@@ -46,8 +46,9 @@ MEASURE_ENERGY = "energy_s: 3 in the collector's config"
 
 @dataclass(frozen=True)
 class LearnedFile(Generic[Record]):
-    """A versioned JSON file in the folder of a target. `holds` is its class, whose module in `hase.learned` is imported at the
-    first read. For errors: `writer` is the command that writes the file, `absent` the message if it is needed but missing."""
+    """A versioned JSON file in the folder of a target. `holds` is its class, as `module:name`; the module, in `hase.learned`,
+    is imported at the first read. For errors: `writer` is the command that writes the file, `absent` the message if it is
+    needed but missing."""
 
     name: str
     holds: str

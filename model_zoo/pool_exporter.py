@@ -1,13 +1,13 @@
 """Exports further models to ONNX, so that predictors learn from more than torchvision's classification models.
 
 Reads model_zoo/pool.yaml, which lists the models of five collections, or takes names:
-- timm: any model of timm (PyTorch Image Models), at the image size that it is made for;
-- transformers: encoders, decoders, and models of images and speech, in the small configurations of
+- timm: any model of timm (PyTorch Image Models), at its own image size;
+- transformers: encoders, decoders, and models for images and speech, in the small configurations of
   model_zoo/networks/libraries.py; a decoder is two models: `llama_prefill` takes a prompt, `llama_token` one token and
   the keys and values of earlier ones;
 - torchvision: segmentation, detection and video;
 - other: recommenders, recurrent networks, U-Nets, super-resolution, and convolutions over sequences and volumes;
-- random: networks that their names fix, such as random_conv_7.
+- random: random networks, which their names determine, such as random_conv_7.
 
 Writes `<model>.onnx` and, with --dtype fp16, `<model>_fp16.onnx` to model_zoo/models, with dynamic batch (and sequence length).
 Each file is checked by onnx.checker, and by runs at two sets of sizes whose outputs agree with those of torch (those of a
@@ -29,9 +29,9 @@ from hase.model_zoo.exporting.zoo_config import COLLECTIONS, POOL_FILE, read_poo
 from hase.utils import cli
 
 EXAMPLES = """
-  python model_zoo/pool_exporter.py --collection timm --model seresnet50 --dtype fp32 --dtype fp16
-  python model_zoo/pool_exporter.py --collection transformers --model llama_prefill --model llama_token
-  python model_zoo/pool_exporter.py --collection other --collection random --jobs 4
+python model_zoo/pool_exporter.py --collection timm --model seresnet50 --dtype fp32 --dtype fp16
+python model_zoo/pool_exporter.py --collection transformers --model llama_prefill --model llama_token
+python model_zoo/pool_exporter.py --collection other --collection random --jobs 4
 """
 
 

@@ -1,10 +1,10 @@
-"""Exports torchvision classification models to ONNX, so that there is something to analyse and to measure.
+"""Exports torchvision classification models to ONNX, to be analysed and measured.
 
 For every model × dtype × batch size × image size of the config it writes, to model_zoo/models/:
   <model>_<dtype>_b<batch>_<H>x<W>.onnx                    the model as torch exports it
   <model>_<dtype>_b<batch>_<H>x<W>.<flavour>.ort.onnx      the graph that ONNX Runtime makes of it (ORT_ENABLE_ALL)
 and, for each model and dtype, `<model>.onnx` (`<model>_fp16.onnx`) with dynamic batch, height and width. A model that
-works at one image size only gets a dynamic batch alone. A dynamic file has no optimised graph: later phases give it
+works at only one image size gets a dynamic batch alone. A dynamic file has no optimised graph: later phases give it
 sizes (--dim) and optimise it then.
 
 Each file is checked by onnx.checker and by a run, whose outputs must agree with torch's. Weights are random (they do not

@@ -1,5 +1,5 @@
-"""Writes what follows from the code on the pages of docs/: commands.md, json.md, figures, and with --questions the answers in
-questions.md.
+"""Writes the parts of the pages in docs/ that follow from the code: commands.md, json.md, figures, and with --questions the
+answers in questions.md.
 
 commands.md lists every script by its purpose, from its docstring. json.md has the fields of what --json prints, from the
 classes of the records. Figures are those of docs/figures.yaml, which the README and the pages quote. For questions.md each
@@ -7,7 +7,7 @@ block of `bash` on the page is run, and what it prints replaces the block of `te
 aligned; that needs the models of `make demo` in the workspace, and in it a folder `llama-int4` with a language model as
 onnxruntime-genai's builder writes it. Tests compare the pages with the code.
 
-With --pictures, it makes the pictures of HTML pages in docs/ instead: of a prediction, two models, a load curve, and with
+With --pictures, it draws the pictures of HTML pages in docs/ instead: of a prediction, two models, a load curve, and with
 --recorded an evaluation. It runs the commands with --html for models of `make demo`, opens their pages in Chromium, and writes
 what it shows as WebP to <page>_page.webp.
 """
@@ -51,7 +51,7 @@ python recipes/write_pages.py --pictures docs --workspace out/demo --recorded ou
 
 # docs/commands.md
 
-PURPOSES = {  # and the folders and scripts at the top that serve it
+PURPOSES = {  # by purpose, the folders and scripts at the top that serve it
     "Get models": ("model_zoo",),
     "See the graph that really runs, and its kernels": ("ort_analysis", "runtimes", "kernel_model"),
     "Measure": ("benchmark",),
@@ -252,12 +252,12 @@ def questions_page(text: str, workspace: Path) -> str:
 
 def command_output(command: str, workspace: Path) -> str:
     """The output of a command for models in a workspace, on a machine without a GPU. Raises UserError if it fails."""
-    here = command.replace(DEMO, str(workspace)).replace(f"{LANGUAGE_MODEL}/", f"{workspace / LANGUAGE_MODEL}/")
+    local = command.replace(DEMO, str(workspace)).replace(f"{LANGUAGE_MODEL}/", f"{workspace / LANGUAGE_MODEL}/")
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", WITHOUT_GPU: "1"}
-    done = subprocess.run(["bash", "-c", here], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise UserError(f"{command}: {done.stderr.strip().splitlines()[-1] if done.stderr.strip() else done.returncode}")
-    return aligned(done.stdout.replace(str(workspace / LANGUAGE_MODEL), LANGUAGE_MODEL).replace(str(workspace), DEMO))
+    result = subprocess.run(["bash", "-c", local], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise UserError(f"{command}: {result.stderr.strip().splitlines()[-1] if result.stderr.strip() else result.returncode}")
+    return aligned(result.stdout.replace(str(workspace / LANGUAGE_MODEL), LANGUAGE_MODEL).replace(str(workspace), DEMO))
 
 
 def aligned(printed: str) -> str:
@@ -332,8 +332,8 @@ def main() -> None:
     if args.questions:
         pages = {QUESTIONS_PAGE: questions_page(QUESTIONS_PAGE.read_text(encoding="utf-8"), workspace)}
     else:
-        for asked in args.measured:
-            group, _, path = asked.partition("=")
+        for measured in args.measured:
+            group, _, path = measured.partition("=")
             files.write_text(FIGURES, measured_again(FIGURES.read_text(encoding="utf-8"), group, files.read_json(Path(path))))
         figures = read_figures()
         pages = {path: filled(path.read_text(encoding="utf-8"), figures) for path in figure_pages()}

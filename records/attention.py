@@ -110,12 +110,13 @@ def grouped_query_sizes(attributes: Mapping[str, Any], inputs: Sequence[KernelIn
     past = tensor(min(PAST)).shape
     cache = past[2] if len(past) == 4 else 0
     total = tensor(TOTAL).values
-    return AttentionSizes(batch=batch, queries=queries, heads=heads, kv_heads=kv_heads,
-                    head_size=width // max(heads + 2 * kv_heads if packed else heads, 1),
-                    total=int(total[0]) if total else cache + queries, cache=cache,
-                    window=max(int(attributes.get("local_window_size", -1)), 0),
-                    rotary=2 * tensor(COSINES).shape[-1] if attributes.get("do_rotary") and tensor(COSINES).shape else 0,
-                    packed=packed, normed=tensor(NORM).present, mask="added" if tensor(ADDED).present else "")
+    return AttentionSizes(
+        batch=batch, queries=queries, heads=heads, kv_heads=kv_heads,
+        head_size=width // max(heads + 2 * kv_heads if packed else heads, 1),
+        total=int(total[0]) if total else cache + queries, cache=cache,
+        window=max(int(attributes.get("local_window_size", -1)), 0),
+        rotary=2 * tensor(COSINES).shape[-1] if attributes.get("do_rotary") and tensor(COSINES).shape else 0,
+        packed=packed, normed=tensor(NORM).present, mask="added" if tensor(ADDED).present else "")
 
 
 def kernel_grouped_query_sizes(kernel: Kernel) -> AttentionSizes | None:
@@ -144,8 +145,8 @@ def flops(sizes: AttentionSizes) -> int:
 
 
 def bytes_read(sizes: AttentionSizes, inputs: Sequence[KernelInput]) -> int:
-    """Bytes of all inputs; caches and rotary tables count only as far as they are read. Read are the attended old tokens (all
-    of them if they are copied into a separate present), and a table row per new token."""
+    """Bytes of all inputs; caches and rotary tables count only as far as they are read: the attended old tokens (all of them
+    if they are copied into a separate present), and a table row per new token."""
     total = 0
     for index, tensor in enumerate(inputs):
         if index in PAST and sizes.cache:
@@ -177,7 +178,7 @@ def attention_sizes(op_type: str, attributes: Mapping[str, Any], inputs: Sequenc
         return None
     projected = projects(op_type, inputs)
     heads = int(attributes.get("num_heads") or attributes.get("q_num_heads") or 1)
-    old = _size(tensor(OLD_KEYS.get(op_type)), -2)
+    old_keys = _size(tensor(OLD_KEYS.get(op_type)), -2)
     unpadded = 0
     if packed_rows.present:
         batch, queries = (1, 1, *packed_rows.shape)[-2:]
@@ -193,14 +194,15 @@ def attention_sizes(op_type: str, attributes: Mapping[str, Any], inputs: Sequenc
         per_token = int((attributes.get("qkv_hidden_sizes") or [second.shape[1] // 3])[0])
     keys = queries if projected or packed_rows.present or not second.present else _size(
         second, -2 if op_type == "Attention" or len(second.shape) == 4 else 1)
-    own = op_type == "Attention" and not projected
-    added = ONNX_MASK if own else 6 if op_type == "PackedMultiHeadAttention" else 5
-    masked = tensor(KEY_MASKS.get(op_type)).present
-    mask: Mask = "added" if tensor(added).present else "keys" if masked else ""
-    return AttentionSizes(batch=batch, queries=queries, heads=heads, kv_heads=int(attributes.get("kv_num_heads") or heads),
-                    head_size=per_token // max(heads, 1), total=old + keys, cache=old, window=0, rotary=0,
-                    packed=len(query.shape) == 5 or (bool(unpadded) and len(query.shape) == 4),
-                    causal=bool(attributes.get("unidirectional") or attributes.get("is_causal")), mask=mask, unpadded=unpadded)
+    from_onnx = op_type == "Attention" and not projected
+    added_mask = ONNX_MASK if from_onnx else 6 if op_type == "PackedMultiHeadAttention" else 5
+    has_key_mask = tensor(KEY_MASKS.get(op_type)).present
+    mask: Mask = "added" if tensor(added_mask).present else "keys" if has_key_mask else ""
+    return AttentionSizes(
+        batch=batch, queries=queries, heads=heads, kv_heads=int(attributes.get("kv_num_heads") or heads),
+        head_size=per_token // max(heads, 1), total=old_keys + keys, cache=old_keys, window=0, rotary=0,
+        packed=len(query.shape) == 5 or (bool(unpadded) and len(query.shape) == 4),
+        causal=bool(attributes.get("unidirectional") or attributes.get("is_causal")), mask=mask, unpadded=unpadded)
 
 
 def kernel_attention_sizes(kernel: Kernel) -> AttentionSizes | None:

@@ -59,11 +59,12 @@ class DatasetWriter(Journal):
         """
         self.folder, self.header = folder, joined_header(folder, header)
         super().__init__(read_journal(folder))
-        tables_hold = _tables_hold(folder, self.header)
+        tables_are_current = _tables_are_current(folder, self.header)
         files.write_json(header_path(folder), self.header)
         changed = add_descriptions(folder, described)
-        self._tabled = len(self.blocks) if tables_hold and changed.isdisjoint(measured_kernel_ids(self.blocks)) else 0
-        if self._tabled and changed:
+        unchanged = tables_are_current and changed.isdisjoint(measured_kernel_ids(self.blocks))
+        self._blocks_in_tables = len(self.blocks) if unchanged else 0
+        if self._blocks_in_tables and changed:
             note_tables(folder)
         self._noted = noted_digests(folder)
         self._tables_due_s = time.monotonic() + TABLES_EVERY_S
@@ -79,16 +80,16 @@ class DatasetWriter(Journal):
 
     def write_tables(self) -> None:
         """Updates the tables: adds rows if all kernels of the new blocks are new, otherwise writes everything."""
-        if noted_digests(self.folder) != self._noted:  # somebody else has made them
-            self._tabled = 0
-        tabled, new = self.blocks[:self._tabled], self.blocks[self._tabled:]
-        if tabled and not new:
+        if noted_digests(self.folder) != self._noted:  # another process has written them
+            self._blocks_in_tables = 0
+        old, new = self.blocks[:self._blocks_in_tables], self.blocks[self._blocks_in_tables:]
+        if old and not new:
             return
-        if tabled and measured_kernel_ids(tabled).isdisjoint(measured_kernel_ids(new)):
+        if old and measured_kernel_ids(old).isdisjoint(measured_kernel_ids(new)):
             add_rows(self.folder, self.header, new)
         else:
             write_tables(self.folder, self.header, self.blocks)
-        self._tabled, self._noted = len(self.blocks), noted_digests(self.folder)
+        self._blocks_in_tables, self._noted = len(self.blocks), noted_digests(self.folder)
 
     def count_rows(self) -> tuple[int, int]:
         """The numbers of rows of the kernel table and of the model table."""
@@ -142,8 +143,8 @@ def add_descriptions(folder: Path, described: Iterable[DatasetKernel]) -> set[st
     return changed
 
 
-def _tables_hold(folder: Path, header: DatasetHeader) -> bool:
-    """Whether both tables have the current columns and match journal and kernels; a killed collector may leave others."""
+def _tables_are_current(folder: Path, header: DatasetHeader) -> bool:
+    """Whether both tables have the current columns and match journal and kernels; a killed collector may leave stale ones."""
     columns = {kernel_table_path(folder): kernel_columns(header.metrics, header.labels),
                model_table_path(folder): model_columns(header.metrics, header.labels, header.energy)}
     return (are_as_noted(folder, *columns, journal_path(folder), kernels_path(folder))
@@ -177,8 +178,8 @@ def with_origins(header: DatasetHeader, described: Iterable[DatasetKernel], orig
     described = list(described)
     names = {model for entry in described for model in entry.models} | header.groups.keys()
     groups = header.groups | {model: origin.group for model, origin in origins.items()}
-    given = header.collections | {model: origin.collection for model, origin in origins.items() if origin.collection}
-    collections = {model: kept for model in sorted(names | origins.keys()) if (kept := given.get(model, collection))}
+    known = header.collections | {model: origin.collection for model, origin in origins.items() if origin.collection}
+    collections = {model: kept for model in sorted(names | origins.keys()) if (kept := known.get(model, collection))}
 
     def regrouped(entry: DatasetKernel) -> DatasetKernel:
         if not entry.models or any(model not in groups for model in entry.models):
@@ -208,27 +209,27 @@ def merge_dataset(source: Workspace, into: Workspace, target: str, origins: Mapp
         origins: the right group and collection of models of `source`, by file stem.
         collection: for models of `source` that have none.
     """
-    old, folder = source.dataset(target), into.dataset(target)
-    header = read_header(old)
-    if old.resolve() == folder.resolve():
+    source_folder, folder = source.dataset(target), into.dataset(target)
+    header = read_header(source_folder)
+    if source_folder.resolve() == folder.resolve():
         raise UserError(f"{folder}: a dataset can't be merged into itself")
     with sole_writer(into.kernel_records), sole_writer(folder):
-        before = read_header(folder) if header_path(folder).exists() else None
+        header_before = read_header(folder) if header_path(folder).exists() else None
         joined_header(folder, header)  # refuses another target before anything is written
         model_origins, records = merge_records(source, into, header.target.flavour, origins, collection)
-        header, described = with_origins(header, read_kernels(old), model_origins, collection)
-        if before is not None:
-            check_agreement(before, header)
+        header, described = with_origins(header, read_kernels(source_folder), model_origins, collection)
+        if header_before is not None:
+            check_agreement(header_before, header)
         whole, existing = joined_header(folder, header), {entry.kernel.id: entry for entry in read_kernels(folder)}
         blocks = {block.model_dump_json(): block for block in read_journal(folder)}
-        kept = len(blocks)
-        from_source = {block.model_dump_json(): block for block in read_journal(old)}
+        blocks_before = len(blocks)
+        from_source = {block.model_dump_json(): block for block in read_journal(source_folder)}
         blocks |= from_source
         add_descriptions(folder, [entry.with_owners_of(existing.get(entry.kernel.id)) for entry in described])
         files.write_json(header_path(folder), whole)
         write_journal(folder, blocks.values())
         write_tables(folder, whole, list(blocks.values()))
-    added = len(blocks) - kept
+    added = len(blocks) - blocks_before
     return MergeCounts(added, len(from_source) - added, len({entry.kernel.id for entry in described} - existing.keys()),
-                  len(whole.groups.keys() - (before.groups.keys() if before else set())),
-                  len(whole.machines.keys() - (before.machines.keys() if before else set())), records)
+                  len(whole.groups.keys() - (header_before.groups.keys() if header_before else set())),
+                  len(whole.machines.keys() - (header_before.machines.keys() if header_before else set())), records)

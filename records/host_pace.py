@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 PACE_VERSION = 2
-STALL_S = 0.003  # a dispatch that takes so much longer than usual has stalled
-GOOD_PROBE = 0.25  # quantile of the probe's readings on a surely undisturbed host: other work only slows it down
+STALL_S = 0.003  # a dispatch that takes this much longer than usual has stalled
+GOOD_PROBE = 0.25  # quantile of the probe's readings that is certainly without other work, which only slows the host down
 HOST_IDLES = 0.7  # share of a latency: if the host needs less, the GPU is the bottleneck, even with a disturbed host
 MODEL_TIMES = ("median_ms", "host_ms", "gpu_ms", *(f"{name}_ms" for name in VARIANTS))  # of a whole model, in its table
 MEASURE = "python benchmark/host_pace.py"

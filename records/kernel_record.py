@@ -27,8 +27,8 @@ RECORD_VERSION = 2
 INDEX_VERSION = 2
 REMAKE = "python ort_analysis/fusion_detector.py"
 Count = Annotated[int, Field(ge=0, le=10**30)]  # elements, operations or bytes; a larger number means damage
-# Attributes that costs and features of a kernel are computed from, and whether they hold several whole numbers or one.
-WHOLE_ATTRIBUTES = {
+# Attributes from which costs and features of a kernel are computed, and whether they hold several integers or one.
+INTEGER_ATTRIBUTES = {
     "dilations": True, "kernel_shape": True, "pads": True, "perm": True, "strides": True, "tree_roots": True, "axis": False,
     "batch_dims": False, "blocksize": False, "ceil_mode": False, "channels_last": False, "group": False, "layout": False,
     "transA": False, "transB": False}
@@ -136,8 +136,8 @@ class Kernel(Frozen):
 
     @field_validator("attributes")
     @classmethod
-    def _whole_numbers_where_costs_need_them(cls, attributes: dict[str, Any]) -> dict[str, Any]:
-        for name, several in WHOLE_ATTRIBUTES.items():
+    def _integers_if_costs_need_them(cls, attributes: dict[str, Any]) -> dict[str, Any]:
+        for name, several in INTEGER_ATTRIBUTES.items():
             if (value := attributes.get(name)) is None and name not in attributes:
                 continue
             numbers = value if several and isinstance(value, (list, tuple)) else [value]
@@ -205,7 +205,7 @@ class Node(Frozen):
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     origins: tuple[Origin, ...] = ()
-    runs: RunCount = Field(1.0, exclude_if=lambda runs: runs == 1.0)  # omitted where it is 1, as it mostly is: files stay small
+    runs: RunCount = Field(1.0, exclude_if=lambda runs: runs == 1.0)  # omitted if 1, as in most cases, so that files stay small
     inside: str = Field("", exclude_if=lambda inside: not inside)
 
 
@@ -346,6 +346,9 @@ def zeros(shape: tuple[int, ...], name: str) -> np.ndarray:
     """A tensor of element type `name` filled with zeros, or with empty strings."""
     return np.full(shape, "", object) if name == "string" else np.zeros(shape, numpy_dtype(name))
 
+
+# declared inputs and outputs ----------------------------------------------------------------------------------------------
+
 class OpenTensor(Frozen):
     """A tensor's element type (numpy's name) and shape; a dynamic dimension is its name, an unknown rank an empty shape."""
 
@@ -361,6 +364,8 @@ class Interface(Frozen):
     outputs: dict[str, OpenTensor]
     set_by_model: dict[str, int]
 
+
+# order of nodes, and uncertain runs ----------------------------------------------------------------------------------------
 
 def holds_bodies(record: ModelRecord) -> bool:
     """Whether a record contains nodes of bodies."""
@@ -442,27 +447,27 @@ def _costs(record: ModelRecord) -> dict[str, float]:
 
 def at_guess(record: ModelRecord, end: Literal["low", "high"]) -> ModelRecord:
     """The record with every uncertain number of runs at its lowest or highest. If the other branch of an If may be cheaper,
-    only as many nodes of this branch remain as the other one costs."""
+    only so many nodes of this branch remain that they cost as much as the other one."""
     factor = {"": 1.0}  # of bodies, by the node that holds them; a node comes before its body
-    left: dict[str, float] = {}  # costs that the nodes of a branch may still use up
+    costs_left: dict[str, float] = {}  # costs that the nodes of a branch may still use up
     costs = _costs(record) if record.guessed else {}
     nodes = []
     for node in record.nodes:
-        times = factor[node.inside]
-        if node.inside in left:
-            fits = costs[node.name] <= left[node.inside] * (1 + TOLERANCE)
-            left[node.inside] -= costs[node.name] * fits
-            times *= fits
+        multiple = factor[node.inside]
+        if node.inside in costs_left:
+            is_kept = costs[node.name] <= costs_left[node.inside] * (1 + TOLERANCE)
+            costs_left[node.inside] -= costs[node.name] * is_kept
+            multiple *= is_kept
         guess = record.guessed.get(node.name)
         share = getattr(guess, end) if guess is not None else 1.0
         if guess is not None and guess.taken in BRANCHES and share < 1.0:
-            left[node.name] = share * sum(costs[inner.name] for inner in record.nodes if inner.inside == node.name)
+            costs_left[node.name] = share * sum(costs[inner.name] for inner in record.nodes if inner.inside == node.name)
         elif guess is not None and guess.taken in BRANCHES:
-            factor[node.name] = times * share
-            nodes.append(node.model_copy(update={"runs": times * node.runs}))
+            factor[node.name] = multiple * share
+            nodes.append(node.model_copy(update={"runs": multiple * node.runs}))
             continue
         else:
-            times *= share
-        factor[node.name] = times
-        nodes.append(node.model_copy(update={"runs": times * node.runs}))
+            multiple *= share
+        factor[node.name] = multiple
+        nodes.append(node.model_copy(update={"runs": multiple * node.runs}))
     return record.model_copy(update={"nodes": tuple(nodes)})

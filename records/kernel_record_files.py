@@ -65,7 +65,7 @@ def read_model_records(workspace: Workspace, flavour: Flavour) -> list[ModelReco
 
 
 def build_index(flavour: Flavour, records: Iterable[ModelRecord], indexes: Iterable[KernelIndex] = ()) -> KernelIndex:
-    """An index of all kernels of records and other indexes. Records win over indexes."""
+    """An index of all kernels of records and other indexes. Records take precedence over indexes."""
     groups: dict[str, str] = {}
     collections: dict[str, str] = {}
     kernels: dict[str, Kernel] = {}
@@ -121,7 +121,7 @@ def index_paths(workspace: Workspace) -> list[Path]:
 
 
 def join_by_name(old: Mapping[str, V], new: Mapping[str, V], what: str) -> dict[str, V]:
-    """Both mappings as one; a `UserError` if they disagree about a name."""
+    """Joins two mappings; a `UserError` if they disagree about a name."""
     for name in old.keys() & new.keys():
         if old[name] != new[name]:
             raise UserError(f"the {what} of {name} is {old[name]} in one workspace and {new[name]} in the other; give the "
@@ -136,10 +136,10 @@ def find_index(workspace: Workspace, flavour: Flavour) -> KernelIndex | None:
 
 
 def with_origin(record: ModelRecord, origins: Mapping[str, ModelOrigin], collection: str) -> ModelRecord:
-    """The record with group and collection from `origins`, by file stem; `collection` if it has none."""
-    given = origins.get(record.file_stem, ModelOrigin())
-    return record.model_copy(update={"group": given.group or record.group,
-                                     "collection": given.collection or record.collection or collection})
+    """The record with its group and collection from `origins` (by file stem); `collection` is for a record without one."""
+    origin = origins.get(record.file_stem, ModelOrigin())
+    return record.model_copy(update={"group": origin.group or record.group,
+                                     "collection": origin.collection or record.collection or collection})
 
 
 def same_kernels(first: ModelRecord, second: ModelRecord) -> bool:
@@ -177,8 +177,8 @@ def merge_records(source: Workspace, into: Workspace, flavour: Flavour, origins:
             join_by_name({record.model: old.collection}, {record.model: record.collection}, "collection")
     indexes = [index for workspace in (source, into) if (index := find_index(workspace, flavour)) is not None]
     if source_records or indexes:
-        whole = build_index(flavour, [*existing.values(), *source_records], indexes)
+        merged = build_index(flavour, [*existing.values(), *source_records], indexes)
         for record in new:
             files.write_json(record_path(into, flavour, record.model), record)
-        files.write_json(index_path(into, flavour), whole)
+        files.write_json(index_path(into, flavour), merged)
     return {record.model: ModelOrigin(record.group, record.collection) for record in source_records}, len(new)

@@ -22,18 +22,18 @@ from hase.utils.paths import as_file_name
 if TYPE_CHECKING:
     from onnx.defs import OpSchema
 
-REFERENCE = 20
+REFERENCE = 20  # operator set
 CLIP_BY_INPUTS = 11  # since this version, Clip's bounds are inputs
 CLIP_BOUNDS = (("min", -3.4028234663852886e38), ("max", 3.4028234663852886e38))  # older: attributes with these defaults
 SPLIT_COUNTED = 18  # since this version, a Split has the number of equal parts
-# Default values: the same kernel as without the attribute.
+# Default values of attributes: with them, a kernel is the same as without the attribute.
 NEUTRAL = {"auto_pad": "NOTSET", "group": 1, "ceil_mode": 0, "storage_order": 0, "count_include_pad": 0}
-TYPE_LIMIT = 3  # inputs spelled out in an id
-WINDOWS = (1, 3, 7, 15, 31, 63)  # the widest of each class of windows; the last class is wider
+SHAPES_IN_ID = 3  # inputs whose shapes an id spells out
+WINDOWS = (1, 3, 7, 15, 31, 63)  # the widest window of each class; the last class has wider ones
 
 
 def canonical_description(op_type: str, domain: str, opset: int, attributes: Mapping[str, Any], inputs: Sequence[KernelInput],
-              outputs: Sequence[Tensor]) -> tuple[int, dict[str, Any], list[KernelInput]]:
+                          outputs: Sequence[Tensor]) -> tuple[int, dict[str, Any], list[KernelInput]]:
     """The operator set, attributes and inputs that describe a node; equal in all models where the node means the same.
     `attributes` include defaults, since ORT writes them out."""
     unchanged = dict(attributes), list(inputs)
@@ -44,7 +44,7 @@ def canonical_description(op_type: str, domain: str, opset: int, attributes: Map
     version = schema.since_version
     if newer and version == newer.since_version:
         return reference, *unchanged
-    translated, given = _inputs_for_attributes(op_type, version, reference, attributes, list(inputs), outputs)
+    translated, translated_inputs = _inputs_for_attributes(op_type, version, reference, attributes, list(inputs), outputs)
     if newer is None or newer.deprecated or _meaning_changed(op_type, version, newer.since_version, attributes):
         return version, *unchanged
     for name, value in list(translated.items()):
@@ -55,7 +55,7 @@ def canonical_description(op_type: str, domain: str, opset: int, attributes: Map
     for name in newer.attributes:
         if name not in translated and name not in schema.attributes and (value := default_of(newer, name)) is not None:
             translated[name] = value
-    return (reference, translated, given) if _takes(newer, given) else (version, *unchanged)
+    return (reference, translated, translated_inputs) if _accepts(newer, translated_inputs) else (version, *unchanged)
 
 
 @functools.cache
@@ -93,24 +93,24 @@ def _meaning_changed(op_type: str, old: int, new: int, attributes: Mapping[str, 
 def _inputs_for_attributes(op_type: str, version: int, reference: int, attributes: Mapping[str, Any], inputs: list[KernelInput],
                            outputs: Sequence[Tensor]) -> tuple[dict[str, Any], list[KernelInput]]:
     """A node's attributes and inputs, translated from an old version to a newer one."""
-    kept, given = dict(attributes), list(inputs)
+    kept, extended = dict(attributes), list(inputs)
     since, name = operator_row(op_type).input_since or (0, "")
     if version < since <= reference and kept.get(name) is not None:
         values = tuple(int(value) for value in kept.pop(name))
-        given.append(KernelInput(dtype="int64", shape=(len(values),), constant=True, values=values))
-    if op_type == "Split" and version < SPLIT_COUNTED <= reference and len(given) == 1:
+        extended.append(KernelInput(dtype="int64", shape=(len(values),), constant=True, values=values))
+    if op_type == "Split" and version < SPLIT_COUNTED <= reference and len(extended) == 1:
         kept["num_outputs"] = len(outputs)
     if op_type == "Clip" and version < CLIP_BY_INPUTS:
         for name, unbound in CLIP_BOUNDS:
             bound = kept.pop(name, unbound)
-            given.append(KernelInput(dtype="") if bound == unbound else KernelInput(
-                dtype=given[0].dtype, constant=True, values=(bound,)))
-        while not given[-1].present:
-            given.pop()
-    return kept, given
+            extended.append(KernelInput(dtype="") if bound == unbound else KernelInput(
+                dtype=extended[0].dtype, constant=True, values=(bound,)))
+        while not extended[-1].present:
+            extended.pop()
+    return kept, extended
 
 
-def _takes(schema: OpSchema, inputs: Sequence[KernelInput]) -> bool:
+def _accepts(schema: OpSchema, inputs: Sequence[KernelInput]) -> bool:
     """Whether an operator accepts inputs of this number and these types."""
     if len(inputs) > schema.max_input:
         return False
@@ -180,7 +180,7 @@ def worked_axes(kernel: Kernel) -> list[int]:
     reduction or running sum, or the axis that it joins, cuts or indexes."""
     row, axis = operator_row(kernel.op_type), kernel.attributes.get("axis")
     rank = len(kernel.inputs[0].shape) if kernel.inputs and kernel.inputs[0].dtype else 0
-    given = kernel.inputs[1] if len(kernel.inputs) > 1 else KernelInput(dtype="")
+    axes_input = kernel.inputs[1] if len(kernel.inputs) > 1 else KernelInput(dtype="")
     if not rank:
         return []
     if row.kind == "layer norm":
@@ -188,9 +188,9 @@ def worked_axes(kernel: Kernel) -> list[int]:
     if isinstance(axis, int):
         return [axis % rank]
     if kernel.op_type.startswith("Reduce") or kernel.op_type == "CumSum":
-        if given.present and given.values is None:
+        if axes_input.present and axes_input.values is None:
             return []
-        return sorted({int(value) % rank for value in given.values or range(rank)})
+        return sorted({int(value) % rank for value in axes_input.values or range(rank)})
     return []
 
 
@@ -221,7 +221,7 @@ def kernel_id(type_name: str, op_type: str, domain: str, opset: int, attributes:
     """`<type>_<H>x<W>_<input shapes>_<kernel, stride, group>_<dtype>_<hash>`: readable, and unique by its hash."""
     height, width = spatial(inputs)
     shapes = ["x".join(map(str, tensor.shape)) or "scalar" for tensor in inputs if tensor.present]
-    text = "-".join(shapes[:TYPE_LIMIT]) + (f"-and{len(shapes) - TYPE_LIMIT}" if len(shapes) > TYPE_LIMIT else "")
+    text = "-".join(shapes[:SHAPES_IN_ID]) + (f"-and{len(shapes) - SHAPES_IN_ID}" if len(shapes) > SHAPES_IN_ID else "")
     geometry = ""
     for letter, name in (("k", "kernel_shape"), ("s", "strides"), ("g", "group")):
         value = attributes.get(name)

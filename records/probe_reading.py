@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 READING_VERSION = 2
-TINY_ALONE_MS = 0.1  # an idle device runs the tiny piece within this time, also one slower than an H200
+TINY_ALONE_MS = 0.1  # an idle device, even one slower than an H200, runs the tiny piece within this time
 WAITED = 1.2  # a run waited if it took more than this times its time on an idle device, …
 WAITED_MS = 0.1  # … and this much longer. The shortest wait on an H200, with bursts of 0.1 ms, is 0.35 ms
 ALWAYS = 0.95  # share of time: work that is busy for longer counts as never pausing
@@ -25,7 +25,7 @@ QUANTILES = 21  # of latencies in a summary, and of learned waits
 
 
 class ProbedRuns(Frozen):
-    """Back-to-back runs of one piece of work: for each its start since the measurement began, and its latency."""
+    """Back-to-back runs of one piece of work: the start of each since the measurement began, and its latency."""
 
     starts_ms: tuple[float, ...]
     latencies_ms: tuple[float, ...]
@@ -91,7 +91,7 @@ class ProbeSummary(Frozen):
     def _fits_together(self) -> ProbeSummary:
         if len(self.latencies_ms) != QUANTILES or len(self.waited_ms) not in (0, QUANTILES):
             raise ValueError(f"{len(self.latencies_ms)} and {len(self.waited_ms)} quantiles: {QUANTILES} are expected")
-        if any(list(kept) != sorted(kept) for kept in (self.latencies_ms, self.waited_ms)) or self.latencies_ms[0] <= 0.0:
+        if any(list(times) != sorted(times) for times in (self.latencies_ms, self.waited_ms)) or self.latencies_ms[0] <= 0.0:
             raise ValueError("quantiles of latencies must be positive and ascend")
         if min(self.busy_ms, self.quiet_ms) < 0.0 or self.busy_ms + self.quiet_ms <= 0.0:
             raise ValueError("phases can't be negative, nor both without length")
@@ -111,10 +111,10 @@ def summarise_probe(reading: ProbeReading) -> ProbeSummary:
     undisturbed = latencies[latencies <= waiting_from_ms(latencies.min())]
     waited = latencies > waiting_from_ms(float(np.median(undisturbed)))
     busy_ms, quiet_ms = phases_ms(reading.long.starts_ms, latencies, waited)
-    at = np.linspace(0.0, 1.0, QUANTILES)
+    probabilities = np.linspace(0.0, 1.0, QUANTILES)
     return ProbeSummary(
-        sharing=reading.sharing, latencies_ms=tuple(np.quantile(latencies, at).tolist()),
-        waited_ms=tuple(np.quantile(latencies[waited], at).tolist()) if waited.any() else (), busy_ms=busy_ms,
+        sharing=reading.sharing, latencies_ms=tuple(np.quantile(latencies, probabilities).tolist()),
+        waited_ms=tuple(np.quantile(latencies[waited], probabilities).tolist()) if waited.any() else (), busy_ms=busy_ms,
         quiet_ms=quiet_ms)
 
 
@@ -148,5 +148,5 @@ def _share_over(latencies_ms: Sequence[float], limit_ms: float) -> float:
 
 
 def read_reading(path: Path) -> ProbeReading:
-    """The record in `path`."""
+    """Reads a reading that benchmark/sharing_probe.py --out wrote."""
     return files.read_record(path, ProbeReading, READING_VERSION, f"python benchmark/sharing_probe.py --out {path}")

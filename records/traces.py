@@ -100,15 +100,15 @@ def anatomy_of(run: GpuRun) -> Anatomy:
     """The breakdown of a traced run. Overlapping work (on two streams) counts once, for the piece that started first. Work that
     continues after the run counts up to the run's end."""
     parts = dict.fromkeys(PARTS, 0.0)
-    done_us = run.start_us  # up to here the run is split
+    split_us = run.start_us  # the run is split up to here
     order = sorted(zip(run.work, run.launches, strict=True), key=lambda pair: pair[0].start_us)
     for index, (work, launch) in enumerate(order):
-        begins, ends = (min(max(time, done_us), run.end_us) for time in (work.start_us, work.end_us))
-        pause = "before_us" if not index else "waiting_us" if launch.end_us > done_us else "gaps_us"
-        parts[pause] += begins - done_us
-        parts["kernels_us" if work.category == KERNEL else "copies_us"] += ends - begins
-        done_us = ends
-    parts["after_us"] = run.end_us - done_us
+        begin_us, end_us = (min(max(time, split_us), run.end_us) for time in (work.start_us, work.end_us))
+        pause = "before_us" if not index else "waiting_us" if launch.end_us > split_us else "gaps_us"
+        parts[pause] += begin_us - split_us
+        parts["kernels_us" if work.category == KERNEL else "copies_us"] += end_us - begin_us
+        split_us = end_us
+    parts["after_us"] = run.end_us - split_us
     return Anatomy(run_us=run.host_us, launches=len(run.work),
                    launching_us=sum(launch.duration_us for launch in set(run.launches)), **parts)
 
@@ -170,9 +170,9 @@ def read_processes(path: Path, name: str, number: int) -> list[dict[str, Any]]:
         parsed = TypeAdapter(list[_Event]).validate_python(events)
     except ValidationError:
         raise UserError(f"{path}: no such trace; {advice}") from None
-    named = [event.pid for event in parsed
-             if (event.ph, event.name) == ("M", "process_name") and event.args.get("name") == name]
-    if not any(event.ph == "X" and event.pid in named for event in parsed):
+    pids = [event.pid for event in parsed
+            if (event.ph, event.name) == ("M", "process_name") and event.args.get("name") == name]
+    if not any(event.ph == "X" and event.pid in pids for event in parsed):
         raise UserError(f"{path}: a trace, but without a process named {name}; {advice}")
-    numbers = {pid: index for index, pid in enumerate(dict.fromkeys(named), number)}
+    numbers = {pid: index for index, pid in enumerate(dict.fromkeys(pids), number)}
     return [event | {"pid": numbers[event["pid"]]} for event in events or () if event["pid"] in numbers]

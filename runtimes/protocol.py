@@ -69,7 +69,7 @@ class Request(Frozen):
     record: str = ""  # for a model whose kernels get labels, its record
     dims: dict[str, int] = {}  # for a model, the sizes of its dynamic dimensions
     static: bool = False  # for a model, whether they are fixed before ONNX Runtime optimises it
-    inputs: str = ""  # for a model under ONNX Runtime, a file with values of its inputs; "": made-up ones
+    inputs: str = ""  # for a model under ONNX Runtime, a file with values of its inputs; "": generated ones
     # for a carrier or a model, the labels of its kernels, of IN_MODEL_LABELS and (carrier only) `gpu`; for `prepare`, `gpu`
     # if it will be asked for; for a session, how it is run: `latency`, `host_io` or `cuda_graph`
     labels: tuple[str, ...] = ()
@@ -126,9 +126,9 @@ def answer(work: Handlers, request: Request) -> Reply:
     except DeviceUnavailable as error:
         reply = Reply(error=str(error), interrupted=True, unusable=True)
     except UserError as error:
-        full = no_room()  # a library that can't write a file whole may not say so
-        why = f" (the disk of temporary files is full: {tempfile.gettempdir()})" if full else ""
-        reply = Reply(error=f"{error}{why}", interrupted=full or machine_lacks(error))
+        disk_full = no_room()  # a library that can't write a file whole may not say so
+        why = f" (the disk of temporary files is full: {tempfile.gettempdir()})" if disk_full else ""
+        reply = Reply(error=f"{error}{why}", interrupted=disk_full or machine_lacks(error))
     except (OSError, MemoryError) as error:
         if not machine_lacks(error):
             raise

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import grimp
 import networkx as nx
+import pytest
 
 from hase.utils.paths import ROOT
 
 MOST_LINES, MOST_FUNCTION_LINES = 800, 100  # of a module, of a function
-# Limits only fall. The aim: 68,000 lines in 330 modules, 28,000 lines of tests, 40,000 words of docs.
-MOST_IN_ALL = {"lines": 70_000, "modules": 330, "lines of tests": 40_100, "words of docs": 41_000, "lines of the README": 130}
+# Limits only fall. The aim: 68,000 lines.
+MOST_IN_ALL = {"lines": 70_000, "modules": 330, "lines of tests": 28_000, "words of docs": 40_000, "lines of the README": 130}
 
 
 @functools.cache
@@ -38,6 +39,7 @@ def functions(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
     return [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
 
 
+@pytest.mark.slow
 def test_imports_keep_to_the_contracts() -> None:
     """Those of pyproject.toml: folders import downwards only, and the subjects of a folder do not import each other."""
     done = subprocess.run([Path(sys.executable).with_name("lint-imports"), "--no-cache"], cwd=ROOT, text=True,
@@ -45,12 +47,14 @@ def test_imports_keep_to_the_contracts() -> None:
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.slow
 def test_no_modules_import_each_other() -> None:
     imports = grimp.build_graph("hase", cache_dir=None, exclude_type_checking_imports=True)
     graph = nx.DiGraph([(name, other) for name in imports.modules for other in imports.find_modules_directly_imported_by(name)])
     assert not [sorted(modules) for modules in nx.strongly_connected_components(graph) if len(modules) > 1]
 
 
+@pytest.mark.slow
 def test_no_module_imports_from_a_script() -> None:
     scripts = {name.removesuffix(".py").replace("/", ".") for name, text in package().items()
                if re.search(r"^    cli\.run\(main\b", text, re.MULTILINE)}
@@ -67,6 +71,7 @@ def test_the_links_are_the_package() -> None:
     assert all((ROOT / "hase" / name).resolve() == ROOT / name for name in top)
 
 
+@pytest.mark.slow
 def test_no_module_and_no_function_is_long() -> None:
     """Loose on purpose: they stop what grows without end, and are no reason to split what is read together."""
     assert not {name: lines for name, text in package().items() if (lines := len(text.splitlines())) > MOST_LINES}

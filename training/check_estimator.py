@@ -1,9 +1,9 @@
 """Measures an estimator of kernel times on held-out kernels, and admits it if it is better (docs/estimators.md).
 
 Reads the dataset and predictors of a target. Holds out families of models in turn (or kernels), fits the estimator, a roofline
-and what is in use to the rest, and prints their errors on the same kernels. If the estimator's is clearly smaller than that of
-what is in use for a kernel type, it is fitted to all kernels and written to training/predictors/<target>/: from then on it
-predicts this type. With --force it is admitted anyway, and predictions that rest on it are less sure.
+and the predictors in use to the rest, and prints their errors on the same kernels. If the estimator's error is clearly smaller
+than that of the predictors in use for a kernel type, it is fitted to all kernels and written to training/predictors/<target>/:
+from then on it predicts this type. With --force it is admitted anyway, and predictions that rest on it are less sure.
 
 Without a name, all estimators are compared, and nothing is written. Exit status 1: admitted for no type.
 """
@@ -62,8 +62,8 @@ python training/check_estimator.py --remove random_forest
 """
 
 
-def options() -> argparse.ArgumentParser:
-    """The command's options."""
+def option_parser() -> argparse.ArgumentParser:
+    """The parser of the command's options."""
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("name", nargs="?", help="the estimator to check (default: compare all)")
     parser.add_argument("--target", help="name of a target with a dataset and predictors (default: the only one)")
@@ -91,11 +91,11 @@ def only_target(workspace: Workspace, name: str | None) -> str:
     return targets[0]
 
 
-def label_of(folder: Path, sidecar: Sidecar, rows: TrainingSet, asked: str | None) -> str:
+def label_of(folder: Path, sidecar: Sidecar, rows: TrainingSet, wanted: str | None) -> str:
     """The named label, else that of the composition, else the GPU's or the first."""
     has_composition = target_files.COMPOSITION.path(folder).is_file()
-    label = asked or (read_composition(folder, sidecar.dataset_sha256).label if has_composition else
-                      GPU_LABEL if GPU_LABEL in rows.times_ms else next(iter(rows.times_ms)))
+    label = wanted or (read_composition(folder, sidecar.dataset_sha256).label if has_composition else
+                       GPU_LABEL if GPU_LABEL in rows.times_ms else next(iter(rows.times_ms)))
     if label == LAUNCHES or label not in rows.times_ms or label not in sidecar.labels:
         measured = [name for name in rows.times_ms if name != LAUNCHES]
         raise UserError(f"label {label}: not a time that was measured on {sidecar.target.name} (measured: "
@@ -170,10 +170,10 @@ def report(name: str, reasons: Mapping[str, str], force: bool, dry_run: bool) ->
     return 0 if better or force else 1
 
 
-def listed(workspace: Workspace, target: str, named: Sequence[Path]) -> list[dict[str, Any]]:
+def estimator_table(workspace: Workspace, target: str, estimator_files: Sequence[Path]) -> list[dict[str, Any]]:
     """The available estimators, and for which types they are admitted."""
     entries = {entry.name: entry for entry in read_entries(workspace.predictors(target))}
-    known = find_estimators(named)
+    known = find_estimators(estimator_files)
     return [{"estimator": name, "from": known[name].source if name in known else f"{entries[name].source}, not found",
              "admitted for": ", ".join(entries[name].types) if name in entries else None,
              "MAPE_%": 100 * entries[name].errors.mape if name in entries else None,
@@ -181,7 +181,7 @@ def listed(workspace: Workspace, target: str, named: Sequence[Path]) -> list[dic
 
 
 def main() -> int:
-    parser = options()
+    parser = option_parser()
     args = parser.parse_args()
     if args.force and not args.name:
         parser.error("--force needs the NAME of an estimator")
@@ -192,7 +192,7 @@ def main() -> int:
             remove(workspace.predictors(target), args.remove)
         return 0
     if args.list:
-        cli.print_rows(listed(workspace, target, args.estimators), args.json)
+        cli.print_rows(estimator_table(workspace, target, args.estimators), args.json)
         return 0
     table, reasons, task = check(workspace, target, args)
     title = (f"{target}, label {task.label}: {len(set(task.rows.ids[task.tested].tolist()))} kernels, each "

@@ -1,9 +1,9 @@
-"""Learns what data sheets and public tables say of GPUs that were never measured, and shows how far off that is.
+"""Learns to predict GPUs that were never measured from data sheets and public tables, and shows the errors.
 
 Reads a table of kernels on several GPUs (--tables, as recipes/gpus/derive_tables.py makes it). Each card is left out in turn,
 and predicted from the H200's times: errors by table and size of the kernel, in per cent, beside those of the ratio of rooflines
 alone, and those of the other kernels once the most useful ones are measured (--replay). Writes learned/data_sheet/learned (or
---out), which `--gpu` predicts with. Takes two minutes on two cores.
+--out), from which `--gpu` predicts. Takes two minutes on two cores.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hase.utils import cli
 from hase.utils.errors import UserError
 from hase.utils.logger import progress
 
-LONG_MS = 0.05
+LONG_MS = 0.05  # a kernel that takes more is a long one
 POOL = 2500  # kernels among which those to measure are chosen
 BASE_TARGET = "nvidia-h200-cuda-ort1.31-all"
 EXAMPLES = """
@@ -91,27 +91,28 @@ def _to_measure(work: Work, base_ms: Floats, base: GpuDataSheet, count: int) -> 
 
 
 def row(left_out: LeftOutCard, others: Sequence[LeftOutCard]) -> dict[str, Any]:
-    """Errors of all and of long kernels, in per cent, and how many times lie in the range from other cards."""
+    """Errors of all and of long kernels, and the share of times in the range from other cards, in per cent."""
     errors, naive = (np.abs(times / left_out.measured_ms - 1.0) for times in (left_out.predicted_ms, left_out.naive_ms))
     long = left_out.measured_ms > LONG_MS
     return {"table": left_out.table, "left_out": left_out.gpu.name, "kernels": len(errors),
             "MAPE_%": _percent(errors), "median_%": 100 * float(np.median(errors)),
             f"over_{1e3 * LONG_MS:g}_us_%": _percent(errors[long]), "rooflines_%": _percent(naive),
-            f"rooflines_over_{1e3 * LONG_MS:g}_us_%": _percent(naive[long]), **_held(left_out, others), **_of_replay(left_out)}
+            f"rooflines_over_{1e3 * LONG_MS:g}_us_%": _percent(naive[long]), **_range_columns(left_out, others),
+            **_replay_columns(left_out)}
 
 
-def _held(left_out: LeftOutCard, others: Sequence[LeftOutCard]) -> dict[str, float]:
+def _range_columns(left_out: LeftOutCard, others: Sequence[LeftOutCard]) -> dict[str, float]:
     """The share of times (per cent) in the range from the same table's other cards, and its width; empty without other
     cards."""
     same_table = [other for other in others if other.table == left_out.table and other.gpu.slug != left_out.gpu.slug]
     if not same_table:
         return {}
-    found, ratios = range_of(same_table), left_out.measured_ms / left_out.predicted_ms
-    return {"held_%": _percent((ratios >= found.low) & (ratios <= found.high)),
-            "high_over_low": round(found.high / found.low, 2)}
+    expected, ratios = range_of(same_table), left_out.measured_ms / left_out.predicted_ms
+    return {"held_%": _percent((ratios >= expected.low) & (ratios <= expected.high)),
+            "high_over_low": round(expected.high / expected.low, 2)}
 
 
-def _of_replay(left_out: LeftOutCard) -> dict[str, float]:
+def _replay_columns(left_out: LeftOutCard) -> dict[str, float]:
     """Errors in per cent when some kernels are measured: of all others, and of long ones."""
     columns: dict[str, float] = {}
     for count, (measured_ms, predicted_ms) in left_out.replayed.items():
@@ -129,10 +130,11 @@ def range_of(left_out: Sequence[LeftOutCard]) -> SheetRange:
     """The multiples of predictions that contain 90 % of the times: the mean over cards, plus a standard deviation. Each table
     of a card counts equally. The standard deviation allows for cards that err more than these."""
     log_ranges: dict[str, list[Floats]] = {}
-    for each in left_out:
-        log_ranges.setdefault(each.gpu.slug, []).append(np.log(np.quantile(each.measured_ms / each.predicted_ms, (0.05, 0.95))))
-    ends = np.array([np.mean(left_card, axis=0) for left_card in log_ranges.values()])
-    low, high = np.exp(ends.mean(axis=0) + ends.std(axis=0) * [-1.0, 1.0]).tolist()
+    for result in left_out:
+        ratios = result.measured_ms / result.predicted_ms
+        log_ranges.setdefault(result.gpu.slug, []).append(np.log(np.quantile(ratios, (0.05, 0.95))))
+    log_ends = np.array([np.mean(table_ranges, axis=0) for table_ranges in log_ranges.values()])
+    low, high = np.exp(log_ends.mean(axis=0) + log_ends.std(axis=0) * [-1.0, 1.0]).tolist()
     return SheetRange(low=min(low, 1.0), high=max(high, 1.0))
 
 
@@ -151,21 +153,22 @@ def main() -> int:
     names = sorted({name for table in tables if BASE in table.ms for name in table.ms} - {BASE})
     if not names:
         raise UserError(f"{args.tables}: no table has {BASE} and another card")
-    found: list[LeftOutCard] = []
-    every = {name for table in tables for name in table.ms} - {BASE}
+    results: list[LeftOutCard] = []
+    all_names = {name for table in tables for name in table.ms} - {BASE}
     for name in progress(names, "cards left out"):
-        alike = [other for other in every if args.by == "generation" and card(other).generation == card(name).generation]
-        ratios = learn(tables, without=(name, *alike))
-        found += [predicted(table, card(name), ratios, args.replay) for table in tables
+        same_generation = [other for other in all_names
+                           if args.by == "generation" and card(other).generation == card(name).generation]
+        ratios = learn(tables, without=(name, *same_generation))
+        results += [predicted(table, card(name), ratios, args.replay) for table in tables
                   if BASE in table.ms and name in table.ms]
-    own = tuple(sorted({BASE, *(name for table in tables if table.name == OWN for name in table.ms)}))
-    capabilities = {card(name).compute_capability for name in own}
-    ranges = [range_of([left_card for left_card in found if (left_card.gpu.compute_capability in capabilities) == wanted])
-              for wanted in (True, False)]
+    own_names = tuple(sorted({BASE, *(name for table in tables if table.name == OWN for name in table.ms)}))
+    capabilities = {card(name).compute_capability for name in own_names}
+    ranges = [range_of([result for result in results if (result.gpu.compute_capability in capabilities) == known])
+              for known in (True, False)]
     if args.by == "card":
-        write_sheet(args.out, learn(tables), BASE_TARGET, (*names, BASE), own, *ranges)
-    found.sort(key=lambda left_card: (left_card.table == OWN, left_card.table))
-    cli.print_rows([row(left_card, found) for left_card in found], args.json,
+        write_sheet(args.out, learn(tables), BASE_TARGET, (*names, BASE), own_names, *ranges)
+    results.sort(key=lambda result: (result.table == OWN, result.table))
+    cli.print_rows([row(result, results) for result in results], args.json,
                    f"errors of each {args.by} left out; nine of ten times within {ranges[0].low:.2f} to {ranges[0].high:.2f} "
                    f"times the prediction, for other compute capabilities {ranges[1].low:.2f} to {ranges[1].high:.2f}")
     return 0

@@ -1,6 +1,6 @@
 """Learns the host's side of CUDA sessions: copies, waiting for the GPU, and kernels that the CPU provider runs.
 
-Reads, of each GPU target with predictors, the copies measured next to its dataset (recipes/cuda_kernels/measure_copies.py).
+Reads, for each GPU target with predictors, the copies measured next to its dataset (recipes/cuda_kernels/measure_copies.py).
 With --host, reads the predictors of the CPU of a machine with that GPU in another workspace, where `train_kernel_model.py`
 made them of the kernels that recipes/h200/host_kernels.py listed. Writes host.json and the folder `host` next to the target's
 predictors. Run it after training/train_kernel_model.py and before training/fit_composition.py.

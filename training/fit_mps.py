@@ -1,8 +1,8 @@
-"""How processes share a target's GPU through MPS, and how accurate latencies beside other models are.
+"""Learns how processes share a target's GPU through MPS, and prints how accurate latencies beside other models are.
 
 Reads datasets that were measured under MPS, one for each way of sharing, as recipes/h200/measure_sharing.sh leaves them: a
-workspace with the models' records, and in it a workspace for each way. Also reads the target's composition. The GPU that was
-measured may be another one with as many multiprocessors: the answer then says so.
+workspace with the models' records, and in it a workspace for each way. Also reads the target's composition. The datasets may
+be of another GPU with as many multiprocessors; predictions then say so.
 
 Writes training/predictors/<target>/mps.json and mps_width-<hash>.npz: how wide kernels are, and the rules by which kernels of
 several processes run at the same time. Prints the errors of the mean, the median and the 95th percentile of latencies beside
@@ -89,15 +89,15 @@ def costs_of(workspace: Workspace, target: str) -> PipelineCosts:
 
 def fit_target(workspace: Workspace, measured: Workspace, target: str, config: TrainingConfig, jobs: int) -> MpsSharing:
     """Learns a target's sharing through MPS, and writes the estimator of widths beside its predictors."""
-    costs, card_ways = costs_of(workspace, target), read_measured(measured)
-    fit = card_ways.fit(costs)
+    costs, measured_card = costs_of(workspace, target), read_measured(measured)
+    fit = measured_card.fit(costs)
     rules, gpu_bound, host_bound = fit.fit(jobs)
-    width, width_error = fit_widths(read_training_set(card_ways.first, card_ways.card), fit.widths, config.seed)
-    kernels = {kernel.id: kernel for record in card_ways.records.values() for kernel in record.kernels.values()}
+    width, width_error = fit_widths(read_training_set(measured_card.first, measured_card.card), fit.widths, config.seed)
+    kernels = {kernel.id: kernel for record in measured_card.records.values() for kernel in record.kernels.values()}
     gpu_ms = read_predictors(workspace.predictors(target)).predict(list(kernels.values()), {}, GPU_LABEL).latency_ms
-    fastest = bytes_per_ms(card_ways.records.values(), dict(zip(kernels, gpu_ms, strict=True)))
-    return MpsSharing(learned_on=card_ways.card, rules=rules, bytes_per_ms=fastest,
-                      host_slowdown=host_slowdown(card_ways.ways), width_error=width_error, gpu_bound=gpu_bound,
+    fastest = bytes_per_ms(measured_card.records.values(), dict(zip(kernels, gpu_ms, strict=True)))
+    return MpsSharing(learned_on=measured_card.card, rules=rules, bytes_per_ms=fastest,
+                      host_slowdown=host_slowdown(measured_card.ways), width_error=width_error, gpu_bound=gpu_bound,
                       host_bound=host_bound, width=save_estimator(workspace.predictors(target), STEM, width))
 
 
@@ -108,7 +108,7 @@ def table(gpu_bound: Mapping[str, MpsErrors], host_bound: Mapping[str, MpsErrors
                 **{f"{name}_%": 100 * getattr(errors, name) for name in ("mean", "p50", "p95")}}
 
     kinds = {"GPU-bound": gpu_bound, "host-bound": host_bound}
-    return [row(models, way, errors) for models, kind_errors in kinds.items() for way, errors in kind_errors.items()]
+    return [row(models, way, errors) for models, errors_by_way in kinds.items() for way, errors in errors_by_way.items()]
 
 
 def main() -> int:

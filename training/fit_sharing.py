@@ -1,7 +1,7 @@
-"""How processes share a target's GPU, and how accurate latencies next to a co-runner are.
+"""Learns how processes share a target's GPU, and prints how accurate latencies next to a co-runner are.
 
 Reads the dataset, records and predictors of a GPU target (default: all targets that were measured with backgrounds). Also reads
-the models that were measured with backgrounds and sharing probe, from the same dataset or from other workspaces (--beside).
+the models that were measured with backgrounds and the sharing probe, from the same dataset or other workspaces (--beside).
 Writes training/predictors/<target>/sharing.json: the length of a time slice, what the probe's work takes alone, how long waits
 are where only metrics are known, and what a switch between processes costs.
 
@@ -65,8 +65,8 @@ from hase.utils.paths import Workspace
 
 log = get_logger("sharing")
 Floats = npt.NDArray[np.float64]
-SLICES_MS = (1.6, 1.8, 1.9, 2.0, 2.1, 2.2, 2.4)  # to choose from: on an H200 2.2
-LEAST_LEFT = 0.05  # of the time, for the quotient: a GPU that is always busy leaves none
+SLICES_MS = (1.6, 1.8, 1.9, 2.0, 2.1, 2.2, 2.4)  # candidates; on an H200, 2.2 is best
+LEAST_LEFT = 0.05  # least share of time that a co-runner leaves, as a divisor: a GPU that is always busy leaves none
 PROBED, FROM_METRICS, PAIRED = "a probe", "metrics alone", "the looped model's prediction"
 FROM_SHARE = "the background's busy share"
 BASELINE, ELSEWHERE = "kernels under load, summed", "measured on another machine"
@@ -107,22 +107,23 @@ class SharingEvaluation:
         fit_of: dict[tuple[str, str], tuple[int, Sharing]] = {}
         for run, family in zip(self.runs, self._family, strict=True):
             if (run.background, family) not in fit_of:
-                kept = [i for i, other_run in enumerate(self.runs)
-                        if other_run.background != run.background and self._family[i] != family] or list(range(len(self.runs)))
-                chosen = self.fit_slice(kept)
-                fit_of[run.background, family] = chosen, typical([self.runs[i] for i in kept], SLICES_MS[chosen], self._alone)
+                others = [i for i, other in enumerate(self.runs)
+                          if other.background != run.background and self._family[i] != family] or list(range(len(self.runs)))
+                slice_index = self.fit_slice(others)
+                learned = typical([self.runs[i] for i in others], SLICES_MS[slice_index], self._alone)
+                fit_of[run.background, family] = slice_index, learned
         return [fit_of[run.background, family] for run, family in zip(self.runs, self._family, strict=True)]
 
     def left_out(self, fits: Sequence[tuple[int, Sharing]]) -> dict[str, Floats]:
         """Predictions (ms) by their source, each of shape (runs, 3): mean, median, 95th percentile."""
         predicted: dict[str, list[Floats]] = defaultdict(list)
-        for index, (run, (chosen, learned)) in enumerate(zip(self.runs, fits, strict=True)):
+        for index, (run, (slice_index, learned)) in enumerate(zip(self.runs, fits, strict=True)):
             model = self._strict[run.model]
             idle = model.idle_ms()
             predicted[PROBED].append(model.next_to(run.co_runner, learned.slice_ms))
             predicted[FROM_SHARE].append(model.next_to(co_runner_guessed(run.co_runner.busy_share, learned), learned.slice_ms))
             predicted[FROM_METRICS].append(model.next_to(co_runner_guessed(run.busy, learned), learned.slice_ms))
-            predicted["a probe, idle latency as measured"].append(self._as_measured[index, chosen])
+            predicted["a probe, idle latency as measured"].append(self._as_measured[index, slice_index])
             predicted["idle latency"].append(np.full(3, idle))
             predicted["idle latency ÷ (1 − busy share)"].append(np.full(3, idle / max(1.0 - run.busy, LEAST_LEFT)))
         return {what: np.array(values) for what, values in predicted.items()}
@@ -138,7 +139,8 @@ class SharingEvaluation:
 
 
 def tables(evaluation: SharingEvaluation, left_out: Mapping[str, Floats]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Two tables of errors in per cent: by way of predicting, with the probe's errors for the same runs, and by background."""
+    """Two tables of errors in per cent: by source of the prediction, with the probe's errors for the same runs, and by
+    background."""
     measured = evaluation.measured
 
     def errors(predicted: Floats, kept: Floats, prefix: str = "") -> dict[str, float]:
@@ -150,11 +152,11 @@ def tables(evaluation: SharingEvaluation, left_out: Mapping[str, Floats]) -> tup
         return {**name, "cases": int(kept.sum()), **errors(predicted, kept), "mean_within_10_%": 100 * float(within.mean())}
 
     loads = sorted({(run.background, run.level) for run in evaluation.runs})
-    which = {load: np.array([(run.background, run.level) == load for run in evaluation.runs]) for load in loads}
+    is_load = {load: np.array([(run.background, run.level) == load for run in evaluation.runs]) for load in loads}
     is_predicted = {what: np.isfinite(predicted[:, 0]) for what, predicted in left_out.items()}
     return ([row({"latency by": what}, predicted, is_predicted[what]) | errors(left_out[PROBED], is_predicted[what], "probe_")
              for what, predicted in left_out.items()],
-            [row({"background": name, "level": level}, left_out[PROBED], which[name, level]) for name, level in loads])
+            [row({"background": name, "level": level}, left_out[PROBED], is_load[name, level]) for name, level in loads])
 
 
 def fit_target(workspace: Workspace, workspaces: Sequence[Workspace], target: str,
@@ -236,8 +238,8 @@ def main() -> int:
     config = read_config(args.config, TrainingConfig, args.changes)
 
     def fit(target: str, show: Show) -> dict[str, Any]:
-        measured_in = [searched for searched in workspaces if args.target or target in collected_targets(searched)]
-        sharing, by_what, by_load = fit_target(workspace, measured_in, target, config)
+        workspaces_of_target = [candidate for candidate in workspaces if args.target or target in collected_targets(candidate)]
+        sharing, by_what, by_load = fit_target(workspace, workspaces_of_target, target, config)
         path = target_files.SHARING.path(workspace.predictors(target))
         files.write_json(path, sharing)
         log.info("saved %s: a slice of %g ms, waits of up to %g ms, a switch of %g ms", path, sharing.slice_ms,

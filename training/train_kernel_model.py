@@ -4,7 +4,7 @@ Reads training/config.yaml and the datasets in benchmark/dataset (default: of ev
 training/predictors/<target>/ the boosters of each label, a sidecar that describes them, and the measured times for look-up.
 Also writes training/kernel_errors/<target>.json, the error of each kernel when it is held out, for kernel_sampler.py --errors.
 
-With --start-from, what another target's predictors say is corrected, where that lowers the error
+With --start-from, the predictions of another target's predictors are corrected, where that lowers the error
 (learned/kernels/estimators.py).
 
 XGBoost learns log(time / roofline), once for all kernel types together and once per type with enough kernels. Cross-validation
@@ -69,8 +69,8 @@ python training/train_kernel_model.py --start-from nvidia-h200-cuda-ort1.31-all 
 
 def kept_sidecar(workspace: Workspace, rows: TrainingSet, config: TrainingConfig,
                  carried: Carried | None = None) -> Sidecar | None:
-    """The sidecar on disk if training again would give the same; else None. That is with the same rows (carried ones, too),
-    settings and packages, and if the file of kernel errors exists."""
+    """The sidecar on disk if training again would give the same; else None. It would with the same rows (carried ones, too),
+    settings and packages. The file of kernel errors must exist, too."""
     folder = workspace.predictors(rows.header.target.name)
     if not target_files.PREDICTORS.path(folder).is_file() or not workspace.kernel_errors(folder.name).is_file():
         return None
@@ -100,27 +100,27 @@ def save(workspace: Workspace, learned: TrainingSet | WithCarried, trained: list
         workspace.dataset(rows.header.target.name), set(rows.ids.tolist()))}
     save_uncertainty(rows, [*described.values(), *(carried.kernels.values() if carried else ())],
                      workspace.predictors(rows.header.target.name),
-                     {label.label: label.left_out for label in trained},
-                     {label.label: label.forms_left_out for label in trained if label.forms_left_out})
-    save_errors(workspace, rows, described, next((label for label in trained if label.label == GPU_LABEL), trained[0]))
+                     {result.label: result.left_out for result in trained},
+                     {result.label: result.forms_left_out for result in trained if result.forms_left_out})
+    save_errors(workspace, rows, described, next((result for result in trained if result.label == GPU_LABEL), trained[0]))
     header = rows.header
-    spans = {name: (float(low), float(high)) for name, low, high in zip(
+    load_range = {name: (float(low), float(high)) for name, low, high in zip(
         rows.metrics, np.nanmin(rows.load, axis=0), np.nanmax(rows.load, axis=0), strict=True)}
-    about: Mapping[str, Any] = {
+    description: Mapping[str, Any] = {
         "target": header.target, "created": datetime.now(UTC).isoformat(timespec="seconds"), "dataset_sha256": rows.sha256,
-        "metrics": rows.metrics, "idle_load": rows.idle_load, "load_range": spans, "dtypes": rows.dtypes,
+        "metrics": rows.metrics, "idle_load": rows.idle_load, "load_range": load_range, "dtypes": rows.dtypes,
         "loaded_rows": int((~rows.idle).sum()), "held_out": header.held_out,
         "machines": tuple(header.machines.values()),
         "feature_range": tuple(zip(rows.features.min(axis=0).tolist(), rows.features.max(axis=0).tolist(), strict=True)),
         "config": config.model_dump(mode="json"), "carried": carried.about if carried else None}
-    return save_predictors(workspace.predictors(header.target.name), {label.label: label.model for label in trained},
-                           {label.label: label.errors for label in trained}, measured_times(workspace, header.target.name),
-                           about, doubt_of(rows, trained, config.seed))
+    return save_predictors(workspace.predictors(header.target.name), {result.label: result.model for result in trained},
+                           {result.label: result.errors for result in trained}, measured_times(workspace, header.target.name),
+                           description, doubt_of(rows, trained, config.seed))
 
 
 def doubt_of(rows: TrainingSet, trained: list[Trained], seed: int) -> KernelModel | None:
     """How far off the GPU's predictors may be on a kernel; None if the GPU's time was not measured."""
-    times = {label_result.label: label_result.times_ms for label_result in trained}
+    times = {result.label: result.times_ms for result in trained}
     return learn_doubt(rows, times[GPU_LABEL], times.get(LAUNCHES, {}), seed) if GPU_LABEL in times else None
 
 

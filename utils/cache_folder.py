@@ -23,7 +23,7 @@ from hase.utils.paths import ROOT
 VARIABLE = "HASE_CACHE"  # environment: the folder, or `off`
 OFF = "off"
 MOST_BYTES = 256 << 20
-LEFT_SHARE = 0.8  # share of MOST_BYTES to keep when entries are removed, so that this is rare
+LEFT_SHARE = 0.8  # share of MOST_BYTES that is kept when entries are removed; less than 1, so that removals are rare
 BLOCK_BYTES = 4096  # least size of an entry on disk
 DIGEST_BYTES = 32
 log = get_logger("cache")
@@ -36,7 +36,7 @@ def cache_folder() -> Path | None:
     if named:
         return None if named == OFF else Path(named).absolute()
     home = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(home):  # the XDG specification has others ignored
+    if os.path.isabs(home):  # the XDG specification says to ignore a relative path
         return Path(home) / "hase"
     try:
         return Path.home() / ".cache" / "hase"
@@ -54,12 +54,12 @@ def read_entry(key: str) -> bytes | None:
     if (folder := cache_folder()) is None:
         return None
     try:
-        whole = (folder / key).read_bytes()
+        content = (folder / key).read_bytes()
     except OSError:
         return None
-    digest, data = whole[:DIGEST_BYTES], whole[DIGEST_BYTES:]
+    digest, data = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
     if hashlib.sha256(data).digest() != digest:
-        log.debug("%s: damaged, so it is made anew", folder / key)
+        log.debug("%s: damaged, so it is made again", folder / key)
         return None
     with suppress(OSError):  # removed by another process, or a folder that can only be read
         os.utime(folder / key)
@@ -72,7 +72,7 @@ def write_entry(key: str, data: bytes) -> None:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with temporary_file(folder / key) as temporary:  # without fsync: what a crash leaves has another digest
+        with temporary_file(folder / key) as temporary:  # without fsync: a file that a crash cuts short fails its digest
             temporary.write_bytes(hashlib.sha256(data).digest() + data)
             temporary.replace(folder / key)
         _remove_oldest(folder)
@@ -83,11 +83,11 @@ def write_entry(key: str, data: bytes) -> None:
 @contextmanager
 def keeping_no_json() -> Iterator[None]:
     """Switches `kept_json`'s cache off while the block runs, for results that nobody will need again, as in a search."""
-    before = _keeps_json.set(False)
+    token = _keeps_json.set(False)
     try:
         yield
     finally:
-        _keeps_json.reset(before)
+        _keeps_json.reset(token)
 
 
 def kept_json(key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -95,11 +95,11 @@ def kept_json(key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     if not _keeps_json.get():
         return make()
     if (data := read_entry(key)) is not None:
-        found: dict[str, Any] = json.loads(data)
-        return found
-    made = make()
-    write_entry(key, json.dumps(made).encode())
-    return made
+        stored: dict[str, Any] = json.loads(data)
+        return stored
+    computed = make()
+    write_entry(key, json.dumps(computed).encode())
+    return computed
 
 
 @functools.cache
@@ -113,8 +113,8 @@ def code_version(*folders: str) -> tuple[tuple[str, int, int], ...]:
 def _remove_oldest(folder: Path) -> None:
     """Removes the least recently used entries if all together exceed MOST_BYTES."""
     entries = []
-    with os.scandir(folder) as found:
-        for entry in found:
+    with os.scandir(folder) as listing:
+        for entry in listing:
             with suppress(OSError):  # another process removed it
                 stat = entry.stat(follow_symlinks=False)
                 entries.append((stat.st_mtime_ns, max(stat.st_size, BLOCK_BYTES), entry.path))

@@ -1,4 +1,4 @@
-"""The command line that all scripts share: options, errors and exit codes, and how results are printed.
+"""The command line that all scripts share: errors and exit codes, options, and printed results.
 
 Only scripts import it; libraries raise `UserError`, and log.
 """
@@ -28,16 +28,16 @@ from hase.utils.paths import ROOT, Workspace
 from hase.utils.processes import asked_by, begin_command, say
 from hase.utils.text import cell
 
+EXIT_USAGE = 2
 EXIT_ROUGH = 3  # an answer is a rough estimate (with --fail-on-rough)
 EXIT_SLO_MISSED = 4  # a latency objective is not met
-LEFT_OUT = ("torch", "torchvision", "onnxscript", "matplotlib")  # not in a light install
+LEFT_OUT = ("torch", "torchvision", "onnxscript", "matplotlib")  # packages that requirements-predict.txt leaves out
 LAST_PORT = 65535
-EXIT_USAGE = 2
 PLOTS = (".png", ".svg", ".pdf")  # suffixes of plots
 FILE_COLUMNS = ("model", "file", "status", "mb", "difference")  # columns of the table of exported files
-FRAME = 1  # characters: the frame of a table
-PADDING = 3  # lines and blanks per column
-FOLDED = 16  # smallest width of a column of words
+FRAME = 1  # width of a table's frame beside its columns, in characters
+PADDING = 3  # width of the line and blanks beside a column, in characters
+LEAST_WORDS_WIDTH = 16  # smallest width of a column of words, in characters
 _GROWING_COLUMN = 10  # smallest width of a column in a table that is printed line by line
 
 
@@ -82,6 +82,8 @@ def _report(error: BaseException, stopped: str) -> int | None:
         return None
     return 1
 
+
+# option types ------------------------------------------------------------------------------------------------------------
 
 def positive(text: str) -> float:
     """An option that is a positive number."""
@@ -179,30 +181,32 @@ def html_file(text: str) -> Path:
 
 def address(text: str) -> tuple[str, int]:
     """An option for the address to listen on: `[ADDRESS:]PORT`."""
-    host, _, port = text.rpartition(":")
-    if not port.isdecimal() or int(port) > LAST_PORT:
+    host, _, number = text.rpartition(":")
+    if not number.isdecimal() or int(number) > LAST_PORT:
         raise argparse.ArgumentTypeError(f"{text}: write PORT or ADDRESS:PORT")
-    return host, int(port)
+    return host, int(number)
 
 
-def add_web_config(made: argparse.ArgumentParser) -> None:
+# options that several commands have --------------------------------------------------------------------------------------
+
+def add_web_config(parser: argparse.ArgumentParser) -> None:
     """`--web-config`: TLS and users of a server that Prometheus scrapes."""
-    made.add_argument("--web-config", type=Path, metavar="FILE",
-                      help="YAML with TLS and users, as Prometheus's own exporters take it; docs/operating.md says how "
+    parser.add_argument("--web-config", type=Path, metavar="FILE",
+                        help="YAML with TLS and users, as Prometheus's own exporters take it; docs/operating.md says how "
                            "(default: plain HTTP for everyone who reaches the address)")
 
 
-def add_model(made: argparse.ArgumentParser | argparse._MutuallyExclusiveGroup, required: bool = True) -> None:
+def add_model(parser: argparse.ArgumentParser | argparse._MutuallyExclusiveGroup, required: bool = True) -> None:
     """`--model`: the model to predict."""
-    made.add_argument("--model", type=Path, required=required,
-                      help="an ONNX file, or a kernel record's JSON; a bare name is also looked for in model_zoo")
+    parser.add_argument("--model", type=Path, required=required,
+                        help="an ONNX file, or a kernel record's JSON; a bare name is also looked for in model_zoo")
 
 
-def add_models(made: argparse.ArgumentParser | argparse._MutuallyExclusiveGroup, required: bool = True) -> None:
+def add_models(parser: argparse.ArgumentParser | argparse._MutuallyExclusiveGroup, required: bool = True) -> None:
     """`--model`: the models to predict."""
-    made.add_argument("--model", type=Path, nargs="+", action="extend", required=required, metavar="MODEL",
-                      help="ONNX files, kernel records' JSON, folders of models, or patterns such as 'zoo/*.onnx'; a bare name "
-                           "is also looked for in model_zoo (repeatable)")
+    parser.add_argument("--model", type=Path, nargs="+", action="extend", required=required, metavar="MODEL",
+                        help="ONNX files, kernel records' JSON, folders of models, or patterns such as 'zoo/*.onnx'; a bare "
+                             "name is also looked for in model_zoo (repeatable)")
 
 
 def sheet_name(name: str) -> str:
@@ -212,9 +216,9 @@ def sheet_name(name: str) -> str:
     return f"{name.strip()}{FROM_SHEET}"
 
 
-def add_target(made: argparse.ArgumentParser) -> None:
+def add_target(parser: argparse.ArgumentParser) -> None:
     """`--target` and `--gpu`: the device and software to predict for."""
-    either = made.add_mutually_exclusive_group()
+    either = parser.add_mutually_exclusive_group()
     either.add_argument("--gpu", dest="target", type=sheet_name, metavar="CARD", help="a GPU that was never measured, from its "
                         "data sheet, e.g. l40s or rtx-4090 (records/gpus.yaml), or a file with one's own; such answers are "
                         "marked")
@@ -231,12 +235,12 @@ def add_run_mode(parser: argparse.ArgumentParser) -> None:
 
 def add_host_pace(parser: argparse.ArgumentParser, default: str) -> None:
     """`--host-pace` and `--machine`: how fast a GPU's host launches work; the help names the `default`."""
-    made = parser.add_mutually_exclusive_group()
-    made.add_argument("--host-pace", type=pace, metavar="RATIO|measure",
-                      help="how many times as long as usual the GPU's host takes to dispatch; measure: measure it now on this "
-                           f"machine, which must be the target (default: {default})")
-    made.add_argument("--machine", type=Path, metavar="FILE",
-                      help="the machine's host pace, as benchmark/host_pace.py --out wrote it there")
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--host-pace", type=pace, metavar="RATIO|measure",
+                        help="how many times as long as usual the GPU's host takes to dispatch; measure: measure it now on "
+                             f"this machine, which must be the target (default: {default})")
+    either.add_argument("--machine", type=Path, metavar="FILE",
+                        help="the machine's host pace, as benchmark/host_pace.py --out wrote it there")
 
 
 def add_inputs(parser: argparse.ArgumentParser) -> None:
@@ -261,41 +265,41 @@ def add_load(parser: argparse.ArgumentParser, config: Path) -> None:
                         help="JSON of what else runs on the device, by DCGM field name (default: as the config says, idle)")
 
 
-def add_html(made: argparse.ArgumentParser) -> None:
+def add_html(parser: argparse.ArgumentParser) -> None:
     """`--html`: the answer as a page."""
-    made.add_argument("--html", type=html_file, metavar="FILE",
-                      help="write the answer as a page to look at: one file, for any browser, without a network "
+    parser.add_argument("--html", type=html_file, metavar="FILE",
+                        help="write the answer as a page to look at: one file, for any browser, without a network "
                            "(docs/reports.md)")
 
 
-def add_trust(made: argparse.ArgumentParser) -> None:
+def add_trust(parser: argparse.ArgumentParser) -> None:
     """`--strict` and `--force`: which measurements a prediction may use."""
-    made.add_argument("--strict", action="store_true", help="predict every kernel, even those that were measured")
-    made.add_argument("--force", action="store_true",
-                      help="predict although element type or ONNX Runtime version are not the predictors'")
+    parser.add_argument("--strict", action="store_true", help="predict every kernel, even those that were measured")
+    parser.add_argument("--force", action="store_true",
+                        help="predict although element type or ONNX Runtime version are not the predictors'")
 
 
-def add_estimators(made: argparse.ArgumentParser) -> None:
+def add_estimators(parser: argparse.ArgumentParser) -> None:
     """`--estimators`: the user's own estimators, which are run."""
-    made.add_argument("--estimators", type=existing, action="append", default=[], metavar="PATH",
-                      help="a file with estimators of your own, or a folder of them; they are run (repeatable)")
+    parser.add_argument("--estimators", type=existing, action="append", default=[], metavar="PATH",
+                        help="a file with estimators of your own, or a folder of them; they are run (repeatable)")
 
 
-def add_dim(made: argparse.ArgumentParser) -> None:
+def add_dim(parser: argparse.ArgumentParser) -> None:
     """`--dim NAME=SIZE[,SIZE…]` and `--branch`: sizes of dynamic dimensions; a branch is stored as such a size."""
-    made.add_argument("--dim", action="append", default=[], metavar="NAME=SIZE",
-                      help="size of a dynamic dimension, e.g. --dim batch=16 (repeat for others); trips=20: how often Loops "
+    parser.add_argument("--dim", action="append", default=[], metavar="NAME=SIZE",
+                        help="size of a dynamic dimension, e.g. --dim batch=16 (repeat for others); trips=20: how often Loops "
                            "run whose number of trips the model leaves open, NODE.trips=20: how often one does")
-    made.add_argument("--branch", action="append", dest="dim", type=branch_as_size, metavar="[NODE=]then|else",
-                      help="which branch an If takes (default: the more expensive one); NODE may be left out where there is "
+    parser.add_argument("--branch", action="append", dest="dim", type=branch_as_size, metavar="[NODE=]then|else",
+                        help="which branch an If takes (default: the more expensive one); NODE may be left out where there is "
                            "but one If")
 
 
-def add_sizes(made: argparse.ArgumentParser) -> None:
+def add_sizes(parser: argparse.ArgumentParser) -> None:
     """`--sizes NAME=SIZE,NAME=SIZE …`: sizes that belong together, combined with all those of `--dim`."""
-    made.add_argument("--sizes", type=sizes_together, nargs="+", action="extend", default=[], metavar="NAME=SIZE,…",
-                      help="sizes that go together, a row for each: --sizes seq=1,past=128 seq=1,past=1024 (sizes of --dim are "
-                           "combined with each other, and with each of these)")
+    parser.add_argument("--sizes", type=sizes_together, nargs="+", action="extend", default=[], metavar="NAME=SIZE,…",
+                        help="sizes that go together, a row for each: --sizes seq=1,past=128 seq=1,past=1024 (sizes of --dim "
+                             "are combined with each other, and with each of these)")
 
 
 def sizes_together(text: str) -> dict[str, int]:
@@ -330,17 +334,17 @@ def branch_as_size(text: str) -> str:
     return f"{node}.{branch}=1" if node else f"{branch}=1"
 
 
-def add_static(made: argparse.ArgumentParser) -> None:
+def add_static(parser: argparse.ArgumentParser) -> None:
     """`--static`: dynamic dimensions are fixed before ONNX Runtime optimises the model."""
-    made.add_argument("--static", action="store_true",
-                      help="take the model as exported at the sizes given (default: as a session that takes any sizes runs it, "
-                           "shape computations and all)")
+    parser.add_argument("--static", action="store_true",
+                        help="take the model as exported at the sizes given (default: as a session that takes any sizes runs "
+                             "it, shape computations and all)")
 
 
-def add_no_weights(made: argparse.ArgumentParser) -> None:
+def add_no_weights(parser: argparse.ArgumentParser) -> None:
     """`--no-weights`: files of a model's weights may be missing."""
-    made.add_argument("--no-weights", action="store_true",
-                      help="go on where a file of the model's weights is missing: kernels and sizes are those of the graph "
+    parser.add_argument("--no-weights", action="store_true",
+                        help="go on where a file of the model's weights is missing: kernels and sizes are those of the graph "
                            "(default: an error)")
 
 
@@ -418,9 +422,9 @@ class Parser(argparse.ArgumentParser):
 
     def _suggestion(self, name: str) -> str:
         known = [option for option in self._option_string_actions if option.startswith("--")]
-        asked = "--" + name.lstrip("-").lower().replace("_", "-")
-        near = [option for option in known if option.startswith(asked)] or difflib.get_close_matches(asked, known, 1, 0.7)
-        return f"; did you mean {' or '.join(near)}?" if near else ""
+        wanted = "--" + name.lstrip("-").lower().replace("_", "-")
+        similar = [option for option in known if option.startswith(wanted)] or difflib.get_close_matches(wanted, known, 1, 0.7)
+        return f"; did you mean {' or '.join(similar)}?" if similar else ""
 
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_USAGE, f"error: {message} (see {self.prog} --help)\n")
@@ -428,10 +432,10 @@ class Parser(argparse.ArgumentParser):
 
 def parser(doc: str | None, examples: str) -> argparse.ArgumentParser:
     """An argument parser with the shared options. Its help begins with the script's docstring and ends with `examples`."""
-    made = Parser(
+    command_parser = Parser(
         description=doc, epilog="examples:\n" + examples.strip("\n"), formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    shared = made.add_argument_group("shared options")
+    shared = command_parser.add_argument_group("shared options")
     shared.add_argument("--workspace", type=Path, default=ROOT, metavar="DIR",
                         help="folder that holds what the phases write (default: the repository)")
     shared.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
@@ -440,7 +444,7 @@ def parser(doc: str | None, examples: str) -> argparse.ArgumentParser:
                              "end with an error)")
     shared.add_argument("--verbose", action="store_true", help="debug lines on stderr too")
     shared.add_argument("--quiet", action="store_true", help="only errors on stderr")
-    return made
+    return command_parser
 
 
 def existing_folder(option: str, folder: Path, remedy: str = "") -> Path:
@@ -464,6 +468,8 @@ def start(args: argparse.Namespace, begins: bool = False) -> Workspace:
     return workspace
 
 
+# printed results ---------------------------------------------------------------------------------------------------------
+
 def print_json(value: Any) -> None:
     """Prints one JSON document; pydantic models are dumped by field name."""
     if hasattr(value, "model_dump"):
@@ -486,12 +492,12 @@ def print_table(rows: Sequence[Mapping[str, Any]], title: str = "") -> None:
     cells = {column: [cell(row.get(column)) for row in rows] for column in columns}
     numeric = {column: all(_is_number(row.get(column)) for row in rows) for column in columns}
     parts = [columns] if column_widths(cells, numeric, console.width) else _split(cells, numeric, console.width)
-    for number, part in enumerate(parts):
-        shown = {column: cells[column] for column in part}
-        table = rich.table.Table(title=title or None if number == 0 else None, title_justify="left", header_style="bold")
-        for column, width in (column_widths(shown, numeric, console.width) or dict.fromkeys(part)).items():
+    for index, part in enumerate(parts):
+        part_cells = {column: cells[column] for column in part}
+        table = rich.table.Table(title=title or None if index == 0 else None, title_justify="left", header_style="bold")
+        for column, width in (column_widths(part_cells, numeric, console.width) or dict.fromkeys(part)).items():
             table.add_column(column, justify="right" if numeric[column] else "left", overflow="fold", width=width)
-        for line in zip(*shown.values(), strict=True):
+        for line in zip(*part_cells.values(), strict=True):
             table.add_row(*line)
         console.print(table)
 
@@ -505,14 +511,14 @@ def column_widths(cells: Mapping[str, Sequence[str]], numeric: Mapping[str, bool
     """The column widths of a table that is `room` characters wide; empty if there is not enough room. Numeric columns get the
     width they need; the other columns share the rest."""
     needed = {name: max(len(text) for text in [*name.split(), *column]) for name, column in cells.items()}
-    widths = {name: width if numeric[name] else min(width, FOLDED) for name, width in needed.items()}
-    left = room - FRAME - sum(width + PADDING for width in widths.values())
-    if left < 0:
+    widths = {name: width if numeric[name] else min(width, LEAST_WORDS_WIDTH) for name, width in needed.items()}
+    unused = room - FRAME - sum(width + PADDING for width in widths.values())
+    if unused < 0:
         return {}
-    for most in (needed, {name: max(width, len(name)) for name, width in needed.items()}):  # cells first, then headings
-        while left > 0 and (short := [name for name, width in most.items() if widths[name] < width]):
-            widths[min(short, key=lambda name: widths[name])] += 1
-            left -= 1
+    for limits in (needed, {name: max(width, len(name)) for name, width in needed.items()}):  # cells first, then headings
+        while unused > 0 and (narrow := [name for name, width in limits.items() if widths[name] < width]):
+            widths[min(narrow, key=lambda name: widths[name])] += 1
+            unused -= 1
     return dict(widths)
 
 
@@ -553,8 +559,8 @@ def print_files(rows: Sequence[Mapping[str, Any]], folder: Path, as_json: bool) 
     else:
         print_table([{key: row[key] for key in FILE_COLUMNS} | {"file": Path(row["file"]).name} for row in rows], "models")
     failed = [Path(row["file"]).stem for row in rows if row["status"] == "failed"]
-    counts = {status: sum(row["status"] == status for row in rows) for status in ("written", "kept", "failed")}
+    totals = {status: sum(row["status"] == status for row in rows) for status in ("written", "kept", "failed")}
     logger.get_logger("exporter").info(
-        "%s in %s%s", ", ".join(f"{count} {status}" for status, count in counts.items() if count), folder,
+        "%s in %s%s", ", ".join(f"{count} {status}" for status, count in totals.items() if count), folder,
         f"; failed: {', '.join(failed)}" if failed else "")
     return 1 if failed else 0

@@ -20,8 +20,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from hase.utils.errors import UserError
 from hase.utils.lazy import yaml
 
-_SHORTLY = reprlib.Repr()  # a few lines of YAML with nested aliases can expand to gigabytes
-_SHORTLY.maxstring = _SHORTLY.maxother = 200
+_SHORT_REPR = reprlib.Repr()  # since a few lines of YAML with nested aliases can expand to gigabytes
+_SHORT_REPR.maxstring = _SHORT_REPR.maxother = 200
 EXTENDS = "extends"  # the key that names the config which a config extends
 C = TypeVar("C", bound=BaseModel)
 
@@ -55,13 +55,13 @@ def _describe(error: Any, schema: type[BaseModel]) -> str:
     key = ".".join(str(part) for part in location) or "(the whole file)"
     if error["type"] == "extra_forbidden":
         allowed = _field_names(schema, location)
-        near = difflib.get_close_matches(str(location[-1]), allowed, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        similar = difflib.get_close_matches(str(location[-1]), allowed, 1)
+        hint = f"; did you mean {similar[0]}?" if similar else ""
         return f"{key}: unknown key{hint} (allowed: {', '.join(allowed)})"
     if error["type"] == "missing":
         return f"{key}: missing"
     message = str(error["msg"]).removeprefix("Value error, ")
-    return f"{key}: {message[:1].lower()}{message[1:]} (got {_SHORTLY.repr(error['input'])})"
+    return f"{key}: {message[:1].lower()}{message[1:]} (got {_SHORT_REPR.repr(error['input'])})"
 
 
 class _Layer(NamedTuple):
@@ -78,11 +78,11 @@ def validate(data: Any, schema: type[C], where: str) -> C:
 
 def read_config(path: Path, schema: type[C], changes: Sequence[str] = ()) -> C:
     """The validated config in a YAML file. `changes` are values of `--set` (`kernel.budget_s=0.1`); later ones win."""
-    return _validated([*_layers(path), *map(_change, changes)], schema)
+    return _validated([*_layers(path), *map(_change_layer, changes)], schema)
 
 
 def _validated(layers: Sequence[_Layer], schema: type[C]) -> C:
-    """The layers merged, later ones first, as a `schema`. Errors name the layer at fault."""
+    """The layers merged, where later ones win, as a `schema`. Errors name the layer at fault."""
     try:
         data = layers[0].data
         for layer in layers[1:]:
@@ -131,11 +131,11 @@ def _layers(path: Path, extended_by: tuple[Path, ...] = ()) -> list[_Layer]:
         return [_Layer(str(path), {} if data is None else data)]
     base = data.pop(EXTENDS)
     if not isinstance(base, str):
-        raise UserError(f"{path}: {EXTENDS}: the path of another config is expected (got {_SHORTLY.repr(base)})")
+        raise UserError(f"{path}: {EXTENDS}: the path of another config is expected (got {_SHORT_REPR.repr(base)})")
     return [*_layers(path.parent / base, (*extended_by, path)), _Layer(str(path), data)]
 
 
-def _change(text: str) -> _Layer:
+def _change_layer(text: str) -> _Layer:
     """A value of `--set` as nested mappings: `kernel.budget_s=0.1` is `{"kernel": {"budget_s": 0.1}}`."""
     key, equals, value = text.partition("=")
     parts = key.strip().split(".")
@@ -164,12 +164,13 @@ def _parse_yaml(text: str, source: str) -> Any:
         return yaml.safe_load(text)
     except RecursionError:
         raise UserError(f"{source}: not a config: nested too deeply") from None
-    except ValueError as error:  # a date or number that is none
+    except ValueError as error:  # an impossible date or number
         raise UserError(f"{source}: not valid YAML: {error}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         raise UserError(f"{source}{line}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
+
 
 class Frozen(BaseModel):
     """An immutable record that refuses unknown fields, NaN and infinity; fields may be given by name or alias."""

@@ -1,4 +1,4 @@
-"""Where a number comes from: the flavour of the graph, the target, and the machine on which it was measured."""
+"""Identifies where a number comes from: the flavour of the graph, the target, and the machine on which it was measured."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hase.utils.errors import UserError
 from hase.utils.lazy import pynvml
 from hase.utils.paths import FileNamePart
 
-CUDNN = "nvidia-cudnn-cu13"  # the package that brings it
+CUDNN = "nvidia-cudnn-cu13"  # the package that contains it
 WITHOUT_GPU = "HASE_WITHOUT_GPU"  # in the environment: act like a machine without a GPU
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"  # in the environment: the GPUs that CUDA may use, by index or UUID
 MACHINE_ID = Path("/etc/machine-id")
@@ -95,8 +95,8 @@ def has_cuda() -> bool:
     return bool(gpu_facts())
 
 
-def _nvml_there() -> bool:
-    """Whether pynvml could find the driver's library. Importing pynvml takes 0.1 s, so this asks Linux; elsewhere True."""
+def _nvml_library_exists() -> bool:
+    """Whether pynvml can find the driver's library, without importing pynvml, which takes 0.1 s. True if not on Linux."""
     if sys.platform != "linux":
         return True
     try:
@@ -108,10 +108,10 @@ def _nvml_there() -> bool:
 
 @functools.cache
 def gpu_facts() -> dict[str, str]:
-    """Name, uuid, driver and clocks of the NVIDIA GPU that CUDA takes first; empty without one, or if WITHOUT_GPU is set."""
+    """Name, uuid, driver and clocks of CUDA's first NVIDIA GPU; empty without one, or if WITHOUT_GPU is set."""
     if os.environ.get(WITHOUT_GPU):
         return {}
-    if "pynvml" not in sys.modules and not _nvml_there():
+    if "pynvml" not in sys.modules and not _nvml_library_exists():
         return {}
     try:
         pynvml.nvmlInit()
@@ -130,19 +130,19 @@ def gpu_facts() -> dict[str, str]:
 
 
 def _first_visible_gpu() -> Any:
-    """NVML's handle of the first GPU that VISIBLE_GPUS leaves to CUDA, or None. NVML ignores the variable."""
+    """NVML's handle of the first GPU that VISIBLE_GPUS allows, or None. NVML itself ignores the variable."""
     first = os.environ.get(VISIBLE_GPUS, "0").split(",")[0].strip()
     if first.isdecimal():
         return pynvml.nvmlDeviceGetHandleByIndex(int(first))
     for index in range(pynvml.nvmlDeviceGetCount()):
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        if first and pynvml.nvmlDeviceGetUUID(handle).startswith(first):  # CUDA takes shortened names, too
+        if first and pynvml.nvmlDeviceGetUUID(handle).startswith(first):  # CUDA accepts shortened UUIDs, too
             return handle
     return pynvml.nvmlDeviceGetHandleByUUID(first) if first.startswith("MIG-") else None
 
 
 def driver_fails(whose: str, error: Exception) -> UserError:
-    """The error for a failed NVML call, for example because the GPU was lost; its message begins with `whose`."""
+    """The error for a failed NVML call, for example if the GPU was lost; its message begins with `whose`."""
     return UserError(f"{whose}: the driver does not answer ({error}); nvidia-smi should list the GPU")
 
 
@@ -239,7 +239,7 @@ def machine(device: str) -> Machine:
     """This machine, described as its `cpu` or its `cuda` device."""
     cpu = cpu_name()
     gpu = gpu_facts() if device == "cuda" else {}
-    identity = MACHINE_ID.read_text(encoding="utf-8").strip() if MACHINE_ID.exists() else ""  # may be there and empty
+    identity = MACHINE_ID.read_text(encoding="utf-8").strip() if MACHINE_ID.exists() else ""  # may exist and be empty
     frequency = psutil.cpu_freq()
     return Machine(
         device_name=gpu.get("name", cpu), uuid=gpu.get("uuid") or identity or platform.node() or "unknown",

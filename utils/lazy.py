@@ -90,7 +90,7 @@ class LazyPackage:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("__") and attribute != "__version__":  # asked by pickle, inspect and the like
+        if attribute.startswith("__") and attribute != "__version__":  # read by pickle, inspect and the like
             raise AttributeError(f"{self!r} has no attribute {attribute!r}")
         # __import__ as the statement does: several times faster than import_module, and it waits for an unfinished import
         package = __import__(self._name) if self._name in sys.modules else _imported(self._name)
@@ -110,25 +110,25 @@ def _imported(name: str) -> ModuleType:
     """Imports a package. Ctrl-C and SIGTERM wait until it is loaded. C++ code calls Python while it is loaded; an exception
     there may crash the process or become another error."""
     if threading.current_thread() is not threading.main_thread():
-        return __import__(name)  # signals are raised in the main thread alone
-    came: list[Callable[[], object]] = []
+        return __import__(name)  # signal handlers run only in the main thread
+    pending: list[Callable[[], object]] = []
 
-    def later(handler: Callable[[int, FrameType | None], object]) -> Callable[[int, FrameType | None], None]:
+    def deferred(handler: Callable[[int, FrameType | None], object]) -> Callable[[int, FrameType | None], None]:
         @functools.wraps(handler)
         def wait(number: int, frame: FrameType | None) -> None:
-            came.append(lambda: handler(number, frame))
+            pending.append(lambda: handler(number, frame))
         return wait
 
     handlers = {number: handler for number in (signal.SIGINT, signal.SIGTERM) if callable(handler := signal.getsignal(number))}
     for number, handler in handlers.items():
-        signal.signal(number, later(handler))
+        signal.signal(number, deferred(handler))
     try:
         return __import__(name)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        if came:
-            came[0]()
+        if pending:
+            pending[0]()
 
 
 def __getattr__(name: str) -> LazyPackage:

@@ -35,10 +35,10 @@ except ImportError:  # Windows
 FOLDER_VARIABLE = "HASE_LOCK_FOLDER"  # environment: folder of the devices' locks, if not /tmp
 WAIT_VARIABLE = "HASE_WAIT"  # environment: wait for locks
 WRITER = ".writer.lock"  # in a folder that only one process at a time may write
-EVERYBODY = 0o666  # root and every user share a device's lock
+EVERYBODY = 0o666  # permissions: root and every user share a device's lock
 SAFE = (os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC) if fcntl else 0  # all users write to /tmp: no links, no pipes
 COMMAND_CHARACTERS = 200  # of a holder's command line in errors
-LOOK_EVERY_S = 0.2  # while a lock is waited for
+LOOK_EVERY_S = 0.2  # while waiting for a lock
 log = get_logger("locks")
 _held: Counter[Path] = Counter()  # how many blocks of this process hold each lock
 _open: dict[Path, int] = {}
@@ -126,17 +126,17 @@ def _acquire(path: Path, what: str) -> int:
     """Takes the lock, writes into the file who holds it, and returns the descriptor."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
-        made = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | SAFE, EVERYBODY)
+        created = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | SAFE, EVERYBODY)
         try:
-            os.chmod(made, EVERYBODY)  # whatever the umask
+            os.chmod(created, EVERYBODY)  # whatever the umask
         finally:
-            os.close(made)
+            os.close(created)
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
             raise OSError(errno.EINVAL, "no plain file")
         descriptor = try_lock(path, os.O_RDWR)
     except PermissionError:
-        raise _of_another_user(path, what) from None
+        raise _foreign_lock_error(path, what) from None
     except OSError as error:
         raise UserError(f"{path}: can't be locked ({error.strerror}); remove it, unless another process uses it") from None
     if descriptor is None:
@@ -147,7 +147,7 @@ def _acquire(path: Path, what: str) -> int:
     return descriptor
 
 
-def _of_another_user(path: Path, what: str) -> UserError:
+def _foreign_lock_error(path: Path, what: str) -> UserError:
     """The error for a lock file that this user may not write."""
     try:
         owner = path.owner()
@@ -192,10 +192,10 @@ def measuring(device: str) -> AbstractContextManager[None]:
     name = "cpu"
     if device == "cuda":
         name = gpu_facts().get("uuid", "cuda")
-    return locked(_folder_of_devices() / f"hase-{name}.lock", f"device {name}: it")
+    return locked(_device_lock_folder() / f"hase-{name}.lock", f"device {name}: it")
 
 
-def _folder_of_devices() -> Path:
+def _device_lock_folder() -> Path:
     """The folder of the device locks; the same for all users of this machine, whatever their TMPDIR."""
     if named := os.environ.get(FOLDER_VARIABLE):
         return Path(named)

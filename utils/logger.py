@@ -19,8 +19,8 @@ _PROGRESS_EVERY_S = 15.0  # between two progress lines if stderr is not a termin
 T = TypeVar("T")
 
 
-class _Colour(logging.Formatter):
-    """Formats console lines: only the message; from WARNING up with the level (in colour on a terminal)."""
+class _ConsoleFormatter(logging.Formatter):
+    """Formats console lines: the message, and from WARNING up also the level (in colour on a terminal)."""
 
     COLOURS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[31m"}
 
@@ -68,7 +68,7 @@ def configure(log_file: Path | None, *, verbose: bool = False, quiet: bool = Fal
         old.close()
     console = _CurrentStderr()
     console.setLevel(logging.DEBUG if verbose else logging.ERROR if quiet else logging.INFO)
-    console.setFormatter(_Colour())
+    console.setFormatter(_ConsoleFormatter())
     root.addHandler(console)
     if log_file is None:
         return
@@ -83,7 +83,7 @@ def configure(log_file: Path | None, *, verbose: bool = False, quiet: bool = Fal
 
 
 def progress(items: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
-    """Yields `items` with a progress bar on stderr; off a terminal a line every 15 s, and nothing with --quiet."""
+    """Yields `items` with a progress bar on stderr; without a terminal a line every 15 s, with --quiet nothing."""
     if is_quiet():
         yield from items
         return

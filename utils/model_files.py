@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 _EXTERNAL_KEY = b"location"  # the key of the file in which a weight is stored
-SEARCHED_BYTES = 1 << 26  # file size; searching a larger file takes longer than asking the process that reads it
+SEARCHED_BYTES = 1 << 26  # largest file that is searched; beyond it, asking the process that reads the file is faster
 _ZIP = b"PK"  # first bytes of a torch program, which TVM reads too
 SHOWN = 200  # characters of a file name in errors
 _PACKED_BITS = {"INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "UINT2": 2}  # bits per element
@@ -70,7 +70,7 @@ def external_files(model: Path, proto: onnx.ModelProto, missing_ok: bool = False
     """The checked files with weights of `proto`, besides its own file `model`. For a model in memory, `model` is a name without
     a folder, and its weights are in the current folder. With `missing_ok` the result may contain missing files."""
     paths = []
-    for location in sorted({index for tensor in every_tensor(proto) for index in locations(tensor)} - {model.name}):
+    for location in sorted({location for tensor in every_tensor(proto) for location in locations(tensor)} - {model.name}):
         path = model.parent / location
         try:
             folders = (model.parent.resolve(), model.resolve().parent)  # a link's folder, and its target's
@@ -130,11 +130,11 @@ def tensor_bytes(tensor: onnx.TensorProto) -> int:
 
 def place_in_file(tensor: onnx.TensorProto, path: Path) -> tuple[int, int]:
     """The offset of a tensor's values in the file to which it refers, and their length in bytes."""
-    given = next((entry.value for entry in tensor.external_data if entry.key == "offset"), "") or "0"
+    written = next((entry.value for entry in tensor.external_data if entry.key == "offset"), "") or "0"
     try:
-        offset, length, file_bytes = int(given), tensor_bytes(tensor), path.stat().st_size
+        offset, length, file_bytes = int(written), tensor_bytes(tensor), path.stat().st_size
     except ValueError:
-        raise UserError(f"{path}: weight {tensor.name[:SHOWN]} has the offset {given[:SHOWN]!r}, which is not a number of "
+        raise UserError(f"{path}: weight {tensor.name[:SHOWN]} has the offset {written[:SHOWN]!r}, which is not a number of "
                         "bytes") from None
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
@@ -156,17 +156,17 @@ def locations(tensor: onnx.TensorProto) -> list[str]:
     """The files that a tensor names for its values, usually one; none if the values are in the model."""
     if tensor.data_location != tensor.EXTERNAL:
         return []
-    locations = [entry.value for entry in tensor.external_data if entry.key == "location"]
-    if wrong := [location for location in locations if not isinstance(location, str)]:  # protobuf returns such text as bytes
-        raise UserError(f"the model is damaged: its weights lie in {wrong[0][:SHOWN]!r}, which is not UTF-8")
-    return locations
+    names = [entry.value for entry in tensor.external_data if entry.key == "location"]
+    if undecoded := [name for name in names if not isinstance(name, str)]:  # protobuf returns text that is not UTF-8 as bytes
+        raise UserError(f"the model is damaged: its weights lie in {undecoded[0][:SHOWN]!r}, which is not UTF-8")
+    return names
 
 
 def every_tensor(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
     """Every constant of a model, including those in attributes, in inner graphs and in functions."""
     yield from graph_tensors(proto.graph)
     for function in proto.functions:
-        yield from _of_nodes(function.node, 0)
+        yield from _tensors_of_nodes(function.node, 0)
 
 
 def graph_tensors(graph: onnx.GraphProto, depth: int = 0) -> Iterator[onnx.TensorProto]:
@@ -174,10 +174,10 @@ def graph_tensors(graph: onnx.GraphProto, depth: int = 0) -> Iterator[onnx.Tenso
     yield from graph.initializer
     for sparse in graph.sparse_initializer:
         yield from (sparse.values, sparse.indices)
-    yield from _of_nodes(graph.node, depth)
+    yield from _tensors_of_nodes(graph.node, depth)
 
 
-def _of_nodes(nodes: Any, depth: int) -> Iterator[onnx.TensorProto]:
+def _tensors_of_nodes(nodes: Any, depth: int) -> Iterator[onnx.TensorProto]:
     if depth > DEEPEST:
         raise UserError(f"the model holds graphs within graphs more than {DEEPEST} deep")
     for node in nodes:
@@ -254,14 +254,14 @@ def _varint(content: memoryview, index: int, end: int) -> tuple[int, int]:
 
 def varint(number: int) -> bytes:
     """A non-negative number as a protobuf varint."""
-    made = bytearray()
+    encoded = bytearray()
     while number > 127:
-        made.append(number & 127 | 128)
+        encoded.append(number & 127 | 128)
         number >>= 7
-    made.append(number)
-    return bytes(made)
+    encoded.append(number)
+    return bytes(encoded)
 
 
 def with_contents(number: int, contents: bytes) -> bytes:
-    """A field that holds these bytes."""
+    """A protobuf field that holds these bytes."""
     return varint(number << 3 | BYTES) + varint(len(contents)) + contents

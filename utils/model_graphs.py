@@ -34,7 +34,7 @@ from hase.utils.model_files import (
 )
 from hase.utils.ort_sessions import model_errors
 
-LARGE_BYTES = 1024  # a tensor of more bytes is left where it is
+LARGE_BYTES = 1024  # a tensor of more bytes is left in its file
 MOST_BYTES = 2**31 - 1  # of a file that ONNX Runtime loads
 MOST_TENSOR_BYTES = 1 << 40
 MOST_LOADED_BYTES = 1 << 30  # of weights to load into a GPU only for its graph: a session loads all before it saves the graph
@@ -72,9 +72,9 @@ def read_saved(path: Path) -> onnx.ModelProto:
     """Like `read_graph`, for a graph that a session saved: its tensors are in their old files, in the new one, or beside it."""
     proto = read_as_written(path)
     for tensor in every_tensor(proto):
-        for written in (path, weights_beside(path)):
-            if locations(tensor) == [written.name]:
-                refer(tensor, location_of(written), *place_in_file(tensor, written))
+        for file in (path, weights_beside(path)):
+            if locations(tensor) == [file.name]:
+                refer(tensor, location_of(file), *place_in_file(tensor, file))
     return proto
 
 
@@ -110,8 +110,8 @@ def _check_not_needed(tensor: onnx.TensorProto, path: Path) -> None:
     """Checks that shapes and fusions don't need a missing tensor's values: it is large, or not a scalar, indices or conditions.
     """
     types = onnx.TensorProto
-    decides = math.prod(tensor.dims) <= 1 or tensor.data_type in (types.INT32, types.INT64, types.BOOL)
-    if decides and tensor_bytes(tensor) <= LARGE_BYTES:
+    may_matter = math.prod(tensor.dims) <= 1 or tensor.data_type in (types.INT32, types.INT64, types.BOOL)
+    if may_matter and tensor_bytes(tensor) <= LARGE_BYTES:
         raise UserError(f"{path}: no such file; what the model computes depends on its {tensor.name[:SHOWN]}, so that nothing "
                         "can be said without it")
 
@@ -198,7 +198,7 @@ def _shortened(content: memoryview, begin: int, end: int, kind: str, location: s
     Raises:
         ValueError: there is no message.
     """
-    taken = begin
+    copied = begin
     if kind == "node" and any(part.number == OP_TYPE and content[part.contents:part.end] == b"Constant"
                               for part in fields(content, begin, end)):
         kind = "Constant"
@@ -208,13 +208,13 @@ def _shortened(content: memoryview, begin: int, end: int, kind: str, location: s
         if inner is None or part.end - part.contents <= LARGE_BYTES or depth > DEEPEST:
             continue
         if inner == "tensor":
-            made = _reference(content, part.contents, part.end, location)
+            shortened = _reference(content, part.contents, part.end, location)
         else:
-            made = b"".join(_shortened(content, part.contents, part.end, inner, location, depth + (inner == "graph")))
-        yield bytes(content[taken:part.begin])
-        yield with_contents(part.number, made)
-        taken = part.end
-    yield bytes(content[taken:end])
+            shortened = b"".join(_shortened(content, part.contents, part.end, inner, location, depth + (inner == "graph")))
+        yield bytes(content[copied:part.begin])
+        yield with_contents(part.number, shortened)
+        copied = part.end
+    yield bytes(content[copied:end])
 
 
 def _reference(content: memoryview, begin: int, end: int, location: str) -> bytes:
@@ -223,11 +223,11 @@ def _reference(content: memoryview, begin: int, end: int, location: str) -> byte
     Raises:
         ValueError: there is no message.
     """
-    about: list[WireField] = []
+    description: list[WireField] = []
     data: list[WireField] = []
     for part in fields(content, begin, end):
-        (data if part.wire == BYTES and part.number in PLAIN_DATA else about).append(part)
-    tensor = onnx.TensorProto.FromString(b"".join(bytes(content[part.begin:part.end]) for part in about))
+        (data if part.wire == BYTES and part.number in PLAIN_DATA else description).append(part)
+    tensor = onnx.TensorProto.FromString(b"".join(bytes(content[part.begin:part.end]) for part in description))
     if len(data) == 1 and not locations(tensor):
         kind, length = PLAIN_DATA[data[0].number], data[0].end - data[0].contents
         try:

@@ -24,7 +24,7 @@ PROVIDER_NAMES = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"
 # without a GPU gives the graph that the CUDA provider runs (docs/how_it_works.md says how that was checked).
 CPU_ONLY_FUSIONS = ("ConvActivationFusion", "GemmActivationFusion", "MatMulActivationFusion")
 NO_MODEL = "not an ONNX model"
-FILE_KINDS = (  # files often mistaken for ONNX: identifying bytes, their offset (None: anywhere), what to do
+FILE_KINDS = (  # files often mistaken for ONNX: identifying bytes, their offset (None: anywhere), what it is and what to do
     (b"version https://git-lfs", 0, "a git-lfs pointer in place of the model; fetch the model with: git lfs pull"),
     (b"<!doctype html", None, "a web page, not the model behind it; download the file itself"),
     (b"<html", None, "a web page, not the model behind it; download the file itself"),
@@ -38,7 +38,7 @@ FILE_KINDS = (  # files often mistaken for ONNX: identifying bytes, their offset
     (b"pk\x03\x04", 0, "a ZIP archive; unpack it, and give the .onnx file in it"),
     (b"\x1f\x8b", 0, "compressed (gzip); unpack it first"),
 )
-FILE_START = 512  # bytes in which they stand
+FILE_START = 512  # bytes of a file that are searched for them
 
 
 @functools.cache
@@ -64,6 +64,7 @@ def open_session(
         save_to: where ORT writes the optimised graph.
         profile_prefix: turns ORT's profiler on; its file begins with this path.
         name: the model's name in errors; by default its path.
+        entries: settings of the session by ORT's keys.
         threads: threads per operator on the CPU. 0 is ORT's choice, or one per allowed core if this process may use only some
             cores: ORT would count all cores and pin threads to forbidden ones.
         weights: values by name, for constants that the model declares as external.
@@ -100,7 +101,7 @@ def open_session(
         with model_errors(name or (str(model) if isinstance(model, Path) else "the model")):
             session = runtime.InferenceSession(source, options, providers=providers, disabled_optimizers=list(disabled))
     except UserError as error:
-        if device == "cuda" and not _cuda_comes_up():  # the CPU provider alone would refuse GPU-only operators
+        if device == "cuda" and not _cuda_initialises():  # the CPU provider alone would refuse GPU-only operators
             raise DeviceUnavailable(NO_CUDA) from error
         raise
     if device == "cuda" and "CUDAExecutionProvider" not in session.get_providers():
@@ -108,7 +109,7 @@ def open_session(
     return session
 
 
-def _cuda_comes_up() -> bool:
+def _cuda_initialises() -> bool:
     """Whether the CUDA provider can be initialised in this process, tried with a trivial model."""
     value = onnx.helper.make_tensor_value_info
     graph = onnx.helper.make_graph([onnx.helper.make_node("Identity", ["x"], ["y"])], "probe",
@@ -164,8 +165,9 @@ def kind_of_file(path: Path) -> str:
             start = file.read(FILE_START).lower()
     except (OSError, ValueError):  # ValueError: a name that no file can have
         return ""
-    return "an empty file" if not start else next((kind for begins, index, kind in FILE_KINDS
-                 if (begins in start if index is None else start.startswith(begins, index))), "")
+    return "an empty file" if not start else next(
+        (kind for marker, offset, kind in FILE_KINDS
+         if (marker in start if offset is None else start.startswith(marker, offset))), "")
 
 
 class model_errors:  # lower case, as it is used like a function: `with model_errors(path):`

@@ -146,8 +146,8 @@ class Workspace:
         """The models whose paths match a pattern, sorted; possibly none. A bare pattern also searches the exported models."""
         if not glob.has_magic(str(pattern)) or os.path.isfile(pattern):
             return []
-        indices = (map(Path, glob.glob(str(index))) for index in (pattern, self.models / pattern))
-        return next((found for paths in indices if (found := sorted(filter(is_model_file, paths)))), [])
+        matches = (map(Path, glob.glob(str(path))) for path in (pattern, self.models / pattern))
+        return next((models for paths in matches if (models := sorted(filter(is_model_file, paths)))), [])
 
 
 def targets_in(folder: Path, holding: str, none: str) -> list[str]:

@@ -57,7 +57,7 @@ def check_packages(packages: Mapping[str, str] = RAY) -> None:
 
 
 def _connect(address: str, code: Collection[str]) -> None:
-    """Connects."""
+    """Connects to a cluster; with AUTO, starts one here if there is none. Signal handlers that Ray replaces are restored."""
     if "://" in address:
         raise UserError(f"--ray {address}: run this on a node of the cluster, with --ray auto or with HOST:PORT of the "
                         "cluster's head")
@@ -65,9 +65,9 @@ def _connect(address: str, code: Collection[str]) -> None:
         _check_answers(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    travels = {*PACKAGE, *code, "hase"}
+    sent = {*PACKAGE, *code, "hase"}
     left_out = [f"/{name}" for path in (*ROOT.iterdir(), *(ROOT / "hase").iterdir())
-                if (name := path.relative_to(ROOT).as_posix()) not in travels]
+                if (name := path.relative_to(ROOT).as_posix()) not in sent]
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR,
                                "runtime_env": {"working_dir": str(ROOT), "excludes": left_out}}
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
@@ -83,7 +83,7 @@ def _connect(address: str, code: Collection[str]) -> None:
         raise UserError(f"--ray {address}: {NO_CLUSTER} ({next(iter(str(error).splitlines()), '')})") from None
     finally:
         for number, handler in handlers.items():
-            if signal.getsignal(number) is not handler:  # Ray has put its own in place
+            if signal.getsignal(number) is not handler:  # Ray has replaced it
                 signal.signal(number, handler)
 
 

@@ -21,7 +21,7 @@ UNSTABLE_SPREAD = 0.10  # (p75 − p25) / median above which a timing counts as 
 def pause(seconds: float) -> None:
     """Waits for some seconds, or not at all for 0 or a negative number.
 
-    `time.sleep(0)` would give up the core, which a virtual machine may get back only after milliseconds. If the clock jumps
+    `time.sleep(0)` would yield the core, which a virtual machine may get back only after milliseconds. If the clock jumps
     back, as in a restored virtual machine, `time.sleep` may fail; a lock's time limit does not.
     """
     if seconds <= 0.0:
@@ -115,8 +115,9 @@ def error_statistics(predicted: Sequence[float], measured: Sequence[float]) -> E
         within_5=float((errors <= 0.05).mean()), within_10=float((errors <= 0.10).mean()), worst=float(errors.max()),
     )
 
+
 def turns(least: int = 1, seconds: float = 0.0, most: float = math.inf) -> Iterator[int]:
-    """Yields 0, 1, 2, …: at least `least` times, and then up to `most` times while `seconds` have not passed."""
+    """Yields 0, 1, 2, …: at least `least` numbers, then more, up to `most` in all, until `seconds` have passed."""
     until_s, number = time.perf_counter() + seconds, 0
     while number < least or (number < most and time.perf_counter() < until_s):
         yield number
@@ -136,7 +137,7 @@ def timed(run: Callable[[], Any], before: Callable[[], Any] | None = None) -> Ca
 
 
 def timed_by_events(run: Callable[[], Any]) -> Callable[[], float]:
-    """Like `timed`, but by events in an idle GPU's queue: from the host's start until the GPU is done. Needs torch."""
+    """Like `timed`, but by events in an idle GPU's queue: from when the host begins until the GPU is done. Needs torch."""
     def run_s() -> float:
         watch = Stopwatch("cuda")
         wait_for("cuda")
@@ -185,11 +186,11 @@ class Stopwatch:
     def stop(self) -> None:
         self._mark(1)
 
-    def _mark(self, which: int) -> None:
+    def _mark(self, index: int) -> None:
         if self._events:
-            self._events[which].record()
+            self._events[index].record()
         else:
-            self._times_s[which] = time.perf_counter()
+            self._times_s[index] = time.perf_counter()
 
     @property
     def began(self) -> bool:

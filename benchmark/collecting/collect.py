@@ -1,4 +1,4 @@
-"""Measures what a dataset still lacks: decides which blocks of kernels and models, and in which order."""
+"""Measures what a dataset still lacks: plans the blocks of kernels and models, and has them measured."""
 
 from __future__ import annotations
 
@@ -21,11 +21,7 @@ from hase.benchmark.collecting.plans import (
 )
 from hase.benchmark.collecting.units import Workers, steadiness_of
 from hase.benchmark.measuring.blocks import PlannedBlock
-from hase.benchmark.measuring.driver import (
-    Actors,
-    BlockPlan,
-    Driver,
-)
+from hase.benchmark.measuring.driver import Actors, BlockPlan, Driver
 from hase.kernel_model.sampling.usefulness import KernelError, read_errors
 from hase.records.dataset_files import DatasetHeader, DatasetKernel, header_path, read_header, read_kernels
 from hase.records.dataset_writer import DatasetWriter
@@ -38,7 +34,7 @@ from hase.utils.logger import get_logger
 from hase.utils.paths import Workspace
 
 log = get_logger("collector")
-# For a user who waits for a few kernels. As always, a block whose canaries differ is measured again.
+# Settings for a user who waits for a few kernels. As always, a block whose canaries differ is measured again.
 QUICK_WINDOW_S = 0.2  # of metrics; training takes their median over all idle blocks
 QUICK_BLOCK = 64  # kernels: as many as most models have
 QUICK_PATIENCE_S = 3.0
@@ -74,9 +70,9 @@ def collect_kernels(workspace: Workspace, config: CollectorConfig, kernels: Sequ
     """
     target = config.target(resolve_device(config.device))
     with sole_writer(workspace.dataset(target.name)):
-        config, work = _quick(workspace, config, target, kernels)
-        here = LocalDevice(config)
-        return collect_work(workspace, config, here.found, work, here.actor_with(workers, config, workspace), remeasure=True)
+        config, work = _quick_work(workspace, config, target, kernels)
+        local = LocalDevice(config)
+        return collect_work(workspace, config, local.found, work, local.actor_with(workers, config, workspace), remeasure=True)
 
 
 def collect_in_models(workspace: Workspace, config: CollectorConfig, models: Sequence[ModelItem],
@@ -84,14 +80,14 @@ def collect_in_models(workspace: Workspace, config: CollectorConfig, models: Seq
     """Measures kernels inside models that hold them (`ModelItem.only`), in their real order and cache state; returns totals."""
     target = config.target(resolve_device(config.device))
     with sole_writer(workspace.dataset(target.name)):
-        config, work = _quick(workspace, config, target, kernels)
-        here = LocalDevice(config)
-        return collect_work(workspace, config, here.found, CollectionWork((), (), work.described),
-                            here.actor_with(workers, config, workspace), [PlannedBlock(item.id, [item]) for item in models])
+        config, work = _quick_work(workspace, config, target, kernels)
+        local = LocalDevice(config)
+        return collect_work(workspace, config, local.found, CollectionWork((), (), work.described),
+                            local.actor_with(workers, config, workspace), [PlannedBlock(item.id, [item]) for item in models])
 
 
-def _quick(workspace: Workspace, config: CollectorConfig, target: Target,
-           kernels: Sequence[DatasetKernel]) -> tuple[CollectorConfig, CollectionWork]:
+def _quick_work(workspace: Workspace, config: CollectorConfig, target: Target,
+                kernels: Sequence[DatasetKernel]) -> tuple[CollectorConfig, CollectionWork]:
     """Config and work of a collection that a user waits for. Raises UserError if the dataset lacks a label of `config`."""
     folder, built = workspace.dataset(target.name), workspace.kernel_onnx / target.flavour.name
     config = config.model_copy(update={
@@ -142,8 +138,8 @@ def collect_work(workspace: Workspace, config: CollectorConfig, devices: Sequenc
         m.id for block in totals.blocks for m in block.measurements if m.subject == "kernel"}
     return {"target": target.name, "dataset": str(writer.folder), "measured_kernels": len(kernels),
             "measuring_s": round(totals.measuring_s, 1), "took_s": round(totals.took_s, 1), "kernel_rows": kernel_rows,
-            "model_rows": model_rows,
-            "unsteady_blocks": totals.unsteady_blocks, "left": totals.left, "lost_actors": len(totals.lost),
+            "model_rows": model_rows, "unsteady_blocks": totals.unsteady_blocks, "left": totals.left,
+            "lost_actors": len(totals.lost),
             "failed": sorted({m.id for block in writer.blocks for m in block.measurements if m.status != "ok"}
                              | totals.interrupted.keys())}
 
@@ -166,11 +162,11 @@ def open_dataset(workspace: Workspace, config: CollectorConfig, target: Target, 
     """Opens or begins a target's dataset. Raises UserError if its metrics, labels, held-out groups or backgrounds differ."""
     device, folder = target.flavour.device, workspace.dataset(target.name)
     backgrounds = config.backgrounds_on(device)
-    for described in backgrounds.values():
-        if described.model:
-            workspace.find_model(described.model)
+    for background in backgrounds.values():
+        if background.model:
+            workspace.find_model(background.model)
     header = DatasetHeader(target=target, metrics=devices[0].metrics, held_out=config.held_out, labels=config.labels_on(device),
-                           machines={found.machine.uuid: found.machine for found in devices}, backgrounds=backgrounds,
+                           machines={entry.machine.uuid: entry.machine for entry in devices}, backgrounds=backgrounds,
                            held_out_backgrounds=config.held_out_backgrounds if backgrounds else (),
                            groups=dict(work.groups), collections=dict(work.collections), energy=bool(config.energy_s),
                            environment=config.environment(target), sharing=config.sharing)

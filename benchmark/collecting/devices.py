@@ -1,4 +1,4 @@
-"""The devices that a collection measures, on one machine or a cluster (ray_actors.py); they must be alike."""
+"""The devices that a collection measures, on one machine or a cluster (ray_actors.py), all of the same kind."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class LocalDevice:
 def open_device(config: CollectorConfig, device: str, name: str) -> tuple[FoundDevice, MetricSource]:
     """`cpu` or `cuda` of this machine, and its source of metrics. Raises UserError as `LocalDevice` does."""
     target, source = config.target(device), config.open_source(device)
-    energy = bool(config.with_energy_on(device).energy_s)
-    return FoundDevice(name, target, machine(device), tuple(source.fields), energy), source
+    measures_energy = bool(config.with_energy_on(device).energy_s)
+    return FoundDevice(name, target, machine(device), tuple(source.fields), measures_energy), source
 
 
 def check_alike(devices: Sequence[FoundDevice]) -> None:

@@ -1,4 +1,4 @@
-"""Plans a collection: the kernels and models of a target, and the blocks still to be measured."""
+"""Plans a collection: finds the kernels and models of a target, and the blocks still to be measured."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from hase.utils.errors import UserError
 from hase.utils.fingerprint import Target
 from hase.utils.paths import Workspace, as_file_name, model_files
 
-LEAST_WORK, WORK_BITS = 1 << 15, 2  # operations and bytes: below this, or within a factor of four, kernels are alike
-CARRIER_BYTES = {"cpu": 512 << 20, "cuda": 16 << 30}  # largest memory of one carrier's kernels, unless the config says it
+LEAST_WORK, WORK_BITS = 1 << 15, 2  # operations and bytes: below this, or within a factor of four, kernels are similar
+CARRIER_BYTES = {"cpu": 512 << 20, "cuda": 16 << 30}  # most memory of one carrier's kernels, unless the config has a limit
 LEAST_IN_BATCH, MOST_IN_BATCH = 4, 16  # kernels whose energy is measured together
 
 
@@ -56,7 +56,7 @@ class ModelItem:
     record: ModelRecord
     labels: bool  # whether its kernels are measured in it
     only: frozenset[str] = frozenset()  # if not empty, only these kernels are measured, by id, and not the model itself
-    inputs: Path | None = None  # a file with values of its inputs; None: made-up ones
+    inputs: Path | None = None  # a file with values of its inputs; None: generated ones
 
     @property
     def id(self) -> str:
@@ -167,7 +167,7 @@ def sessions_missing(models: Sequence[ModelItem], blocks: Iterable[Block], wante
 
 
 def takes_label(measurement: Measurement, label: str) -> bool:
-    """Whether a measurement has a kernel's `label` from a block of kernels, taken alone or in a carrier."""
+    """Whether a measurement is of a kernel's `label` in a block of kernels, alone or in a carrier, not in a model."""
     return (measurement.subject, measurement.label) == ("kernel", label) and measurement.place != "in_model"
 
 
@@ -187,11 +187,11 @@ def plan(work: CollectionWork, blocks: Iterable[Block], block_kernels: int, firs
     kernel_blocks = _kernel_blocks(shuffled(kernels), block_kernels)
     missing = sessions_missing(work.models, blocks, sessions, variants)
     planned: list[PlannedBlock[Item]] = []
-    for turn in range(max(missing, default=0) or 1):
-        models = [item for item, left in zip(work.models, missing, strict=True) if left > turn]
+    for session in range(max(missing, default=0) or 1):
+        models = [item for item, left in zip(work.models, missing, strict=True) if left > session]
         model_blocks: list[PlannedBlock[Item]] = [PlannedBlock(first_names(chunk), chunk)
                                                   for chunk in chunks(models, block_models)]
-        planned += shuffled([*model_blocks, *([] if turn else kernel_blocks)], turn + 1)  # mixes models and kernels
+        planned += shuffled([*model_blocks, *([] if session else kernel_blocks)], session + 1)  # mixes models and kernels
     return planned
 
 
@@ -216,20 +216,20 @@ def plan_load(config: CollectorConfig, work: CollectionWork, device: str, machin
     measured_by = {uuid: [block for block in blocks if block.machine == uuid] for uuid in machines}
     wanted = work if config.takes_kernels(level) else CollectionWork((), work.models, ())
 
-    def todo(part: CollectionWork, measured: Sequence[Block]) -> list[PlannedBlock[Item]]:
+    def blocks_left(part: CollectionWork, measured: Sequence[Block]) -> list[PlannedBlock[Item]]:
         return plan(part, measured, config.block_kernels, first_label, config.block_models,
                     () if level else config.model_labels_on(device), 1 if level else config.sessions)
 
     if config.each_machine:
-        return BlockPlan({uuid: todo(wanted, measured) for uuid, measured in measured_by.items()})
+        return BlockPlan({uuid: blocks_left(wanted, measured) for uuid, measured in measured_by.items()})
     if level:
-        return BlockPlan({}, todo(wanted, blocks))
+        return BlockPlan({}, blocks_left(wanted, blocks))
     ties = choose_ties(work.kernels, blocks, machines, config.ties, lambda m: takes_label(m, first_label))
     tied = {item.id for items in ties.values() for item in items}
     own = {uuid: plan(CollectionWork(tuple(items), (), ()), measured_by[uuid], config.block_kernels, first_label)
            for uuid, items in ties.items()}
     untied = replace(wanted, kernels=tuple(item for item in wanted.kernels if item.id not in tied))
-    return BlockPlan(own, todo(untied, blocks))
+    return BlockPlan(own, blocks_left(untied, blocks))
 
 
 def plan_by_usefulness(config: CollectorConfig, work: CollectionWork, device: str, machines: Sequence[str], level: float,
@@ -255,9 +255,9 @@ def _by_usefulness(config: CollectorConfig, work: CollectionWork, device: str, l
     from_models = {name for item in models for name in item.record.kernels
                    if config.model_labels and item.labels and first_label in IN_MODEL_LABELS}
     sampled = {entry.kernel.id for entry in work.described if entry.sampled}
-    todo = pending(work.kernels, counted, lambda m: (m.subject, m.label) == ("kernel", first_label))
-    held_by_models = [item for item in todo if item.id not in sampled | from_models]
-    samples = {item.id: item for item in todo if item.id in sampled}
+    unmeasured = pending(work.kernels, counted, lambda m: (m.subject, m.label) == ("kernel", first_label))
+    held_by_models = [item for item in unmeasured if item.id not in sampled | from_models]
+    samples = {item.id: item for item in unmeasured if item.id in sampled}
     known = [item.kernel for item in work.kernels if item.id not in samples]
     ordered = useful_kernels([item.kernel for item in samples.values()], known, len(samples), np.random.default_rng(0), errors)
     first: list[PlannedBlock[Item]] = [PlannedBlock(first_names(chunk), chunk) for chunk in chunks(models, config.block_models)]

@@ -2,7 +2,7 @@
 
 Each takes the same device lock as a collector without Ray, and measures with the same `Measurer`. Ray repeats nothing by itself
 (no restarts, no retries): the driver plans again what a lost actor had not finished, and only the driver writes. This
-repository's code travels to the nodes; the packages that it needs must be installed there.
+repository's code is sent to the nodes; the packages that it needs must be installed there.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from hase.utils.ray_cluster import check_packages, connected
 from hase.utils.text import first_and_count
 
 log = get_logger("collector")
-CODE = ("utils", "records", "runtimes", "model_zoo", "ort_analysis", "kernel_model", "benchmark")
+SENT_FOLDERS = ("utils", "records", "runtimes", "model_zoo", "ort_analysis", "kernel_model", "benchmark")  # of this repository
 START_S = 120.0  # limit for an actor's start; it waits while others use its node
-IN_USE_S = 10.0  # limit for the end of a killed driver's actor
+IN_USE_S = 10.0  # how long an actor waits for a device that the actor of a killed driver may still hold
 LOOK_EVERY_S = 1.0  # how often a waiting driver checks whether to stop
-THREADS_VARIABLE = "OMP_NUM_THREADS"  # environment variable that Ray sets, which would change the measurement
+THREADS_VARIABLE = "OMP_NUM_THREADS"  # set by Ray, which would change the measurements
 PIECE_BYTES = 32 << 20  # per sent piece of a file; several fit into a small object store
 T = TypeVar("T")
 
@@ -58,26 +58,26 @@ class ActorReply(NamedTuple):
 
 
 class CompressedBlock(NamedTuple):
-    """A measured block as compressed JSON, so that it travels within the reply; None if time was over."""
+    """A measured block as compressed JSON, so that it fits into the reply; None if time was over."""
 
     block: bytes | None
     seconds: float
 
 
 class _Messages(logging.Handler):
-    """Keeps warnings and errors until they are taken."""
+    """Collects warnings and errors until they are taken."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._kept: list[tuple[int, str]] = []
+        self._records: list[tuple[int, str]] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._kept.append((record.levelno, record.getMessage()))
+        self._records.append((record.levelno, record.getMessage()))
 
     def take(self) -> tuple[tuple[int, str], ...]:
-        """Everything kept since the last call."""
-        kept, self._kept = tuple(self._kept), []
-        return kept
+        """Everything since the last call."""
+        taken, self._records = tuple(self._records), []
+        return taken
 
 
 class RemoteMeasurer:
@@ -90,7 +90,7 @@ class RemoteMeasurer:
         self._device, self._name = device, name
         self._messages = _Messages()
         logging.getLogger("hase").addHandler(self._messages)
-        self._open, self._under = ExitStack(), ExitStack()
+        self._open, self._load_open = ExitStack(), ExitStack()
         self._folder = self._open.enter_context(shared_folder(folder))
         self._measurer: Measurer[Item] | None = None
 
@@ -120,16 +120,17 @@ class RemoteMeasurer:
     def load(self, level: float, background: Background | None, best_canary_ms: float, left_s: float,
              sent: Sequence[SentFile]) -> ActorReply:
         """Puts the device under a load; no block begins after `left_s` seconds."""
-        return self._reply(lambda: self._under.enter_context(self._ready.loaded(
-            level, self._here(background, sent), best_canary_ms, time.monotonic() + left_s)))
+        return self._reply(lambda: self._load_open.enter_context(self._ready.loaded(
+            level, self._with_local_files(background, sent), best_canary_ms, time.monotonic() + left_s)))
 
     def measure(self, attempt: Attempt[Item], sent: Sequence[SentFile]) -> ActorReply:
         """Makes one attempt at a block; answers with a `CompressedBlock`."""
         def measured() -> CompressedBlock:
             planned = attempt.planned
-            here = attempt._replace(planned=planned._replace(units=[self._here(item, sent) for item in planned.units]))
+            units = [self._with_local_files(item, sent) for item in planned.units]
+            local = attempt._replace(planned=planned._replace(units=units))
             began_s = time.monotonic()
-            block = self._ready.measure(here)
+            block = self._ready.measure(local)
             seconds = time.monotonic() - began_s
             return CompressedBlock(zlib.compress(block.model_dump_json().encode()) if block else None, seconds)
 
@@ -137,11 +138,11 @@ class RemoteMeasurer:
 
     def unload(self) -> ActorReply:
         """Ends the load."""
-        return self._reply(self._under.close)
+        return self._reply(self._load_open.close)
 
     def close(self) -> ActorReply:
         """Ends everything, and removes its files from the machine."""
-        self._under.close()
+        self._load_open.close()
         return self._reply(self._open.close)
 
     @property
@@ -150,8 +151,8 @@ class RemoteMeasurer:
             raise RuntimeError("the actor was not opened")
         return self._measurer
 
-    def _here(self, item: T, sent: Sequence[SentFile]) -> T:
-        """An item with its files on this machine; files are fetched first, so that no transfer disturbs a measurement."""
+    def _with_local_files(self, item: T, sent: Sequence[SentFile]) -> T:
+        """An item with its files on this machine; missing ones are fetched now, so that no transfer disturbs a measurement."""
         paths = receive(self._folder, sent, ray.get)
         return at_paths(item, lambda path: paths.get(str(path), path))
 
@@ -170,7 +171,7 @@ def ray_devices(address: str, config: CollectorConfig) -> Iterator[RayDevices]:
     if runtime_named(config.runtime).takes_setting or config.replay:
         raise UserError("--ray measures ONNX Runtime alone, with metrics that each machine reads itself: leave --ray out, or "
                         "have runtime: ort and no replay in the config")
-    with connected(address, CODE):
+    with connected(address, SENT_FOLDERS):
         yield RayDevices(config)
 
 
@@ -183,17 +184,17 @@ class RayDevices:
         if device == "auto":
             device = "cuda" if any(node["Resources"].get("GPU") for node in nodes) else "cpu"
         folder, threads = secrets.token_hex(8), os.environ.get(THREADS_VARIABLE)
-        handles: dict[str, tuple[Any, str]] = {}  # by name: the actor, and its node
+        actor_handles: dict[str, tuple[Any, str]] = {}  # by name: the actor, and its node
         for node in nodes:
             for number in range(int(node["Resources"].get("GPU", 0)) if device == "cuda" else 1):
                 name = f"{node['NodeManagerHostname']}/{node['NodeID'][:6]}" + (f"/GPU {number}" if device == "cuda" else "")
                 if resources := _resources(node, device):
-                    handles[name] = (ray.remote(RemoteMeasurer).options(max_restarts=0, max_task_retries=0, **resources)
+                    actor_handles[name] = (ray.remote(RemoteMeasurer).options(max_restarts=0, max_task_retries=0, **resources)
                                       .remote(device, name, folder, threads), node["NodeID"])
-        if not handles:
+        if not actor_handles:
             raise UserError(f"the Ray cluster has no {'GPU' if device == 'cuda' else 'node with CPUs'} to measure")
-        self._handles, self._devices = handles, dict[str, FoundDevice]()
-        self.answers({name: handle.describe.remote(config) for name, (handle, _) in handles.items()},
+        self._handles, self._devices = actor_handles, dict[str, FoundDevice]()
+        self.answers({name: handle.describe.remote(config) for name, (handle, _) in actor_handles.items()},
                      self._devices.__setitem__, START_S)
         self.found: Sequence[FoundDevice] = list(self._devices.values())
         log.info("%d actor%s on Ray: %s", len(self.found), "s" * (len(self.found) != 1), first_and_count(list(self._devices)))
@@ -253,8 +254,8 @@ def _resources(node: Mapping[str, Any], device: str) -> dict[str, Any]:
     if device == "cpu" and not cpus:
         return {}
     share = {"num_cpus": cpus} if device == "cpu" else {"num_gpus": 1, "num_cpus": math.floor(cpus / gpus)}
-    there = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-    return {**share, "scheduling_strategy": there}
+    strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+    return {**share, "scheduling_strategy": strategy}
 
 
 def _wait(references: list[Any], count: int, timeout_s: float | None = None) -> list[Any]:
@@ -297,28 +298,28 @@ class RayActors:
     def loaded(self, level: float, background: Background | None, best_canary_ms: Mapping[str, float],
                stop_at_s: float) -> Iterator[None]:
         left_s = stop_at_s - time.monotonic()
-        loads = {actor: self._for(actor, [background]) for actor in self.members}
-        self._all({actor: self._devices.handle(actor.name).load.remote(
+        loads = {actor: self._items_for(actor, [background]) for actor in self.members}
+        self._wait_for_all({actor: self._devices.handle(actor.name).load.remote(
             level, load, best_canary_ms.get(actor.machine, 0.0), left_s, sent)
             for actor, ([load], sent) in loads.items()}, needed=True)
         yield  # if the block raises, the driver ends, and its actors with it
-        self._all({actor: self._devices.handle(actor.name).unload.remote() for actor in self.members}, needed=False)
+        self._wait_for_all({actor: self._devices.handle(actor.name).unload.remote() for actor in self.members}, needed=False)
 
     def begin(self, actor: Actor, attempt: Attempt[Item]) -> None:
-        units, sent = self._for(actor, attempt.planned.units)
+        units, sent = self._items_for(actor, attempt.planned.units)
         at_actor = attempt._replace(planned=attempt.planned._replace(units=units))
         self._begun[self._devices.handle(actor.name).measure.remote(at_actor, sent)] = (actor, attempt, sent)
 
     def wait(self) -> Sequence[Finished[Item]]:
         finished = []
         for reference in _wait(list(self._begun), 1):
-            if reference not in self._begun:  # of an actor that was found lost just now
+            if reference not in self._begun:  # its actor was lost a moment ago
                 continue
             actor, attempt, sent = self._begun.pop(reference)
             try:
                 measured: CompressedBlock = answer(actor.name, reference)
             except UserError as error:
-                self._begun = {begun: given for begun, given in self._begun.items() if given[0] != actor}
+                self._begun = {begun_reference: entry for begun_reference, entry in self._begun.items() if entry[0] != actor}
                 finished.append(Finished(actor, attempt, None, lost=error))
                 continue
             self._sender.arrived(actor.host, sent, (file for _, _, files in self._begun.values() for file in files))
@@ -326,20 +327,22 @@ class RayActors:
             finished.append(Finished(actor, attempt, block, measured.seconds))
         return finished
 
-    def _for(self, actor: Actor, items: Sequence[T]) -> tuple[list[T], tuple[SentFile, ...]]:
+    def _items_for(self, actor: Actor, items: Sequence[T]) -> tuple[list[T], tuple[SentFile, ...]]:
         """Items with paths valid for an actor, and files to send with them: none if it shares the driver's files."""
         here = [at_paths(item, lambda path: path.absolute()) for item in items]
         return here, () if actor.host == self._own_node else self._sender.files_for(actor.host, here)  # type: ignore[arg-type]
 
-    def _all(self, references: Mapping[Actor, Any], needed: bool) -> None:
+    def _wait_for_all(self, references: Mapping[Actor, Any], needed: bool) -> None:
         """Waits for the answers of members, and drops members without one. Raises UserError if one is needed and none comes."""
         answered: list[str] = []
         self._devices.answers({actor.name: reference for actor, reference in references.items()},
                               lambda name, _: answered.append(name), needed=needed)
         self.members[:] = [actor for actor in self.members if actor.name in answered]
 
-# Files of kernels and models on their way to another machine. A file travels by the hash of its content, in pieces, through
-# Ray's object store. A machine has a folder for all actors that it runs; what is there does not travel again.
+
+# files of kernels and models that are sent to another machine ------------------------------------------------------------
+# A file is identified by the hash of its content, and sent in pieces through Ray's object store. A machine has one folder for
+# all its actors; a file that is there is not sent again.
 
 
 class SentFile(NamedTuple):
@@ -349,7 +352,7 @@ class SentFile(NamedTuple):
     sha256: str  # of its content
     folder: str  # name of the folder shared with the files that belong to it
     name: str  # its path in that folder
-    pieces: tuple[Any, ...] = ()  # references to its content; none where the machine has it
+    pieces: tuple[Any, ...] = ()  # references to its content; none if the machine has it
 
 
 def files_of(item: Item | Background | None) -> list[list[Path]]:
@@ -390,7 +393,7 @@ class Sender:
 
     def __init__(self, put: Callable[[bytes], Any]) -> None:
         self._put = put
-        self._there: dict[str, set[str]] = {}  # by machine, the hashes of the files that it has
+        self._at_machine: dict[str, set[str]] = {}  # by machine, the hashes of the files that it has
         self._pieces: dict[str, tuple[Any, ...]] = {}  # by hash, while a machine may still fetch them
 
     def files_for(self, machine: str, items: Iterable[Item | Background | None]) -> tuple[SentFile, ...]:
@@ -400,18 +403,18 @@ class Sender:
             hashes = [files.kept_sha256(path) for path in group]
             folder = hashlib.sha256("".join(hashes).encode()).hexdigest()[:16]
             for path, sha256 in zip(group, hashes, strict=True):
-                there = sha256 in self._there.get(machine, ())
-                if not there and sha256 not in self._pieces:
+                present = sha256 in self._at_machine.get(machine, ())
+                if not present and sha256 not in self._pieces:
                     self._pieces[sha256] = tuple(self._put(piece) for piece in pieces(path))
                 sent.append(SentFile(str(path), sha256, folder, str(path.relative_to(group[0].parent)),
-                                     () if there else self._pieces[sha256]))
+                                     () if present else self._pieces[sha256]))
         return tuple(sent)
 
     def arrived(self, machine: str, sent: Sequence[SentFile], still_sent: Iterable[SentFile]) -> None:
         """Notes that a machine has some files. The store may drop the pieces of all but those `still_sent`."""
-        self._there.setdefault(machine, set()).update(file.sha256 for file in sent)
+        self._at_machine.setdefault(machine, set()).update(file.sha256 for file in sent)
         wanted = {file.sha256 for file in still_sent}
-        self._pieces = {sha256: kept for sha256, kept in self._pieces.items() if sha256 in wanted}
+        self._pieces = {sha256: references for sha256, references in self._pieces.items() if sha256 in wanted}
 
 
 def pieces(path: Path) -> Iterable[bytes]:
@@ -424,7 +427,7 @@ def pieces(path: Path) -> Iterable[bytes]:
 
 
 def receive(folder: Path, sent: Sequence[SentFile], get: Callable[[Any], bytes]) -> Mapping[str, Path]:
-    """Fetches missing files into a folder; returns where each is, by its path at the driver.
+    """Fetches missing files into a folder; returns the path of each by its path at the driver.
 
     Raises UserError if a file's content has changed, or it is neither here nor sent.
     """
@@ -435,10 +438,10 @@ def receive(folder: Path, sent: Sequence[SentFile], get: Callable[[Any], bytes])
             _fetch(content, file, get)
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            beside = path.with_name(f".{os.getpid()}")
-            os.link(content, beside)
-            beside.rename(path)  # two actors may do so at once
-            beside.unlink(missing_ok=True)  # where both are one file, a rename does nothing
+            temporary = path.with_name(f".{os.getpid()}")
+            os.link(content, temporary)
+            temporary.rename(path)  # two actors may do so at once
+            temporary.unlink(missing_ok=True)  # if both are one file, a rename does nothing
         paths[file.path] = path
     return paths
 
@@ -447,7 +450,7 @@ def _fetch(content: Path, file: SentFile, get: Callable[[Any], bytes]) -> None:
     if not file.pieces:
         raise UserError(f"{file.path}: it was removed from {content.parent} while it was needed there; run again")
     digest = hashlib.sha256()
-    with files.replacing(content) as made, made.open("wb") as out:
+    with files.replacing(content) as temporary, temporary.open("wb") as out:
         for piece in file.pieces:
             data = get(piece)
             digest.update(data)

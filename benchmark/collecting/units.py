@@ -94,14 +94,14 @@ class KernelUnits:
         if self.config.energy_s and self.config.energy_of_kernels and not self.level:
             measurements += [m for batch in energy_batches(sound, self.device) for m in self.measure_energy(batch)]
         if self.in_model_labels:
-            measurements += [m for alike in by_similar_work(sound) for group in carriers(alike, self.carrier_bytes)
+            measurements += [m for similar in by_similar_work(sound) for group in carriers(similar, self.carrier_bytes)
                              for m in self.time_carrier(group, self.in_model_labels, self.workers.worker)]
         if GPU_LABEL in self.labels:
             measurements += self.trace_kernels(sound)
         return with_inputs(measurements, items)
 
     def time_alone(self, item: KernelItem) -> list[Measurement]:
-        """Measures label `run`: a kernel in its own session."""
+        """Times a kernel in its own session (label `run`)."""
         reply, status = ask(self.workers.worker, Request(
             do="alone", device=self.device, paths=(str(item.path),), effort=self.config.kernel.effort(),
             provider_options=self.target.provider_options))
@@ -122,7 +122,7 @@ class KernelUnits:
         return measurements_in(reply, status, "kernel", items[0].id, labels[0], "carrier", "carrier")
 
     def trace_kernels(self, items: Sequence[KernelItem]) -> list[Measurement]:
-        """Measures label `gpu` of kernels, in carriers distributed over the tracers."""
+        """Measures the GPU's time of kernels (label `gpu`), in carriers distributed over the tracers."""
         tracers = self.workers.tracers
         share = -(-len(items) // tracers.count)
         groups = [group for part in chunks(items, max(share, 1))
@@ -131,7 +131,7 @@ class KernelUnits:
         return [m for part in tracers.each(tasks) for m in part]
 
     def measure_energy(self, items: Sequence[KernelItem]) -> list[Measurement]:
-        """Measures label `energy` of a batch of kernels."""
+        """Measures the energy of a batch of kernels (label `energy`)."""
         reply, status = ask(self.workers.worker, Request(
             do="kernels_energy", device=self.device, paths=tuple(str(item.path) for item in items),
             effort=self.config.kernel.effort(), provider_options=self.target.provider_options, energy_s=self.config.energy_s))
@@ -158,7 +158,7 @@ class KernelUnits:
         return measurements
 
     def time_kernels_in(self, item: ModelItem) -> list[Measurement]:
-        """In-model labels of the requested kernels of a model; none if it cannot be profiled."""
+        """Times only the requested kernels of a model in it; none if it cannot be profiled."""
         reply, status = ask(self.workers.worker, self._model_request(item, "model_labels", self.in_model_labels))
         if status != "ok":
             log.warning("%s: its kernels can't be measured in it: %s (%s)", item.id, reply.error, status)
@@ -294,7 +294,7 @@ def start_workers(config: CollectorConfig, device: str, labels: Sequence[str],
 
 def measurer(config: CollectorConfig, target: Target, machine_uuid: str, source: MetricSource, workers: Workers,
              workspace: Workspace) -> Measurer[Item]:
-    """What measures blocks of kernels and models on the target's device. Raises UserError as `open_bench` does."""
+    """The measurer of blocks of kernels and models on the target's device. Raises UserError as `open_bench` does."""
     device = target.flavour.device
 
     def time_units(items: Sequence[Item], level: float) -> list[Measurement]:

@@ -18,7 +18,7 @@ from hase.utils.errors import UserError
 from hase.utils.paths import ROOT, Workspace
 from hase.utils.timing import pause
 
-REPORT_SECONDS = 0.5  # how often a stressor that `stress` started reports
+REPORT_SECONDS = 0.5  # interval of the reports of a stressor that `stress` started
 READY_SECONDS = 120.0
 STOP_SECONDS = 5.0
 POLL_SECONDS = 0.2  # how often a starting stressor is checked
@@ -32,8 +32,8 @@ class Stress:
         self.intensity = intensity
         self._processes = processes
         self._loads: list[dict[str, float]] = []
-        for number, process in enumerate(processes):
-            threading.Thread(target=self._listen, args=(process, not number), daemon=True).start()
+        for index, process in enumerate(processes):
+            threading.Thread(target=self._listen, args=(process, not index), daemon=True).start()
 
     def _listen(self, process: subprocess.Popen[str], keep: bool) -> None:
         """Reads a stressor's reports, so that its pipe does not fill; keeps the latest load."""
@@ -70,13 +70,13 @@ def stress(intensity: float, background: Background = COMPUTE, device: str = "au
                "--device", device, "--report-every", str(REPORT_SECONDS), *options(background)]
     if workspace is not None:
         command += ["--workspace", str(workspace.root)]
-    with contextlib.ExitStack() as ending:
+    with contextlib.ExitStack() as stack:
         processes = []
         for _ in range(background.processes):
             processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
                                               process_group=0 if os.name == "posix" else None,
                                               env=os.environ | dict(environment or {})))
-            ending.callback(_end, processes[-1])
+            stack.callback(_end, processes[-1])
         for process in processes:
             _wait_until_ready(process)
         yield Stress(intensity, processes)
@@ -105,6 +105,7 @@ def options(background: Background) -> list[str]:
 
 
 def _wait_until_ready(process: subprocess.Popen[str]) -> None:
+    """Waits for a stressor's first line. Raises UserError if it ends or takes too long."""
     if process.stdout is None:
         raise RuntimeError("the stressor was started without a pipe")
     deadline = time.monotonic() + READY_SECONDS

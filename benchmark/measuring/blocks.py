@@ -39,8 +39,8 @@ from hase.utils.processes import WorkerFailed, WorkerProcess
 from hase.utils.timing import pause
 
 PAUSE_S = 0.5  # between two canaries while the machine is disturbed
-LOOK_S = 0.25  # how long the CPU's use is watched
-HALVINGS = 4  # most halvings of the patience
+LOOK_S = 0.25  # how long the CPU's use is watched for `busy_share`
+MOST_HALVINGS = 4  # of the patience
 
 log = get_logger("collector")
 
@@ -124,7 +124,7 @@ class Canary:
         """Its current time; on an idle device it first waits for the machine (`wait_until_steady`)."""
         if self.loaded:
             return self.now_ms()
-        patience_s /= 2 ** min(self.in_vain, HALVINGS)  # less patience with a machine that is always disturbed
+        patience_s /= 2 ** min(self.in_vain, MOST_HALVINGS)  # less patience with a machine that is always disturbed
         began_s, best_ms = time.monotonic(), self.best_ms
         found_ms = wait_until_steady(self.now_ms, best_ms, tolerance, patience_s, self.busy)
         self.in_vain = self.in_vain + 1 if time.monotonic() - began_s >= patience_s > 0 else 0
@@ -162,7 +162,7 @@ NO_WINDOW = MetricsWindow({}, 0.0)
 
 
 def read_window(source: MetricSource | None, seconds: float) -> MetricsWindow:
-    """Means over the next `seconds`; without a source NO_WINDOW, at once."""
+    """Means over the next `seconds`; without a source, NO_WINDOW at once."""
     if source is None:
         return NO_WINDOW
     opened = source.start()

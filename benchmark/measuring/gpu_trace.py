@@ -31,7 +31,7 @@ LAUNCHES = ("cuda_runtime", "cuda_driver")  # categories of the host's calls
 
 
 class Recording(NamedTuple):
-    """What the profiler kept of some runs; reading it takes seconds, in which the GPU is free."""
+    """What the profiler recorded of some runs. Reading it takes seconds, in which the GPU is free."""
 
     profiler: torch.profiler.profile
     runs: int
@@ -91,9 +91,9 @@ def attribute(events: Iterable[dict[str, Any]], count: int) -> list[GpuRun]:
         elif category in LAUNCHES:
             launches[event["args"].get("correlation", -1)] = Launch(event["name"], event["ts"], event["dur"])
         elif category in ON_GPU:
-            about = event["args"]
-            work = GpuWork(event["name"], event["ts"], event["dur"], category, about.get("stream", 0))
-            on_gpu.append((about.get("correlation", -1), work))
+            arguments = event["args"]
+            work = GpuWork(event["name"], event["ts"], event["dur"], category, arguments.get("stream", 0))
+            on_gpu.append((arguments.get("correlation", -1), work))
     order = sorted(ranges, key=lambda number: ranges[number][0])
     starts = [ranges[number][0] for number in order]
     by_run: dict[int, list[tuple[Launch, GpuWork]]] = defaultdict(list)
@@ -101,8 +101,8 @@ def attribute(events: Iterable[dict[str, Any]], count: int) -> list[GpuRun]:
         launch = launches.get(correlation)
         index = bisect.bisect_right(starts, launch.start_us) - 1 if launch else -1
         if launch and index >= 0:
-            begin, lasted = ranges[order[index]]
-            if launch.start_us <= begin + lasted:
+            begin, duration = ranges[order[index]]
+            if launch.start_us <= begin + duration:
                 by_run[order[index]].append((launch, work))
     return [_run(*ranges.get(number, (0.0, 0.0)), by_run[number]) for number in range(count)]
 
@@ -122,37 +122,41 @@ def split_carrier(run: GpuRun, order: Sequence[str], writer_prefix: str,
     nodes that run a CUDA kernel with the writers' name.
     """
     by_node: dict[str, tuple[GpuWork, ...]] = {}
-    waiting: str | None = None  # the node of the current work
-    gathered: list[GpuWork] = []
+    current: str | None = None  # the node of the current work
+    current_work: list[GpuWork] = []
     work = list(run.work)
     index = 0
     for name in order:
         if not name.startswith(writer_prefix):
-            if waiting is not None:
+            if current is not None:
                 return None
-            waiting = name
+            current = name
             continue
-        writers_left = int(waiting in like_writers)
+        writers_left = int(current in like_writers)
         while index < len(work) and (writers_left or WRITER_KERNEL not in work[index].name):
             writers_left -= WRITER_KERNEL in work[index].name
-            gathered.append(work[index])
+            current_work.append(work[index])
             index += 1
-        if index == len(work) or (gathered and waiting is None):
+        if index == len(work) or (current_work and current is None):
             return None
-        if waiting is not None:
-            by_node[waiting], waiting, gathered = tuple(gathered), None, []
+        if current is not None:
+            by_node[current], current, current_work = tuple(current_work), None, []
         index += 1
-    left = work[index:]
-    if sum(WRITER_KERNEL in piece.name for piece in left) != (waiting in like_writers) or (left and waiting is None):
+    rest = work[index:]
+    if sum(WRITER_KERNEL in piece.name for piece in rest) != (current in like_writers) or (rest and current is None):
         return None
-    if waiting is not None:
-        by_node[waiting] = tuple(left)
+    if current is not None:
+        by_node[current] = tuple(rest)
     return by_node
 
+
+# turns on the GPU --------------------------------------------------------------------------------------------------------
+
 @contextlib.contextmanager
-def _locked(path: Path, how: int) -> Iterator[None]:
+def _locked(path: Path, operation: int) -> Iterator[None]:
+    """Holds the lock of a file; `operation` as for `fcntl.flock`."""
     with path.open("a") as file:
-        fcntl.flock(file, how)
+        fcntl.flock(file, operation)
         yield  # closing the file releases the lock
 
 
@@ -162,9 +166,9 @@ def preparing_on_gpu(folder: str) -> Iterator[None]:
     if not folder:
         yield
         return
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         with _locked(Path(folder) / "turnstile", fcntl.LOCK_EX):
-            held.enter_context(_locked(Path(folder) / "room", fcntl.LOCK_SH))
+            stack.enter_context(_locked(Path(folder) / "room", fcntl.LOCK_SH))
         yield
 
 

@@ -31,8 +31,8 @@ from hase.records.measurement import DISTURBANCE_ADMITTED, Effort
 from hase.utils.timing import turns
 
 THREADS = Path("/proc/self/task")
-READINGS = 3  # the shortest one counts
-FASTEST = 10  # a tenth of the readings: the slowest of the fastest tenth is that of an undisturbed host
+DISPATCHES = 3  # of a reading; the shortest one counts
+FASTEST = 10  # a tenth of the readings is fastest; its slowest reading is that of an undisturbed host
 SLOT_S = 0.02
 LEAST_READINGS = 3  # of the probe, however short the time
 PATIENCE = 4.0  # longest wait for undisturbed slots, as a multiple of the budget
@@ -61,19 +61,19 @@ def off_the_workers_cores(device: str) -> Iterator[None]:
     if not cores:
         yield
         return
-    before = os.sched_getaffinity(0)
+    allowed_before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:
         yield
     finally:
-        os.sched_setaffinity(0, before)
+        os.sched_setaffinity(0, allowed_before)
 
 
 @dataclass
 class HostProbe:
     """A probe of the host's pace."""
 
-    dispatch_s: Callable[[], float]  # dispatches a fixed graph and returns the seconds that took
+    dispatch_s: Callable[[], float]  # dispatches a fixed graph and returns how long that took, in seconds
     sorted_s: list[float]  # all readings so far in seconds, ascending; at first those of the first look, at least one
     # what a dispatch takes on an undisturbed host: the slowest of the fastest tenth of the readings, and the smallest such
     # value since the first look
@@ -119,7 +119,7 @@ def first_look(dispatch_s: Callable[[], float], seconds: float) -> HostProbe:
 
 def shortest_s(dispatch_s: Callable[[], float]) -> float:
     """The shortest of a few dispatches, in seconds."""
-    return min(dispatch_s() for _ in range(READINGS))
+    return min(dispatch_s() for _ in range(DISPATCHES))
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def watched_readings_s(probe: HostProbe, seconds: float) -> tuple[list[float], S
 def _least_disturbed(slots: list[TimeSlot], probe: HostProbe, effort: Effort) -> HostSamples:
     """Samples of all undisturbed slots, in order, and of the others needed for the least number of runs."""
     counted = [slot for slot in slots if _is_quiet(slot, probe)]
-    for slot in sorted((w for w in slots if not _is_quiet(w, probe)), key=lambda slot: slot.probe_s):
+    for slot in sorted((slot for slot in slots if not _is_quiet(slot, probe)), key=lambda slot: slot.probe_s):
         if sum(len(taken.samples_ms) for taken in counted) >= effort.least_runs:
             break
         counted.append(slot)
@@ -206,7 +206,7 @@ def _is_quiet(slot: TimeSlot, probe: HostProbe) -> bool:
 
 
 def _enough(slots: list[TimeSlot], probe: HostProbe, effort: Effort, late: bool) -> bool:
-    """Whether the slots that count (`late`: all) hold the wanted runs and time."""
+    """Whether the slots that count (all of them if `late`) hold the required runs and time."""
     samples = [sample for slot in slots if late or _is_quiet(slot, probe) for sample in slot.samples_ms]
     if late or len(samples) < effort.least_runs:
         return len(samples) >= effort.least_runs

@@ -52,7 +52,7 @@ GPM = {  # field -> (GPM metric, our unit over GPM's: per cent to ratio, MiB/s t
 }
 POLLED = (*LOOKS_BACK, "DCGM_FI_DEV_SM_CLOCK", "DCGM_FI_DEV_MEM_CLOCK")
 POLL_SECONDS = 0.1
-PROBE_SECONDS = 0.12  # a little over the shortest valid GPM window
+PROBE_SECONDS = 0.12  # window that shows which fields GPM answers, a little over its shortest valid one
 GPM_LAG_SECONDS = 0.2  # a sample taken this much later shows the wanted moment, or up to 0.1 s later
 
 
@@ -93,7 +93,7 @@ class CountersMissing(UserError):
 class _Counters:
     """Counters at one moment; None if not requested."""
 
-    gpm: _Late | None = None
+    gpm: _DelayedRead | None = None
     energy_j: float | None = None
     polls: _Polls | None = None
 
@@ -173,7 +173,7 @@ class NvmlSource(MetricSource):
     def _read(self) -> _Counters:
         energy = self._has_energy and POWER in self.fields
         return _Counters(
-            gpm=_Late(self._gpm_sample, self._nvml.NVMLError) if self._gpm else None,
+            gpm=_DelayedRead(self._gpm_sample, self._nvml.NVMLError) if self._gpm else None,
             energy_j=energy_counter_j(self._device) if energy else None,
         )
 
@@ -209,8 +209,8 @@ class NvmlSource(MetricSource):
         return samples | (before.reading.polls.readings() if before.reading.polls else {})
 
 
-class _Late:
-    """The result of `read` in GPM_LAG_SECONDS from now, or the `failure` that it raises then."""
+class _DelayedRead:
+    """Calls `read` GPM_LAG_SECONDS from now, and holds its result, or the `failure` that it raises."""
 
     def __init__(self, read: Callable[[], Any], failure: type[Exception]) -> None:
         self._read, self._failure, self._value = read, failure, Future[Any]()

@@ -36,10 +36,10 @@ from hase.utils.fingerprint import driver_fails, resolve_device
 from hase.utils.lazy import pynvml
 from hase.utils.timing import pause, time_runs_ms
 
-EVERY_S = 0.02
+SAMPLE_EVERY_S = 0.02
 WINDOW_S = 3.0  # shortest window whose energy is sound; a GPU's sensor and its counter move in steps of up to 0.1 s
-AGREES = 0.10  # the integral and the counter should differ by less
-GAP_S = 0.25  # between two samples; longer ones are reported
+LARGEST_DIFFERENCE = 0.10  # between the integral and the counter, as a ratio; more is reported
+LONGEST_GAP_S = 0.25  # between two samples; a longer one is reported
 SETTLE_S = 0.5  # how long something runs before its window, beyond the time that the sensor averages over
 
 
@@ -79,7 +79,7 @@ class RunsEnergy:
 
 
 def integral_j(times_s: Sequence[float], powers_w: Sequence[float], began_s: float, ended_s: float) -> float:
-    """Integral of power between two moments, in J, by trapezoids; beyond the samples the nearest one holds."""
+    """Integral of power between two moments, in J, by trapezoids; beyond the samples, power is that of the nearest one."""
     times = np.asarray(times_s, dtype=float)
     inside = times[(times > began_s) & (times < ended_s)]
     grid = np.concatenate(([began_s], inside, [ended_s]))
@@ -112,9 +112,9 @@ def _warnings(energy: Energy, longest_gap_s: float) -> tuple[str, ...]:
     warnings = []
     if energy.seconds < WINDOW_S * 0.99:
         warnings.append(f"a window of {energy.seconds:.2f} s is too short for the sensor, it needs {WINDOW_S:.0f} s")
-    if longest_gap_s > GAP_S:
+    if longest_gap_s > LONGEST_GAP_S:
         warnings.append(f"no sample for {longest_gap_s:.2f} s")
-    if energy.agreement is not None and abs(energy.agreement - 1.0) > AGREES:
+    if energy.agreement is not None and abs(energy.agreement - 1.0) > LARGEST_DIFFERENCE:
         warnings.append(f"the integral of power is {energy.agreement:.2f} times what the device's energy counter says")
     return tuple(warnings)
 
@@ -122,7 +122,7 @@ def _warnings(energy: Energy, longest_gap_s: float) -> tuple[str, ...]:
 class PowerMonitor:
     """Samples a power sensor every `every_s` seconds in a thread; used in a `with` statement."""
 
-    def __init__(self, sensor: PowerSensor, every_s: float = EVERY_S) -> None:
+    def __init__(self, sensor: PowerSensor, every_s: float = SAMPLE_EVERY_S) -> None:
         self.sensor = sensor
         self._every_s = every_s
         self._samples: list[PowerSample] = []
@@ -291,7 +291,7 @@ class _Domain:
         return int(self._counter.read_text(encoding="ascii"))
 
     def counted_j(self) -> float:
-        """Energy since this object was made, in J."""
+        """Energy since this object was created, in J."""
         now_uj = self._value_uj()
         spent_uj = now_uj - self._last_uj
         self._counted_uj += spent_uj if spent_uj >= 0 else spent_uj + self._range_uj + 1
@@ -309,15 +309,17 @@ def open_power_sensor(device: str = "auto") -> PowerSensor:
     return NvmlPower() if resolve_device(device) == "cuda" else RaplPower()
 
 
+# memory of a session -----------------------------------------------------------------------------------------------------
+
 STATUS, RESET_PEAK = Path("/proc/self/status"), Path("/proc/self/clear_refs")  # Linux
 
 
 class HeldMemory:
     """Peak memory that a session holds during its runs, beyond what was held before it was opened.
 
-    Make it before opening the session, call `opened` afterwards, and read `peak_mib` after the runs. On a CPU it is the largest
-    resident memory; free heap is returned first, since its amount varies. On a GPU it is all memory in use after the runs, so
-    nothing else may use the device.
+    Create it before opening the session, call `opened` afterwards, and read `peak_mib` after the runs. On a CPU that is the
+    largest resident memory; free heap is returned first, since its amount varies. On a GPU it is all memory in use after the
+    runs, so nothing else may use the device.
     """
 
     def __init__(self, device: str) -> None:
@@ -327,7 +329,7 @@ class HeldMemory:
     def opened(self) -> None:
         """Starts counting the peak."""
         _give_back()
-        with suppress(OSError):  # without it, the peak is that of loading or of the runs
+        with suppress(OSError):  # where it can't be reset, the peak includes the loading
             RESET_PEAK.write_text("5", encoding="ascii")
 
     @property

@@ -19,9 +19,9 @@ from hase.utils.errors import UserError
 from hase.utils.timing import pause
 
 OVERSHOOT = 1.02  # counters and clock are read at different moments, so a share may exceed 1
-MANY = 10  # this many equal samples in sequence are no coincidence
+MANY = 10  # so many equal samples in sequence are no coincidence
 PROFILED = tuple(field for field in FIELDS if field.startswith("DCGM_FI_PROF_"))  # for a field that counts cycles or bytes
-AT_WORK = ("DCGM_FI_PROF_GR_ENGINE_ACTIVE", "DCGM_FI_PROF_SM_ACTIVE", "DCGM_FI_PROF_SM_OCCUPANCY")  # all or none of them
+AT_WORK = ("DCGM_FI_PROF_GR_ENGINE_ACTIVE", "DCGM_FI_PROF_SM_ACTIVE", "DCGM_FI_PROF_SM_OCCUPANCY")  # all above 0, or none
 UTILISATION = "DCGM_FI_DEV_GPU_UTIL"
 LOOKS_BACK = (UTILISATION, "DCGM_FI_DEV_MEM_COPY_UTIL")  # read if there is nothing better, or if named
 LOOKS_BACK_S = 1.0  # at most: NVML computes these two over a sixth of a second to a second
@@ -55,7 +55,7 @@ def check_together(readings: Mapping[str, Sequence[float]], lasted_s: float = 0.
     moved = [field for field in PROFILED if len(set(readings.get(field, ()))) > MANY / 2]
     for field in PROFILED:
         values = readings.get(field, ())
-        # another field must have several values: an exporter may be asked more often than it reads
+        # only if another field has several values: an exporter may be queried more often than it reads
         if moved and len(values) >= MANY and len(set(values)) == 1 and _would_move(field, values[0]):
             raise Unsound(f"metric {field}: frozen: {len(values)} readings of exactly {values[0]:g} {FIELDS[field].unit} "
                           f"while {moved[0]} moved; restart what reads the GPU (DCGM, its exporter)")
@@ -81,9 +81,9 @@ def _witness(readings: Mapping[str, Sequence[float]], lasted_s: float) -> str:
         values = readings.get(field, ())
         if values and sum(values) / len(values) >= BUSY:
             return field
-    used = readings.get(UTILISATION, ())
-    outlasts = lasted_s >= 2 * LOOKS_BACK_S and len(used) > 1
-    return UTILISATION if outlasts and min(used) >= BUSY * FIELDS[UTILISATION].maximum else ""
+    utilisation = readings.get(UTILISATION, ())
+    outlasts = lasted_s >= 2 * LOOKS_BACK_S and len(utilisation) > 1
+    return UTILISATION if outlasts and min(utilisation) >= BUSY * FIELDS[UTILISATION].maximum else ""
 
 
 class History:
@@ -153,23 +153,23 @@ class MetricSource(ABC):
         if lasted_s < self.minimum_window_s:
             raise UserError(f"a metric window of {lasted_s * 1e3:.0f} ms is too short to be valid: "
                             f"{self.name} needs {self.minimum_window_s * 1e3:.0f} ms")
-        samples = self._sound(self._readings(window, OpenWindow(now, self._read())))
+        samples = self._valid(self._readings(window, OpenWindow(now, self._read())))
         for field in self.fields:
             if not samples.get(field):
                 raise UserError(f"metric {field}: {self.name} has no reading of it in a window of {lasted_s:.1f} s")
         check_together(samples, lasted_s)
         return {field: MetricMean(sum(samples[field]) / len(samples[field]), len(samples[field])) for field in self.fields}
 
-    def _sound(self, readings: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+    def _valid(self, readings: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
         """Samples of valid fields. Raises Unsound if one of `fields` has invalid samples; other fields are left out."""
-        sound = {}
-        for field, seen in readings.items():
+        valid = {}
+        for field, samples in readings.items():
             try:
-                sound[field] = [checked(field, value) for value in seen]
+                valid[field] = [checked(field, value) for value in samples]
             except Unsound:
                 if field in self.fields:
                     raise
-        return sound
+        return valid
 
     def window(self, seconds: float) -> dict[str, MetricMean]:
         """Mean of each field over the next `seconds`."""

@@ -1,4 +1,4 @@
-"""The metric sources of this machine, and the choice among them.
+"""The metric sources of this machine, and the choice between them.
 
 A source returns the mean of each field over a *metrics window* and the number of samples. `start` opens a window, `stop` closes
 it; windows may overlap. benchmark/metrics/names.py lists fields, units and limits; benchmark/metrics/source.py rejects samples
@@ -6,7 +6,7 @@ that cannot be right.
 
 `SOURCES` are DCGM, NVML with and without performance counters, psutil for a CPU, and the replay of a recording. (Predictions
 can also read a Prometheus: inference/live/prometheus_readings.py.) A recording has one JSON object per line: `time_s` (seconds,
-ascending, any start) and values by DCGM field name, old or new, in the unit of the name; null is a blank:
+ascending, from any start) and values by DCGM field name, old or new, in the unit of the name; null is a blank:
 
     {"time_s": 0.0, "DCGM_FI_PROF_SM_ACTIVE": 0.41, "DCGM_FI_DEV_GPU_UTIL_RATIO": 0.97}
 """
@@ -38,7 +38,7 @@ COUNTERS = {  # field -> the counters that it sums
     "DCGM_FI_DEV_CPU_UTIL_IRQ": ("irq", "softirq"),
 }
 NOT_BUSY = ("idle", "iowait")
-WITHIN_OTHERS = ("guest", "guest_nice")  # Linux counts these in user and nice already
+WITHIN_OTHERS = ("guest", "guest_nice")  # already counted in user and nice by Linux
 
 
 class CpuSource(MetricSource):
@@ -66,8 +66,10 @@ class CpuSource(MetricSource):
         return {field: [mean] for field, mean in means.items()}
 
 
+# replay of a recording ---------------------------------------------------------------------------------------------------
+
 TIME = "time_s"
-LONE_GAP_S = 1.0  # when the only sample of a file comes
+LONE_GAP_S = 1.0  # when the only sample of a file is replayed
 
 
 class ReplaySource(MetricSource):
@@ -86,7 +88,7 @@ class ReplaySource(MetricSource):
         self._began_s = time.monotonic()
 
     def _read(self) -> None:
-        """Does nothing: the whole file was read at the start."""
+        """Reads nothing: the whole file was read at the start."""
 
     def _readings(self, before: OpenWindow, after: OpenWindow) -> dict[str, list[float]]:
         begin_s, end_s = before.began_s - self._began_s, after.began_s - self._began_s
@@ -100,7 +102,7 @@ class ReplaySource(MetricSource):
 
 
 def _load(path: Path) -> tuple[list[float], list[dict[str, float]]]:
-    """Timestamps of the samples, and their values by names and in units of FIELDS."""
+    """Timestamps of the samples, and their values by field, in the units of FIELDS."""
     if not path.exists():
         raise UserError(f"{path}: no such file to replay")
     stamps_s: list[float] = []
@@ -127,6 +129,8 @@ def _load(path: Path) -> tuple[list[float], list[dict[str, float]]]:
         raise UserError(f"{path}: no reading to replay")
     return stamps_s, readings
 
+
+# choice of a source ------------------------------------------------------------------------------------------------------
 
 SourceName = Literal["auto", "dcgm", "nvml-gpm", "nvml", "psutil", "replay"]
 SOURCES: tuple[SourceName, ...] = get_args(SourceName)
@@ -164,7 +168,7 @@ def open_source(device: str = "auto", fields: Sequence[str] | None = None, sourc
 
 
 def _check_suits(source: SourceName, device: str, dcgm_address: str | None) -> None:
-    """Raises UserError if a source does not read `device`, or does not use the address."""
+    """Raises UserError if a source does not read `device`, or does not need the address."""
     if dcgm_address is not None and (source not in ("auto", "dcgm") or device == "cpu"):
         raise UserError(f"source {source} on {device}: it does not ask the DCGM at {dcgm_address}; "
                         "that reads a GPU, for source dcgm or auto")

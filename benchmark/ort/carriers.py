@@ -1,4 +1,4 @@
-"""Times many kernels in one graph, each as it stands in a model (kernel_model/building/kernel_models.py).
+"""Times many kernels in one graph, each under the conditions of a model (kernel_model/building/kernel_models.py).
 
 cuDNN runs the groups of some convolutions in parallel, on its own streams. How far they overlap depends on how fast the host
 launches them, and a profiled host is slow. So such kernels are traced again while all their launches wait for the GPU, as in a
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 
 ALIGNMENT = 256  # bytes, as CUDA itself places tensors
-RANDOM_BYTES = 64 << 20  # made on the host once; a block repeats it
-LEAST_BYTES = 4 * RANDOM_BYTES
+RANDOM_BYTES = 64 << 20  # of random numbers that the host generates once; a block repeats them
+LEAST_BYTES = 4 * RANDOM_BYTES  # of a block
 TRACED_RUNS = 5
 MOST_QUEUED = 800  # launches that wait for the GPU at a time; a driver holds 1,024, then the host waits, too
-INPUTS_WRITTEN = 3  # of a convolution at most
+INPUTS_WRITTEN = 3  # at most, for a convolution
 SPIN_CYCLES = 50_000  # of GPU work per queued launch: 25 us on an H200, twice the host's time for a traced launch
 
 
@@ -81,10 +81,10 @@ class SharedMemory:
         shared = shared_caches(carrier.model.graph, {})
         blocks = {dtype: self.address(dtype, size) for dtype, size in ends.items()}
         for name, tensor in tensors.items():
-            about = type_code(tensor.dtype), list(tensor.shape), blocks[tensor.dtype] + offsets[name]
-            binding.bind_input(name, "cuda", 0, *about)
+            location = type_code(tensor.dtype), list(tensor.shape), blocks[tensor.dtype] + offsets[name]
+            binding.bind_input(name, "cuda", 0, *location)
             for output in (output for output, past in shared.items() if past == name):
-                binding.bind_output(output, "cuda", 0, *about)
+                binding.bind_output(output, "cuda", 0, *location)
         return functools.partial(session.run_with_iobinding, binding)
 
 
@@ -114,10 +114,10 @@ def time_carrier(request: Request) -> Reply:
     """
     kernels = [built_kernel(Path(path)) for path in request.paths]
     first = run_carrier(kernels, request)
-    by_id, again = {kernel.id: kernel for kernel in kernels}, request.model_copy(update={"labels": (GPU_LABEL,)})
+    by_id, gpu_request = {kernel.id: kernel for kernel in kernels}, request.model_copy(update={"labels": (GPU_LABEL,)})
     queued: dict[str, Measurement] = {}
     for group in groups_to_queue(first.side_by_side):
-        held_back = run_carrier([by_id[m.id] for m in group], again, sum(map(launches_with_inputs, group)))
+        held_back = run_carrier([by_id[m.id] for m in group], gpu_request, sum(map(launches_with_inputs, group)))
         queued |= {m.id: m for m in held_back.measurements}
     return Reply(measurements=tuple(queued.get(m.id, m) if m.label == GPU_LABEL else m for m in first.measurements))
 
@@ -132,14 +132,14 @@ def groups_to_queue(measured: Iterable[Measurement]) -> Iterator[list[Measuremen
     group: list[Measurement] = []
     launches = 0
     for m in measured:
-        takes = launches_with_inputs(m)
-        if takes > MOST_QUEUED:
+        needed = launches_with_inputs(m)
+        if needed > MOST_QUEUED:
             continue
-        if launches + takes > MOST_QUEUED:
+        if launches + needed > MOST_QUEUED:
             yield group
             group, launches = [], 0
         group.append(m)
-        launches += takes
+        launches += needed
     if group:
         yield group
 
@@ -152,7 +152,7 @@ def hold_back(launches: int) -> None:
 
 
 def run_carrier(kernels: Sequence[Kernel], request: Request, queued: int = 0) -> TracedCarrier:
-    """Opens and runs a carrier of some kernels; with `queued`, the GPU begins only when so many launches wait."""
+    """Opens and runs a carrier of some kernels; with `queued`, the GPU begins only when that many launches wait."""
     on_gpu = request.device == "cuda"
     options = request.provider_options | ({"user_compute_stream": str(held_stream().cuda_stream)} if queued else {})
     carrier = build_carrier(kernels, request.device, with_floats=not on_gpu)
@@ -172,15 +172,16 @@ def run_carrier(kernels: Sequence[Kernel], request: Request, queued: int = 0) ->
     like_writers = {node_name(number) for number, kernel in enumerate(kernels) if kernel.op_type == WRITER_OP}
     split = split_runs(traced, [node.node for node in runs[-1].nodes], ids, like_writers)
     in_model = [m for m in labels_of(runs, ids, "carrier", "carrier", nodes_ms) if m.label in request.labels]
-    on_streams = {ids[name] for by_node in split for name, work in by_node.items()
-                  if len({piece.stream for piece in work}) > 1}
+    parallel = {ids[name] for by_node in split for name, work in by_node.items()
+                if len({piece.stream for piece in work}) > 1}
     gpu = gpu_measurements(split, ids, bool(queued))
-    return TracedCarrier([*in_model, *gpu], [m for m in gpu if m.id in on_streams])
+    return TracedCarrier([*in_model, *gpu], [m for m in gpu if m.id in parallel])
 
 
 def split_runs(traced: Sequence[GpuRun], executed: Sequence[str], ids: Collection[str],
                like_writers: Collection[str] = ()) -> list[dict[str, tuple[GpuWork, ...]]]:
-    """The GPU's work for each kernel of a carrier, by node name, in each run; `executed` has the node names in run order."""
+    """The GPU's work for each kernel of a carrier, by node name, in each run. `executed` has the node names in run order;
+    `like_writers` are kernels with the same operator as the nodes that write inputs."""
     order = [name for name in executed if name in ids or name.startswith(WRITER)]
     split = [work for run in traced if (work := split_carrier(run, order, WRITER, like_writers)) is not None]
     if len(split) < len(traced):
@@ -190,7 +191,7 @@ def split_runs(traced: Sequence[GpuRun], executed: Sequence[str], ids: Collectio
 
 def gpu_measurements(split: Sequence[Mapping[str, Sequence[GpuWork]]], ids: Mapping[str, str],
                      queued: bool) -> list[Measurement]:
-    """Label `gpu` of a carrier's kernels, from the GPU's work by node name in each run."""
+    """The GPU's times of a carrier's kernels (label `gpu`), from the GPU's work by node name in each run."""
     return [Measurement(subject="kernel", id=ids[name], label=GPU_LABEL, context="carrier", place="carrier", queued=queued,
                         samples_ms=tuple(round(covered_us(work[name]) / 1000, 6) for work in split),
                         launches=len(split[0][name]), cuda_kernels=kernel_names([work.name for work in split[0][name]]))

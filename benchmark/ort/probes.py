@@ -24,15 +24,15 @@ from hase.utils.sharing_mode import sharing_mode
 from hase.utils.timing import summarize, turns
 
 # The canary multiplies two matrices, and then transposes and negates the product several times. So it is slow when arithmetic
-# is slow, and also when threads are slow to pass data to each other. The second matters on virtual machines: it depends on the
-# host whether two virtual processors share a cache. Memory-bound models differ by half between the two states, while a matrix
-# product alone shows nothing.
+# is slow, and also when threads are slow to pass data to each other. The second matters on virtual machines, where the host
+# decides whether two virtual processors share a cache. Whether they do changes the time of memory-bound models by half, but
+# not that of a matrix product.
 CANARY = "canary"
 CANARY_SIDE = {"cpu": 512, "cuda": 4096}  # of the matrices: two milliseconds on a CPU, one on a GPU
 EXCHANGES = 4  # transposes
 PROBE_NODES = 60  # of the host's probe: about 0.2 ms
-FIRST_LOOK_S = 0.3  # first reading of a new host's probe
-PACE_SECONDS = 2.0  # of readings, for the host's pace
+FIRST_LOOK_S = 0.3  # length of the first reading of a new host probe
+PACE_SECONDS = 2.0  # length of the readings for the host's pace
 
 
 def opened(nodes: Sequence[onnx.NodeProto], inputs: Sequence[str], side: int, device: str, name: str) -> Runner:
@@ -82,8 +82,10 @@ def measure_pace(device: str = "cuda", seconds: float = PACE_SECONDS) -> Machine
                        machine=machine(device))
 
 
-PROBE_SECONDS = 0.2  # of the sharing probe, half of it for each piece; five periods of 20 ms
-LEAST_RUNS = 5  # at least, of each piece
+# the sharing probe -------------------------------------------------------------------------------------------------------
+
+PROBE_SECONDS = 0.2  # length of a reading, half of it for each piece of work; five periods of 20 ms
+LEAST_RUNS = 5  # of each piece
 WARMUP = 5
 TINY_SIDE = 64  # of the tiny piece's tensor; 16 µs on an idle H200
 LONG_SIDE = {"cpu": 192, "cuda": 2048}  # of the long piece's matrices
@@ -91,7 +93,7 @@ LONG_PRODUCTS = 6  # in sequence: 0.33 ms on an H200
 
 
 class SharingProbe:
-    """Both pieces of work as open sessions with tensors on the device, for any number of measurements."""
+    """A tiny and a long piece of work as open sessions with tensors on the device, for any number of readings."""
 
     def __init__(self, device: str = "cuda") -> None:
         """Opens and warms up the sessions on `cuda` or `cpu` (`auto`: the GPU if there is one)."""

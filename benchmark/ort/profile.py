@@ -33,7 +33,7 @@ from hase.utils.timing import TimeSpan, time_runs_ms, warm_up
 
 TRUNCATION_US = 0.5
 SUFFIX = "_kernel_time"
-LEAST_SHARE = 0.1  # least share of a node's profiled time that is left
+LEAST_SHARE = 0.1  # of a node's profiled time, which remains when the profiler's part is subtracted
 MOST_ADDED_MS = 0.03  # by the profiler to a node: 5 to 20 µs in carriers of small kernels, on two hosts with Xeons
 HALVINGS = 50  # of the range of the profiler's part: more than a double can resolve
 
@@ -76,20 +76,21 @@ def read_profile(path: Path) -> list[ProfiledRun]:
     if not nodes or not runs:
         raise UserError(f"{path}: a profile without node events; run the session at least once with profiling on")
     nodes.sort(key=lambda node: node.start_us)
-    made = []
+    profiled = []
     for start, end in sorted(runs):
         inside = tuple(node for node in nodes if start <= node.start_us <= end)
-        made.append(ProfiledRun(start_us=start, end_us=end, nodes=inside))
-    return made
+        profiled.append(ProfiledRun(start_us=start, end_us=end, nodes=inside))
+    return profiled
 
 
 def kernel_times_ms(runs: list[ProfiledRun]) -> dict[str, list[float]]:
-    """Label `kernel_time`: each node's own duration per run, in ms; the mean if it executes several times in a run."""
+    """Each node's own duration per run in ms (label `kernel_time`); the mean if it executes several times in a run."""
     return _mean_by_run([[(node.node, node.duration_us / 1000) for node in run.nodes] for run in runs])
 
 
 def node_spans_ms(runs: list[ProfiledRun]) -> dict[str, list[float]]:
-    """Label `node_span`: from a node's start to the next one's, or the run's end, in ms; the mean as in `kernel_times_ms`."""
+    """The time from a node's start to the next one's, or the run's end, in ms (label `node_span`); the mean as in
+    `kernel_times_ms`."""
     spans = []
     for run in runs:
         ends = [node.start_us for node in run.nodes[1:]] + [run.end_us]
@@ -126,7 +127,7 @@ def plain_runs_ms(run: Callable[[], Any], profiled: list[bool], device: str) -> 
 
 
 def profile_runs(run: Callable[[], Any], effort: Effort, device: str) -> list[bool]:
-    """Runs a profiled session; says for each run whether it counts (warm-up does not)."""
+    """Runs a profiled session; returns for each run whether it counts (warm-up does not)."""
     with off_the_workers_cores(device):
         warmed, one_run_s = warm_up(run, effort.warmup + 1, effort.warmup_s)
         counted = effort.runs(one_run_s)
@@ -171,8 +172,8 @@ def profile_model(model: Path, device: str, dims: Mapping[str, int], effort: Eff
 
 def unprofiled_ms(runs: Sequence[ProfiledRun], nodes_ms: float) -> dict[str, list[float]]:
     """Time of each node without the profiler, in each run (ms); `nodes_ms` is the total. Nodes with bodies are omitted."""
-    holders = {event.node for run in runs for event in run.nodes if event.op_type in CONTROL_FLOW}
-    times = {node: times_ms for node, times_ms in kernel_times_ms(list(runs)).items() if node not in holders}
+    nodes_with_bodies = {event.node for run in runs for event in run.nodes if event.op_type in CONTROL_FLOW}
+    times = {node: times_ms for node, times_ms in kernel_times_ms(list(runs)).items() if node not in nodes_with_bodies}
     executed = Counter(event.node for run in runs for event in run.nodes)
     added_ms = profiler_ms({node: median(times_ms) for node, times_ms in times.items()},
                            {node: executed[node] / len(runs) for node in times}, nodes_ms)
@@ -214,6 +215,8 @@ def without(time_ms: float, added_ms: float) -> float:
     return max(time_ms - added_ms, LEAST_SHARE * time_ms)
 
 
+# trips of loops ----------------------------------------------------------------------------------------------------------
+
 # What a trip of a node with bodies costs besides the body's nodes. On a CPU it was read off loops of one and of four Adds of
 # eight numbers (ONNX Runtime 1.31, two cores of a Xeon): 0.3 to 0.7 µs per trip. On an NVIDIA H200 it was fitted manually: 24
 # trips of a Scan, an If, and 12 and 10 trips of Loops whose body makes the condition on the GPU. The host reads such a
@@ -223,7 +226,7 @@ CPU_TRIP_MS = {"Loop": 0.0006, "Scan": 0.0004, "If": 0.0005}
 CUDA_TRIP_MS = {"Loop": 0.001, "Scan": 0.017, "If": 0.001}
 GUESSED_ON_CUDA = ("Scan",)  # the others were confirmed by further models
 CONDITION_MS = 0.018  # for a Loop that reads its condition from the GPU, without waiting
-RANGE = (0.5, 2.0)  # assumed limits of a trip's time, as multiples of these constants
+RANGE = (0.5, 2.0)  # assumed limits of a trip's time, relative to these constants
 
 
 def trip_ms(kernel: Kernel, device: str, reads_condition: bool = False) -> float:

@@ -96,25 +96,25 @@ def read_inputs(path: Path, expected: Mapping[str, Tensor] | None = None) -> dic
     """Arrays from a file by `numpy.savez`, in the `expected` types. Raises UserError if they do not fit the model's inputs."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            given = {name: np.asarray(arrays[name]) for name in arrays.files}
+            inputs = {name: np.asarray(arrays[name]) for name in arrays.files}
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except (OSError, ValueError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise UserError(f"{path}: not a file of arrays by name, as numpy.savez writes them ({error})") from None
     if expected is None:
-        return given
-    for name, array in given.items():
+        return inputs
+    for name, value in inputs.items():
         if name not in expected:
             raise UserError(f"{path}: the model has no input {name}; its inputs are {', '.join(expected)}")
         tensor = expected[name]
-        if array.shape != tensor.shape:
-            raise UserError(f"{path}: {name} has shape {list(array.shape)}, and the model takes {list(tensor.shape)}; give "
+        if value.shape != tensor.shape:
+            raise UserError(f"{path}: {name} has shape {list(value.shape)}, and the model takes {list(tensor.shape)}; give "
                             "other values, or other sizes with --dim")
         dtype = numpy_dtype(tensor.dtype)
-        if not np.can_cast(array.dtype, dtype, "same_kind") and tensor.dtype != "bfloat16":
-            raise UserError(f"{path}: {name} is {array.dtype}, and the model takes {tensor.dtype}")
-        given[name] = array.astype(dtype)
-    return given
+        if not np.can_cast(value.dtype, dtype, "same_kind") and tensor.dtype != "bfloat16":
+            raise UserError(f"{path}: {name} is {value.dtype}, and the model takes {tensor.dtype}")
+        inputs[name] = value.astype(dtype)
+    return inputs
 
 
 def random_feed(session: onnxruntime.InferenceSession, dims: Mapping[str, int] | None = None,
@@ -128,7 +128,7 @@ def random_feed(session: onnxruntime.InferenceSession, dims: Mapping[str, int] |
     `dims` has sizes that the session leaves open. Values from the file `inputs` take precedence.
     """
     feed, ranges = {}, input_ranges(graph) if graph is not None else {}
-    places = table_indices(graph) if graph is not None else {}
+    table_rows = table_indices(graph) if graph is not None else {}
     generator = np.random.default_rng(0)
     for value in session.get_inputs():
         dtype = session_dtype(value.type)
@@ -136,8 +136,8 @@ def random_feed(session: onnxruntime.InferenceSession, dims: Mapping[str, int] |
         feed[value.name] = random_floats(shape, dtype) if "float" in dtype else zeros(shape, dtype)
         if value.name in ranges and "float" in dtype and shape:
             feed[value.name] = ranges[value.name].around(feed[value.name]).astype(numpy_dtype(dtype))
-        if value.name in places:
-            feed[value.name] = generator.integers(0, places[value.name], shape).astype(numpy_dtype(dtype))
+        if value.name in table_rows:
+            feed[value.name] = generator.integers(0, table_rows[value.name], shape).astype(numpy_dtype(dtype))
         if value.name in (steering or {}):
             feed[value.name] = np.full(shape, (steering or {})[value.name], numpy_dtype(dtype))
     return feed | (read_inputs(inputs, {value.name: Tensor(dtype=session_dtype(value.type), shape=feed[value.name].shape)
@@ -190,9 +190,9 @@ def open_runner(model: Path, device: str = "auto", *, dims: Mapping[str, int] | 
                 inputs: Path | None = None) -> Runner:
     """Opens a file to run: optimised as ORT does by default, or unchanged if it is a built kernel, which has its own inputs.
 
-    If an input decides an If and `dims` does not, the branch is the one that a prediction counts. With `cuda_graph` the first
-    run is captured and then replayed. `static`: `dims` are fixed before ONNX Runtime optimises the model; otherwise the session
-    takes any sizes. Raises UserError if a dynamic dimension has no size.
+    If an input decides the branch of an If and `dims` does not, a run takes the branch that a prediction counts. With
+    `cuda_graph` the first run is captured and then replayed. `static`: `dims` are fixed before ONNX Runtime optimises the
+    model; otherwise the session takes any sizes. Raises UserError if a dynamic dimension has no size.
     """
     device = resolve_device(device)
     if cuda_graph and (device != "cuda" or io == "host"):

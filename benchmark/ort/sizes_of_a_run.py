@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class SeenRun(NamedTuple):
     """The sizes and branches in one run of a model."""
 
-    # of the tensors that its nodes made, by name; those of a body are called `<node>/<tensor>`, and of those that were made
-    # more than once the largest counts
+    # of the tensors that its nodes wrote, by name; those of a body are called `<node>/<tensor>`, and if a tensor was written
+    # more than once, its largest shape counts
     shapes: dict[str, tuple[int, ...]]
     branches: list[str]  # the branch that each If took more often: `<node>.then` or `<node>.else`
 
@@ -49,39 +49,39 @@ def see_a_run(model: Path, dims: Mapping[str, int], inputs: Mapping[str, np.ndar
             session.run(None, feed)
         events = [event for event in files.read_json(Path(session.end_profiling()))
                   if event.get("cat") == "Node" and event["name"].endswith(SUFFIX)]
-    made = _tensors_by_node(proto.graph)
+    written = _tensors_by_node(proto.graph)
     largest: dict[str, tuple[int, ...]] = {}
-    ran: Counter[str] = Counter()
+    runs: Counter[str] = Counter()
     for event in events:
         name = event["name"].removesuffix(SUFFIX)
-        ran[name] += 1
-        names = made.get(name, [])
-        shapes = [tuple(shape) for kind in event["args"]["output_type_shape"] for shape in kind.values()]
+        runs[name] += 1
+        names = written.get(name, [])
+        shapes = [tuple(shape) for output in event["args"]["output_type_shape"] for shape in output.values()]
         if len(names) == len(shapes):  # an event says nothing of sequences
             for tensor, shape in zip(names, shapes, strict=True):
                 largest[tensor] = max(largest.get(tensor, shape), shape, key=math.prod)
-    return SeenRun(largest, [name for name in _branches(proto.graph, ran) if name in body_sizes(source.graph_only.graph)])
+    return SeenRun(largest, [name for name in _branches(proto.graph, runs) if name in body_sizes(source.graph_only.graph)])
 
 
-def _branches(graph: onnx.GraphProto, ran: Mapping[str, int]) -> Iterator[str]:
+def _branches(graph: onnx.GraphProto, run_counts: Mapping[str, int]) -> Iterator[str]:
     """The branch that each If took most often, including nested Ifs; nothing for an If that never ran.
 
-    `ran` counts runs by node name. A branch without nodes ran whenever its If did not take the other.
+    `run_counts` are by node name. A branch without nodes ran whenever its If did not take the other.
     """
     for node in graph.node:
         bodies = bodies_of(node)
-        if node.op_type == "If" and ran.get(node.name, 0):
-            counts = {branch: max((ran.get(inner.name, 0) for inner in bodies[attribute].node), default=None)
+        if node.op_type == "If" and run_counts.get(node.name, 0):
+            counts = {branch: max((run_counts.get(inner.name, 0) for inner in bodies[attribute].node), default=None)
                       for branch, attribute in BRANCHES.items()}
-            times = {branch: ran[node.name] - sum(count or 0 for count in counts.values()) if count is None else count
+            times = {branch: run_counts[node.name] - sum(count or 0 for count in counts.values()) if count is None else count
                      for branch, count in counts.items()}
             yield f"{node.name}.{max(times, key=lambda branch: times[branch])}"
         for body in bodies.values():
-            yield from _branches(body, ran)
+            yield from _branches(body, run_counts)
 
 
 def _tensors_by_node(graph: onnx.GraphProto, prefix: str = "") -> dict[str, list[str]]:
-    """Tensors made by each node of a graph and of its bodies, by node name."""
+    """The tensors that each node of a graph and of its bodies writes, by node name."""
     tensors = {}
     for node in graph.node:
         tensors[node.name] = [prefix + out for out in node.output if out]
@@ -110,9 +110,9 @@ def sizes_of_a_run(model: Path, dims: Mapping[str, int], inputs: Mapping[str, np
                 return sizes
         new_sizes = dict.fromkeys(branches, 1)
         for tensor, shape in unknown.items():
-            given = {f"{tensor}.{axis}": size for axis, size in enumerate(seen.shapes.get(tensor, ()))}
-            differing = {name: given[name] for name, size in zip(given, shape, strict=False) if given[name] != size}
-            new_sizes |= differing if differing.keys() - sizes.keys() else given  # most axes are known
+            observed = {f"{tensor}.{axis}": size for axis, size in enumerate(seen.shapes.get(tensor, ()))}
+            differing = {name: observed[name] for name, size in zip(observed, shape, strict=False) if observed[name] != size}
+            new_sizes |= differing if differing.keys() - sizes.keys() else observed  # most axes are known
         if not new_sizes.keys() - sizes.keys():
             raise UserError(f"{model}: the sizes of {', '.join(unknown)} depend on data, and nothing of them was made in a run")
         sizes |= new_sizes

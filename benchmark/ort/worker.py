@@ -78,12 +78,12 @@ def time_canary(request: Request) -> Reply:
 
 
 def probe_sharing(request: Request) -> Reply:
-    """Reads how long tiny work waits for other processes."""
+    """Reads the sharing probe: how long small work waits for other processes."""
     return Reply(probe=probe(request.device, request.effort.budget_s))
 
 
 def time_alone(request: Request) -> Reply:
-    """Times label `run`: a kernel in its own session, wall time."""
+    """Times a kernel in its own session by wall time (label `run`)."""
     path = Path(request.paths[0])
     runner = open_runner(path, request.device, provider_options=request.provider_options)
     return Reply(measurements=(Measurement(subject="kernel", id=path.stem, label="run", context="alone", place="alone",
@@ -91,7 +91,7 @@ def time_alone(request: Request) -> Reply:
 
 
 def time_model(request: Request) -> Reply:
-    """Times a whole model (and, on a GPU, the host's dispatch), its kernels' in-model labels, and its energy."""
+    """Times a whole model (and, on a GPU, the host's dispatch) and its kernels in it, and measures the model's energy."""
     path, device, effort = Path(request.paths[0]), request.device, request.effort
     name = request.model_name
     runner = open_model(request)
@@ -141,7 +141,7 @@ def time_model_as_graph(request: Request) -> Reply:
 
 def in_halves(model: str, runner: Runner, clocks: Mapping[str, Callable[[], float]], runs: int, effort: Effort,
               between: Callable[[], list[Measurement]]) -> list[Measurement]:
-    """Runs a model in two halves, before and after something else, so that drift of the machine's speed affects both."""
+    """Runs a model in two halves, before and after `between`, so that drift of the machine's speed affects both."""
     samples: dict[str, list[float]] = {label: [] for label in clocks}
     meanwhile: list[Measurement] = []
     for second in (False, True):
@@ -167,7 +167,7 @@ def trace_model(request: Request) -> Reply:
 
 
 def time_model_on_gpu(request: Request) -> Reply:
-    """Times label `gpu` of a whole model: the GPU's time per run, and the number of launches."""
+    """Measures the GPU's time per run of a whole model, and counts the launches (label `gpu`)."""
     traced = traced_runs(request)
     return Reply(measurements=(model_measurement(request.model_name, GPU_LABEL, launches=len(traced[0].work),
                                                  samples_ms=tuple(round(run.busy_us / 1000, 6) for run in traced)),))
@@ -183,11 +183,11 @@ def model_labels(path: Path, request: Request) -> list[Measurement]:
         raise UserError(f"{path}: ORT's graph is not the one in its record; make the record again: "
                         "python ort_analysis/fusion_detector.py")
     ran = {event.node for run in runs for event in run.nodes}
-    idle = {kernel for name, kernel in ids.items() if name not in ran}  # their body did not run: they are measured alone
+    unrun = {kernel for name, kernel in ids.items() if name not in ran}  # in a body that did not run: they are measured alone
     bodies_ms = sum(node.runs * trip_ms(kernel, request.device) for node in record.nodes
                     if is_control_flow(kernel := record.kernel_of(node)))
     return labels_of(runs, {node.name: ids[node.name] for node in graph.nodes
-                            if ids[node.name] not in idle and node.op_type not in CONTROL_FLOW}, record.model, "in_model",
+                            if ids[node.name] not in unrun and node.op_type not in CONTROL_FLOW}, record.model, "in_model",
                      median(plain_ms) - bodies_ms if plain_ms else None)
 
 
@@ -216,13 +216,13 @@ def prepare(request: Request) -> Reply:
 
 
 def energy_of_model(runner: Runner, model: str, seconds: float) -> Measurement:
-    """Label `energy` of a warm model: the device's energy per run, with runs in direct sequence."""
+    """Measures the device's energy per run of a warm model (label `energy`), with runs in direct sequence."""
     facts = {"subject": "model", "id": model, "label": ENERGY, "context": model, "place": "alone"}
     return _energy(facts, runner.device, runner.run_once, seconds)
 
 
 def energy_of_kernels(request: Request) -> Reply:
-    """Measures label `energy` of a batch of kernels in sequence, since one alone is too short for a power sensor."""
+    """Measures the energy of a batch of kernels in sequence (label `energy`); one alone is too short for a power sensor."""
     runners = [open_runner(Path(path), request.device, provider_options=request.provider_options) for path in request.paths]
     for runner in runners:
         runner.warm_up(request.effort.warmup + 1)

@@ -28,7 +28,7 @@ from hase.utils.timing import pause
 
 WARM_RUNS = 3  # the first one allocates memory and chooses algorithms
 ALONE_S = 0.3  # length of timed runs while the other models wait
-PACE_S = 0.2  # how long the host's probe is read, before and after the requests
+PACE_S = 0.2  # how long the host's probe is read before the requests, and again after them
 SPIN_S = 200e-6  # final part of a wait, in which the process spins
 MODULE = "hase.benchmark.serving.server"
 
@@ -138,13 +138,13 @@ class _Server:
         """Answers a task; both are JSON."""
         task = ServerTask.model_validate_json(line)
         try:
-            return self._done(task).model_dump_json()
+            return self._perform(task).model_dump_json()
         except UserError as error:
             return ServedRuns(error=str(error)).model_dump_json()
         except MemoryError as error:
             return ServedRuns(error=str(error) or "no memory left").model_dump_json()
 
-    def _done(self, task: ServerTask) -> ServedRuns:
+    def _perform(self, task: ServerTask) -> ServedRuns:
         if task.opening is not None:
             self._runner, self._batch = open_model(task.opening), task.opening.batch
             return ServedRuns()

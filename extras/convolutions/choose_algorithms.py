@@ -1,4 +1,4 @@
-"""The best convolution algorithm for each layer, what it gains, and what a predicted choice loses.
+"""Finds the best convolution algorithm for each layer, what it gains, and what a predicted choice loses.
 
 Reads the tables of extras/convolutions/run_profile.py in extras/convolutions/results/ (or --results). Prints, for each run of a
 model, the time of its convolutions by the library's own choice (cuDNN's on a GPU, torch's on a CPU) and by the best algorithm
@@ -50,7 +50,7 @@ def columns(rows: Rows) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row))
 
 
-def analysed(cases: list[LayerCase], models: list[str]) -> dict[str, Rows]:
+def result_tables(cases: list[LayerCase], models: list[str]) -> dict[str, Rows]:
     """The result tables by name, with only the rows of `models` if some are named. Predictors still learn from all models."""
     if missing := sorted(set(models) - {case.model for case in cases}):
         raise UserError(f"--model {missing[0]}: not measured; there are {', '.join(sorted({case.model for case in cases}))}")
@@ -98,7 +98,7 @@ def main() -> None:
         if args.predict:
             cli.print_rows(predict(cases, args), args.json)
             return
-        tables = analysed(cases, args.model)
+        tables = result_tables(cases, args.model)
         if args.output_dir is not None:
             write(tables, cases, results, args.output_dir)
     if args.json:

@@ -88,16 +88,16 @@ class UnifiedProfiler:
             bench = Bench(settings.device, machine(settings.device).uuid, canary(settings.device), steadiness=self._steadiness)
 
             def blocks_of(load: tuple[float, str], measured: Sequence[Block]) -> list[PlannedBlock[ProfileUnit]]:
-                elsewhere = {block.machine for block in measured} - {bench.machine_uuid}
-                todo = pending(settings.units, measured, lambda m: m.status == "ok" or not self._retry)
-                if elsewhere and todo:
+                other_machines = {block.machine for block in measured} - {bench.machine_uuid}
+                left = pending(settings.units, measured, lambda m: m.status == "ok" or not self._retry)
+                if other_machines and left:
                     log.info("%s: goes on with what another %s measured", folder, settings.gpu)
-                return [PlannedBlock(unit.id, [unit]) for unit in todo]
+                return [PlannedBlock(unit.id, [unit]) for unit in left]
 
             def time_units(units: Sequence[ProfileUnit], level: float) -> list[Measurement]:
                 measured_units = [measure_profile(unit, self._forced(model), opened) for unit in units]
-                for whole, *_ in measured_units:
-                    log.info("%s", described(whole))
+                for profile, *_ in measured_units:
+                    log.info("%s", described(profile))
                 return list(chain.from_iterable(measured_units))
 
             return measure_loads(bench, blocks_of, time_units, journal)
@@ -111,17 +111,17 @@ class UnifiedProfiler:
         return self._model
 
 
-def described(whole: Measurement) -> str:
-    """One line about a measured profile, or the reason why it failed."""
-    if whole.status != "ok":
-        return whole.error
-    joules = whole.quantities.get("energy_j")
-    return (f"{whole.facts['model']}, {whole.facts['algorithm']}, input size {whole.facts['input_size']}: "
-            f"{np.mean(whole.samples_ms):.3f} ms" + (f", {joules[0]:.4g} J" if joules else ""))
+def described(profile: Measurement) -> str:
+    """A line about a measured profile, or the reason why it failed."""
+    if profile.status != "ok":
+        return profile.error
+    joules = profile.quantities.get("energy_j")
+    return (f"{profile.facts['model']}, {profile.facts['algorithm']}, input size {profile.facts['input_size']}: "
+            f"{np.mean(profile.samples_ms):.3f} ms" + (f", {joules[0]:.4g} J" if joules else ""))
 
 
 def open_instruments(device: str, energy_s: float) -> Instruments:
-    """Opens what profiles are measured with, on `cpu` or `cuda`. Without a power sensor a warning says why."""
+    """Opens the instruments that measure profiles on `cpu` or `cuda`. Without a power sensor, a warning says why."""
     overhead_ms = event_overhead_ms() if device == "cuda" else None
     if not energy_s:
         return Instruments(device, energy_s=0.0, no_energy="not asked for", event_overhead_ms=overhead_ms)
@@ -136,7 +136,7 @@ def open_instruments(device: str, energy_s: float) -> Instruments:
 
 
 def canary(device: str) -> Callable[[bool], list[float]]:
-    """Returns the canary, torch's own convolution of a fixed shape, which gives the times of some runs in ms."""
+    """The canary: a function that returns the times (ms) of some runs of torch's own convolution of a fixed shape."""
     images = torch.ones(1, CANARY_CHANNELS, CANARY_SIDE, CANARY_SIDE, device=device)
     weights = torch.ones(CANARY_CHANNELS, CANARY_CHANNELS, 3, 3, device=device)
 

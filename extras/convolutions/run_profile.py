@@ -1,13 +1,13 @@
-"""Profiles convolution algorithms: time, power and energy of a model under one, and of each layer the time.
+"""Profiles a model under one convolution algorithm: time, power and energy of the model, and the time of each layer.
 
-Every nn.Conv2d of a torchvision model runs under the algorithm that is named: on a GPU through cuDNN, on a CPU by torch or by
-the package aithree. A layer that can't run under it is recorded with the library's status; then the model is refused, or, with
---fallback, such layers run by the library's own choice.
+Every nn.Conv2d of a torchvision model runs under the named algorithm: on a GPU through cuDNN, on a CPU by torch or by the
+package aithree. A layer that can't run under it is recorded with the library's status; then the model is refused, or, with
+--fallback, such layers run under the algorithm that the library chooses.
 
 Writes to extras/convolutions/results/<stage>/<model>_<algorithm>_<gpu>/ (or to --output-dir):
   <model>_<algorithm>_overall.csv   one row for each input size: time, power, energy
   <model>_<algorithm>_layers.csv    one row for each layer and input size
-  measurements.jsonl                every sample; the same command goes on where it was stopped
+  measurements.jsonl                every sample; the same command resumes where it was stopped
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def folder_of(args: argparse.Namespace, workspace: Workspace, gpu: str, algorith
 
 
 def planned_folder(args: argparse.Namespace, workspace: Workspace) -> Path:
-    """The results folder for a machine with --gpu, which may be another one."""
+    """The results folder for the device of --gpu, which need not be in this machine."""
     gpu = args.gpu or gpu_name(resolve_device(args.device))
     if gpu not in (*GPUS, CPU):
         raise UserError(f"{gpu}: no such device; known are {', '.join(GPUS)} and {CPU}")
@@ -129,8 +129,8 @@ def planned_folder(args: argparse.Namespace, workspace: Workspace) -> Path:
     return folder_of(args, workspace, gpu, algorithm.name)
 
 
-def informed(args: argparse.Namespace, workspace: Workspace) -> bool:
-    """Prints what an option asks for that measures nothing; False if there is no such option."""
+def print_information(args: argparse.Namespace, workspace: Workspace) -> bool:
+    """Does what an option that only prints asks for; False if no such option is given."""
     if args.list_models:
         cli.print_rows(model_rows(), args.json)
     elif args.list_algorithms:
@@ -162,7 +162,7 @@ def main() -> None:
     if args.energy_seconds < 0:
         parser.error(f"--energy-seconds {args.energy_seconds:g}: 0 or more")
     workspace = cli.start(args)
-    if informed(args, workspace):
+    if print_information(args, workspace):
         return
     settings = settings_of(args)
     folder = folder_of(args, workspace, settings.gpu, settings.algorithm)

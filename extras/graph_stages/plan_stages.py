@@ -1,18 +1,18 @@
-"""On which unit each stage of a graph network should run: plans, ranked by their predicted latency or throughput.
+"""Plans on which unit each stage of a graph network should run, and ranks the plans by predicted latency or throughput.
 
-Reads lookup_table.json of profile_stages.py, and transfer_table.json where a unit has a memory of its own. Ranks 28 candidate
-plans for each unit other than home (one contiguous block of stages moves there: our reading of the user's document, which gives
-the number alone), staying at home, and the best of all assignments. With --nodes and --edges it prints the plans at that size;
-without, a table of sizes and their best plans, for switching plans by size. Times between sizes measured are interpolated.
-Stages of a run follow one another. Throughput is that of many runs in a row: the busiest processor limits it.
+Reads lookup_table.json of profile_stages.py, and transfer_table.json if a unit has a memory of its own. Ranks 28 candidate
+plans for each unit other than home (one contiguous block of stages moves there: our reading of the user's document, which
+gives only the number), staying at home, and the best of all assignments. With --nodes and --edges it prints the plans at that
+size; without, a table of sizes and their best plans, for switching plans by size. Times between measured sizes are
+interpolated. The stages of a run follow one another. Throughput is that of many runs in a row: the busiest processor limits it.
 
 --time-chains times stages and copies as parts of chains, on each unit after each unit, and writes chain_times.jsonl and
 chain_copies.jsonl into the first folder of results. Plans are better with it, since a stage that ran alone found its inputs in
 the caches.
 
 --run runs all these plans on this machine, which must be the one that was measured, at each size that was measured, with inputs
-and outputs in the host's memory, and compares. It writes plan_runs.jsonl into the first folder of results; the same command
-goes on where it was stopped.
+and outputs in the host's memory, and compares them. It writes plan_runs.jsonl into the first folder of results; the same
+command goes on where it was stopped.
 
 With both, plans and chains run in turns at each size. That shows what the predictions themselves are worth: a machine whose
 pace changes from minute to minute changes it for both.
@@ -69,7 +69,7 @@ python extras/graph_stages/plan_stages.py --run --sizes 1000/1000 10000/10000
 log = get_logger("plan_stages")
 
 
-def labelled(text: str) -> tuple[str, Path]:
+def labelled_folder(text: str) -> tuple[str, Path]:
     """Parses an option that is a folder, or NAME=FOLDER."""
     label, _, folder = text.rpartition("=")
     return label, Path(folder)
@@ -84,7 +84,7 @@ def size_option(text: str) -> Size:
     return nodes, edges
 
 
-def at_one_size(tables: StageTables, args: argparse.Namespace) -> None:
+def print_plans_at_size(tables: StageTables, args: argparse.Namespace) -> None:
     """Prints the plans at one size."""
     home = home_of(tables, args.home)
     setting = tables.setting((args.nodes, args.edges), args.extrapolate)
@@ -107,7 +107,7 @@ def at_one_size(tables: StageTables, args: argparse.Namespace) -> None:
                     f"{args.nodes} nodes, {args.edges} edges ({setting.basis}), home is {home}, by {args.objective}")
 
 
-def over_sizes(tables: StageTables, args: argparse.Namespace) -> None:
+def print_best_plans(tables: StageTables, args: argparse.Namespace) -> None:
     """Prints the best plan of each size, and writes it to --out."""
     rows = plan_table(tables, args.sizes or tables.sizes, home_of(tables, args.home), args.objective, args.extrapolate)
     if args.out and args.out.suffix == ".json":
@@ -118,7 +118,7 @@ def over_sizes(tables: StageTables, args: argparse.Namespace) -> None:
                    args.json, f"the best plan at each size, by {args.objective}")
 
 
-def sizes_left_out(tables: StageTables, as_json: bool) -> None:
+def print_interpolation_errors(tables: StageTables, as_json: bool) -> None:
     """Prints how well interpolation predicts sizes that were left out."""
     rows = left_out_rows(tables)
     if not rows:
@@ -127,13 +127,13 @@ def sizes_left_out(tables: StageTables, as_json: bool) -> None:
     grouped: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         grouped.setdefault(row["unit"], []).append(row)
-    summary = [{"unit": unit, **error_statistics([row["interpolated_ms"] for row in group],
-                                                 [row["measured_ms"] for row in group]).model_dump()}
-               for unit, group in grouped.items()]
+    unit_rows = [{"unit": unit, **error_statistics([row["interpolated_ms"] for row in group],
+                                                   [row["measured_ms"] for row in group]).model_dump()}
+                 for unit, group in grouped.items()]
     if as_json:
-        cli.print_json({"units": summary, "rows": rows})
+        cli.print_json({"units": unit_rows, "rows": rows})
     else:
-        cli.print_table(summary, "interpolated times of sizes left out against measured ones")
+        cli.print_table(unit_rows, "interpolated times of sizes left out against measured ones")
 
 
 def time_chains(tables: StageTables, folders: list[tuple[str, Path]], args: argparse.Namespace) -> None:
@@ -149,21 +149,22 @@ def time_chains(tables: StageTables, folders: list[tuple[str, Path]], args: argp
     log.info("%d sizes timed in chains, %d timed before: %s", len(left), len(done), folder / CHAINS)
 
 
-def run_all(tables: StageTables, folders: list[tuple[str, Path]], args: argparse.Namespace) -> None:
+def run_and_compare(tables: StageTables, folders: list[tuple[str, Path]], args: argparse.Namespace) -> None:
     """Runs the plans and compares them; with --time-chains, plans and chains alternate."""
     tasks, home, folder = stage_tasks(folders), home_of(tables, args.home), folders[0][1]
     sizes = args.sizes or tables.sizes
-    both = tables, read_tables(folders, not args.alone)  # the best plans of both run in turns with all others
-    alone = both[0 if args.alone else 1]
+    # with times in chains, and alone; the best plans of both run in turns with all others
+    tables_of_both = tables, read_tables(folders, not args.alone)
+    tables_alone = tables_of_both[0 if args.alone else 1]
     with sole_writer(folder), measuring("cpu"):
-        done, timed = read_runs(folder / RUNS), timed_sizes(folder)
+        earlier_runs, sizes_timed = read_runs(folder / RUNS), timed_sizes(folder)
         for number, size in enumerate(sizes, 1):
-            if args.time_chains and size not in timed:
+            if args.time_chains and size not in sizes_timed:
                 log.info("%d nodes, %d edges (%d of %d): plans and chains", *size, number, len(sizes))
-                times, runs = run_with_chains(alone, tasks, size, home, args.warmup, args.runs, args.rounds)
+                times, runs = run_with_chains(tables_alone, tasks, size, home, args.warmup, args.runs, args.rounds)
                 append_chains(folder, times)
                 append_runs(folder / RUNS, runs)
-            elif left := plans_left(both, size, home, done):
+            elif left := plans_left(tables_of_both, size, home, earlier_runs):
                 log.info("%d nodes, %d edges (%d of %d): %d plans", *size, number, len(sizes), len(left))
                 append_runs(folder / RUNS, run_plans(left, tasks, size, args.warmup, args.runs, args.rounds))
     compare(read_tables(folders, args.alone), [run for run in read_runs(folder / RUNS) if run.size in sizes], args.json)
@@ -184,7 +185,7 @@ def compare(tables: StageTables, runs: list[PlanRun], as_json: bool) -> None:
 
 def made_parser() -> argparse.ArgumentParser:
     parser = cli.parser(__doc__, EXAMPLES)
-    parser.add_argument("--results", type=labelled, action="append", default=[], metavar="[NAME=]DIR",
+    parser.add_argument("--results", type=labelled_folder, action="append", default=[], metavar="[NAME=]DIR",
                         help="folder with the tables; of several, NAME is added to the names of a folder's units "
                              "(default: extras/graph_stages/results)")
     parser.add_argument("--home", metavar="UNIT", help="where plans begin and end (default: CPU)")
@@ -224,15 +225,15 @@ def main() -> None:
     if args.run or args.time_chains:
         keep_freed_memory()
     if args.run:
-        run_all(tables, folders, args)
+        run_and_compare(tables, folders, args)
     elif args.time_chains:
         time_chains(tables, folders, args)
     elif args.left_out:
-        sizes_left_out(tables, args.json)
+        print_interpolation_errors(tables, args.json)
     elif args.nodes:
-        at_one_size(tables, args)
+        print_plans_at_size(tables, args)
     else:
-        over_sizes(tables, args)
+        print_best_plans(tables, args)
 
 
 if __name__ == "__main__":

@@ -60,31 +60,31 @@ class DagFile(Frozen):
 
 def dag_file(record: ModelRecord) -> DagFile:
     """The DAG of a record, from the tensor names of its nodes. The nodes of a body (of a Loop, If or Scan) wait for the node
-    that contains it, and nodes that read that node's outputs wait for its body.
-    """
-    made_by: dict[str, tuple[str, int]] = {}
+    that contains it, and nodes that read that node's outputs wait for its body."""
+    produced_by: dict[str, tuple[str, int]] = {}
     within: dict[str, list[str]] = defaultdict(list)  # nodes of bodies, by the node that contains them
     for node in record.nodes:
         if node.inside:
             within[node.inside].append(node.name)
 
-    def every_within(name: str) -> Iterator[str]:
-        for inner in within.get(name, ()):
-            yield inner
-            yield from every_within(inner)
+    def all_within(name: str) -> Iterator[str]:
+        for body_node in within.get(name, ()):
+            yield body_node
+            yield from all_within(body_node)
 
     edges = []
     for node in record.nodes:
         if node.inside:
             edges.append(DagEdge(producer=node.inside, consumer=node.name, tensor="", bytes=0))
         for tensor in dict.fromkeys(node.inputs):
-            if tensor in made_by:
-                producer, size = made_by[tensor]
+            if tensor in produced_by:
+                producer, size = produced_by[tensor]
                 edges.append(DagEdge(producer=producer, consumer=node.name, tensor=tensor, bytes=size))
-                edges += [DagEdge(producer=inner, consumer=node.name, tensor=tensor, bytes=0)
-                          for inner in every_within(producer)]
+                edges += [DagEdge(producer=body_node, consumer=node.name, tensor=tensor, bytes=0)
+                          for body_node in all_within(producer)]
         outputs = record.kernel_of(node).outputs
-        made_by |= {tensor: (node.name, made.bytes) for tensor, made in zip(node.outputs, outputs, strict=False) if tensor}
+        produced_by |= {tensor: (node.name, output.bytes)
+                        for tensor, output in zip(node.outputs, outputs, strict=False) if tensor}
     nodes = (DagNode(name=node.name, kernel_id=node.kernel_id, type=record.kernel_of(node).type, runs=node.runs)
              for node in record.nodes)
     return DagFile(model=record.model, flavour=record.flavour.name, nodes=tuple(nodes), edges=tuple(edges))
@@ -95,8 +95,8 @@ def dag_of(dag: DagFile) -> nx.DiGraph:
     graph: nx.DiGraph = nx.DiGraph(model=dag.model, flavour=dag.flavour)
     graph.add_nodes_from((node.name, {"kernel_id": node.kernel_id, "type": node.type}) for node in dag.nodes)
     for edge in dag.edges:
-        passed = graph.edges[edge.producer, edge.consumer]["bytes"] if graph.has_edge(edge.producer, edge.consumer) else 0
-        graph.add_edge(edge.producer, edge.consumer, bytes=passed + edge.bytes)
+        bytes_before = graph.edges[edge.producer, edge.consumer]["bytes"] if graph.has_edge(edge.producer, edge.consumer) else 0
+        graph.add_edge(edge.producer, edge.consumer, bytes=bytes_before + edge.bytes)
     return graph
 
 
@@ -112,8 +112,7 @@ def read_dag(path: Path) -> DagFile:
 
 def record_of_dag(path: Path, workspace: Workspace) -> Path:
     """The kernel record that a DAG file was made from, which describes its kernels. Raises UserError: the file can't be read,
-    the workspace has no such record, or the record has changed since.
-    """
+    the workspace has no such record, or the record has changed since."""
     dag = read_dag(path)
     record = workspace.kernel_records / dag.flavour / f"{dag.model}.json"
     if not record.is_file():
@@ -130,11 +129,11 @@ def longest_path(dag: nx.DiGraph, latency_ms: Mapping[Any, float]) -> tuple[floa
         UserError: a node without a time, or a cycle.
     """
     finished: dict[Any, float] = {}
-    waited_for: dict[Any, Any] = {}
+    predecessor: dict[Any, Any] = {}
     try:
         for node in nx.topological_sort(dag):
             last = max(dag.predecessors(node), key=finished.__getitem__, default=None)
-            waited_for[node] = last
+            predecessor[node] = last
             finished[node] = _time_of(latency_ms, node) + (finished[last] if last is not None else 0.0)
     except nx.NetworkXUnfeasible:
         raise UserError(f"{dag.graph.get('model', 'the graph')}: holds a cycle, so no order of its nodes can run") from None
@@ -144,7 +143,7 @@ def longest_path(dag: nx.DiGraph, latency_ms: Mapping[Any, float]) -> tuple[floa
     length, path = finished[node], []
     while node is not None:
         path.append(node)
-        node = waited_for[node]
+        node = predecessor[node]
     return length, path[::-1]
 
 

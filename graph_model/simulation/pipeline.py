@@ -133,7 +133,7 @@ class PipelineCosts(Frozen):
             name: pace * getattr(self, name) for name in PipelineCosts.model_fields if name != "gap_ms"})
 
 
-# The kinds of nodes that have a cost: once per node, or per launch.
+# The kinds of nodes that have each cost: once per node, or per launch.
 OF_NODE: dict[str, tuple[NodeKind, ...]] = {
     "node_ms": tuple(kind for kind in NodeKind if kind is not NodeKind.VIEW), "view_ms": (NodeKind.VIEW,),
     "convolution_ms": (NodeKind.CONVOLUTION,), "product_ms": (NodeKind.PRODUCT, NodeKind.SLOW_PRODUCT),
@@ -142,7 +142,7 @@ OF_NODE: dict[str, tuple[NodeKind, ...]] = {
 OF_LAUNCH: dict[str, tuple[NodeKind, ...]] = {
     "launch_ms": tuple(NodeKind), "recurrent_launch_ms": (NodeKind.RECURRENT, NodeKind.SLOW_RECURRENT),
     "slow_recurrent_launch_ms": (NodeKind.SLOW_RECURRENT,)}
-LENGTHS = 4  # groups of runs per doubling of their length, so that there is little padding
+LENGTHS_PER_DOUBLING = 4  # groups of runs per doubling of their length, so that there is little padding
 NOTHING = np.zeros(0)
 NO_NODE = len(NodeKind)  # the kind of padding; it costs nothing
 COSTS = tuple(PipelineCosts.model_fields)
@@ -151,7 +151,7 @@ AT_PACE = np.array([name != "gap_ms" for name in COSTS])  # costs that scale wit
 
 
 def _paid(kinds_of: Mapping[str, Sequence[NodeKind]]) -> Floats:
-    """Costs × kinds of nodes (and NO_NODE): 1 where a node of the kind has that cost."""
+    """Costs × kinds of nodes (and NO_NODE): 1 if nodes of the kind have that cost."""
     return np.array([[float(kind in kinds_of.get(name, ())) for kind in (*NodeKind, None)] for name in COSTS])
 
 
@@ -194,9 +194,8 @@ class Steps(NamedTuple):
         after_ms: a lower bound of the GPU's end, less the dispatch and all work from this node on; -inf without work. All
             launches of a node take the same time, on the host and on the GPU. So its work ends no earlier than its first launch
             plus all of it, and no earlier than its last launch plus the last part; launches between give no later bound.
-        seen_ms: the same where the host waits: the GPU's work then begins no earlier than the dispatch. `lead_ms` alone could
-            place it
-            earlier: it is fitted to whole runs, and also compensates GPU times that are too long.
+        seen_ms: the same if the host waits: the GPU's work then begins no earlier than the dispatch. `lead_ms` alone could
+            place it earlier: it is fitted to whole runs, and also compensates GPU times that are too long.
     """
 
     before_ms: Floats
@@ -248,8 +247,8 @@ class HostTimes(NamedTuple):
     goes_on: Floats
 
 
-def _from_here(work_ms: Floats) -> Floats:
-    """The sum of all work from each node on."""
+def _remaining_work(work_ms: Floats) -> Floats:
+    """The sum of the work of each node and all later ones."""
     total: Floats = np.cumsum(work_ms[..., ::-1], axis=-1)[..., ::-1]
     return total
 
@@ -266,7 +265,7 @@ def _host_times(steps: Steps, start_ms: Floats) -> HostTimes:
         if begin == stop:
             break
         at = host[..., None] + np.cumsum(steps.before_ms[..., begin:stop], axis=-1)
-        left = _from_here(steps.work_ms[..., begin:stop])
+        left = _remaining_work(steps.work_ms[..., begin:stop])
         dispatched[..., begin:stop] = goes_on[..., begin:stop] = at
         gpu = np.maximum(gpu + left[..., 0], (at + left + steps.seen_ms[..., begin:stop]).max(axis=-1))
         host = at[..., -1] if stop - 1 not in waiting else np.where(
@@ -286,7 +285,7 @@ def latencies_ms(steps: Steps, hosts: HostCosts) -> Floats:
     if not steps.before_ms.shape[-1]:
         return np.broadcast_to((start + end)[..., 0], steps.before_ms.shape[:-1])
     host = _host_times(steps, start)
-    ends = (host.dispatched + _from_here(steps.work_ms) + steps.after_ms).max(axis=-1, initial=0.0)
+    ends = (host.dispatched + _remaining_work(steps.work_ms) + steps.after_ms).max(axis=-1, initial=0.0)
     return np.maximum(host.goes_on[..., -1], ends) + end[..., 0]
 
 
@@ -338,10 +337,10 @@ def gpu_work(tracks: Tracks, costs: PipelineCosts, dispatched: Floats) -> GpuWor
     return GpuWork(np.column_stack([first, last]).ravel(), np.column_stack([work - work / launched, work / launched]).ravel())
 
 
-class _Alike(NamedTuple):
-    """Runs of similar length, padded to the longest: runs × nodes; `places` are their indices among all runs."""
+class _PaddedRuns(NamedTuple):
+    """Runs of similar length, padded to the longest: runs × nodes; `indices` are theirs among all runs."""
 
-    places: list[int]
+    indices: list[int]
     tracks: Tracks
     off_gpu: OffGpu | None
     paces: Floats
@@ -354,38 +353,36 @@ class Runs:
         """Groups runs of similar length. Each run has tracks, its host's pace (`PipelineCosts.at_pace`), and the host's work
         off the GPU.
         """
-        self._count, self._alike = len(runs), list[_Alike]()
+        self._count, self._groups = len(runs), list[_PaddedRuns]()
         lengths = [len(tracks.kinds) for tracks, *_ in runs]
         groups: dict[tuple[bool, int], list[int]] = {}
-        for place, length in enumerate(lengths):
-            groups.setdefault((runs[place][2] is not None, round(LENGTHS * math.log2(length + 1))), []).append(place)
-        for (beside, _), places in groups.items():
-            tracks, off = [runs[place][0] for place in places], [runs[place][2] for place in places]
-            self._alike.append(_Alike(
-                places, Tracks(_filled([each.gpu_ms for each in tracks]), _filled([each.launches for each in tracks]),
-                               _filled([each.kinds for each in tracks], NO_NODE)),
-                OffGpu(_filled([each.host_ms for each in off if each]), _filled([each.waits for each in off if each]))
-                if beside else None, np.array([runs[place][1] for place in places])))
+        for index, length in enumerate(lengths):
+            length_class = round(LENGTHS_PER_DOUBLING * math.log2(length + 1))
+            groups.setdefault((runs[index][2] is not None, length_class), []).append(index)
+        for (has_off_gpu, _), indices in groups.items():
+            tracks, off = [runs[index][0] for index in indices], [runs[index][2] for index in indices]
+            self._groups.append(_PaddedRuns(
+                indices, Tracks(_filled([run.gpu_ms for run in tracks]), _filled([run.launches for run in tracks]),
+                               _filled([run.kinds for run in tracks], NO_NODE)),
+                OffGpu(_filled([run.host_ms for run in off if run]), _filled([run.waits for run in off if run]))
+                if has_off_gpu else None, np.array([runs[index][1] for index in indices])))
 
-    def _each(self, of_runs: Callable[[Steps, HostCosts], Floats], costs: PipelineCosts) -> Floats:
+    def _apply(self, compute: Callable[[Steps, HostCosts], Floats], costs: PipelineCosts) -> Floats:
         """Applies a function to all runs; results in their order."""
-        found = np.empty(self._count)
-        for alike in self._alike:
-            hosts = HostCosts.at(costs, alike.paces)
-            found[alike.places] = of_runs(Steps.of(alike.tracks, hosts, alike.off_gpu), hosts)
-        return found
+        results = np.empty(self._count)
+        for group in self._groups:
+            hosts = HostCosts.at(costs, group.paces)
+            results[group.indices] = compute(Steps.of(group.tracks, hosts, group.off_gpu), hosts)
+        return results
 
     def latencies_ms(self, costs: PipelineCosts) -> Floats:
         """The latency of each run."""
-        return self._each(latencies_ms, costs)
+        return self._apply(latencies_ms, costs)
 
     def hosts_ms(self, costs: PipelineCosts) -> Floats:
         """When the host of each run has dispatched the last node."""
-        return self._each(lambda steps, hosts: _host_times(steps, hosts["start_ms"]).goes_on[:, -1] if steps.before_ms.size
-                          else hosts["start_ms"][:, 0], costs)
-
-
-
+        return self._apply(lambda steps, hosts: _host_times(steps, hosts["start_ms"]).goes_on[:, -1] if steps.before_ms.size
+                           else hosts["start_ms"][:, 0], costs)
 
 
 def _filled(rows: Sequence[npt.NDArray[Any]], with_value: int = 0) -> npt.NDArray[Any]:
@@ -414,13 +411,13 @@ def timeline(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = None
     spans, host, gpu = [], costs.start_ms, -np.inf
     times = host_times(tracks, costs, off_gpu)
     ready, parts = (column.reshape(-1, 2).tolist() for column in gpu_work(tracks, costs, times.dispatched))
-    of_launches = zip(ready, parts, strict=True)
+    launches_of_nodes = zip(ready, parts, strict=True)
     for goes_on, count in zip(times.goes_on.tolist(), tracks.launches, strict=True):
         work = None
         if count > 0:
-            (first, last), (before_last, of_last) = next(of_launches)
+            (first, last), (others_ms, last_ms) = next(launches_of_nodes)
             begins = max(gpu, first)
-            gpu = max(begins + before_last, last) + of_last
+            gpu = max(begins + others_ms, last) + last_ms
             work = begins, gpu - costs.gap_ms * min(float(count), 1.0)
         spans.append(NodeSpan((host, goes_on), work))
         host = goes_on
@@ -434,8 +431,8 @@ def chrome_trace(names: Sequence[str], spans: Sequence[NodeSpan]) -> dict[str, A
     """
     earliest = min([0.0, *(when[0] for span in spans for when in span if when is not None)])
 
-    def track(place: int) -> list[TraceSpan]:
+    def track(index: int) -> list[TraceSpan]:
         return [TraceSpan(name, 1000 * (when[0] - earliest), 1000 * (when[1] - when[0]))
-                for name, span in zip(names, spans, strict=True) if (when := span[place]) is not None]
+                for name, span in zip(names, spans, strict=True) if (when := span[index]) is not None]
 
     return document(process_events(1, PREDICTED, {"host": track(0), "GPU": track(1)}))

@@ -20,14 +20,14 @@ from hase.utils.lazy import scipy
 
 Ints = npt.NDArray[np.int_]
 SURE = 1e-12  # neglected probability of more requests during a run
-LONGEST_QUEUE = 2000  # that is considered
-WARMING_UP = 0.25  # of the counted time, simulated before it since queues begin empty
+LONGEST_QUEUE = 2000  # the longest one considered, in requests
+WARMING_UP = 0.25  # share of the counted time that is simulated before it, since queues are empty at first
 LONGEST_RUNS = 60  # the counted time contains at least this many of the longest runs
-MOST_IN_A_ROW = 1200  # requests of one repetition, unless they come within LONGEST_RUNS
+MOST_IN_A_ROW = 1200  # requests of one repetition, unless LONGEST_RUNS needs more
 MOST_AT_ONCE = 2e7  # requests simulated side by side: 160 MB
 LEAST_REPETITIONS = 40
-RARELY = 0.003  # minimum busy share of a model; the results of the others hardly depend on it
-LATE_RUNS = 20  # after the counted time, for requests that still wait
+LEAST_BUSY = 0.003  # minimum busy share of a model; the results of the others hardly depend on it
+LATE_RUNS = 20  # times of the longest run that are simulated after the counted time, for requests that still wait
 LEAST_SLOWDOWN = 0.1
 SLOWER_RANGE = (-1.0, 1.5)  # range in which slowdowns are linear in the logarithm of the pace; SLOWER is 1
 ROUNDING = 1e-12  # of times
@@ -66,10 +66,9 @@ class Case(NamedTuple):
         rates_per_s: request rate of each model.
         batches: maximum requests in a run of each model.
         runs_ms: the time of a run alone, for each model: at each of PACES, or one value if the host does not matter.
-        slowdowns: models × sets × 2 × samples: factors on the time of a model's run while the models of a set (`set_of`, itself
-            not counted)
-            run in loops: at the usual pace of the host, and at SLOWER, where more of a wait for the GPU is hidden. Each run
-                uses one of the equally likely samples.
+        slowdowns: models × sets × 2 × samples: factors on the time of a model's run while the models of a set (`set_of`,
+            without itself) run in loops: at the usual pace of the host, and at SLOWER, where more of a wait for the GPU is
+            hidden. Each run uses one of the equally likely samples.
     """
 
     rates_per_s: Sequence[float]
@@ -79,15 +78,15 @@ class Case(NamedTuple):
 
 
 def set_of(models: Iterable[int]) -> int:
-    """The number of a set of models: a bit for the index of each."""
-    return sum(1 << place for place in models)
+    """The number of a set of models, by index: one bit each."""
+    return sum(1 << model for model in models)
 
 
 class Served(NamedTuple):
     """The simulated service of one model's requests.
 
     Attributes:
-        mean_ms: mean latency, from arrival to answer; infinite if more requests come than can be served.
+        mean_ms: mean latency, from arrival to answer; infinite if more requests arrive than can be served.
         percentiles_ms: the latency that p % of the requests do not exceed, for each whole p from 0 to 100; infinite if fewer
             are answered.
         run_ms: mean time of a run beside the others.
@@ -103,7 +102,7 @@ class Served(NamedTuple):
 
     @property
     def stable(self) -> bool:
-        """Whether fewer requests come than could be served."""
+        """Whether fewer requests arrive than could be served."""
         return self.offered < 1.0
 
     def percentile_ms(self, percent: float) -> float:
@@ -114,44 +113,44 @@ class Served(NamedTuple):
 
 def served(cases: Sequence[Case], generator: np.random.Generator, requests: int = 20_000, repetitions: int = 400,
            host: Host = STEADY) -> list[list[Served]]:
-    """Simulates requests in each case; returns the models of each. All cases have the same number of models and slowdown
-    samples and the same arrivals, so they can be compared.
+    """Simulates requests in each case; returns the results of its models. All cases have the same number of models and
+    slowdown samples and the same arrivals, so they can be compared.
 
     Args:
-        requests: about the number counted for the model with the fewest; fewer if the others get very many more.
+        requests: about the number that is counted for the model with the fewest; fewer if others get far more.
         repetitions: independent simulations, side by side; fewer if runs are long and requests many.
-        host: of all cases.
+        host: the host of all cases.
     """
     slowest = float(host.paces.max() * host.slower.max())
     longest_ms = max(float(np.interp(slowest, PACES, np.broadcast_to(run_ms, len(PACES))))
                      for case in cases for run_ms in case.runs_ms)
     rates = np.array([_rates(case) for case in cases])  # cases × models, in requests per ms
-    most = float(rates.sum(axis=1).max())
-    counted_ms = max(min(requests / repetitions / rates.min(), MOST_IN_A_ROW / most), LONGEST_RUNS * longest_ms)
+    most_per_ms = float(rates.sum(axis=1).max())
+    counted_ms = max(min(requests / repetitions / rates.min(), MOST_IN_A_ROW / most_per_ms), LONGEST_RUNS * longest_ms)
     begin_ms = WARMING_UP * counted_ms
     end_ms = begin_ms + counted_ms
     last_ms = end_ms + LATE_RUNS * longest_ms
-    repetitions = max(min(repetitions, int(MOST_AT_ONCE / (most * last_ms))), min(LEAST_REPETITIONS, repetitions))
+    repetitions = max(min(repetitions, int(MOST_AT_ONCE / (most_per_ms * last_ms))), min(LEAST_REPETITIONS, repetitions))
     arrivals = []  # of each model, in mean gaps: repetitions × requests
     for expected in rates.max(axis=0) * last_ms:
         arriving = int(expected + 8.0 * math.sqrt(expected) + 8.0)  # upper bound of their number
         arrivals.append(np.cumsum(generator.exponential(1.0, (repetitions, arriving)), axis=1))
-    at_once = max(int(MOST_AT_ONCE / sum(of_model.size for of_model in arrivals)), 1)
+    cases_at_once = max(int(MOST_AT_ONCE / sum(times.size for times in arrivals)), 1)
     results = []
-    for first in range(0, len(cases), at_once):
-        simulated = _Simulated(cases[first:first + at_once], arrivals, generator, host)
+    for first in range(0, len(cases), cases_at_once):
+        simulated = _Simulated(cases[first:first + cases_at_once], arrivals, generator, host)
         while simulated.step(last_ms):
             pass
-        of_models = [simulated.result(model, begin_ms, end_ms) for model in range(rates.shape[1])]
-        results += [list(of_case) for of_case in zip(*of_models, strict=True)]
+        model_results = [simulated.result(model, begin_ms, end_ms) for model in range(rates.shape[1])]
+        results += [list(case_results) for case_results in zip(*model_results, strict=True)]
     return results
 
 
 def _rates(case: Case) -> Floats:
-    """The rates in requests per ms. Those of a model that is hardly ever busy are raised until it is busy for a share RARELY,
+    """The rates in requests per ms. Those of a model that is hardly ever busy are raised until its busy share is LEAST_BUSY,
     so that some of its requests are simulated.
     """
-    return np.maximum(np.array(case.rates_per_s) / 1e3, [RARELY / float(np.median(run_ms)) for run_ms in case.runs_ms])
+    return np.maximum(np.array(case.rates_per_s) / 1e3, [LEAST_BUSY / float(np.median(run_ms)) for run_ms in case.runs_ms])
 
 
 class _Simulated:
@@ -163,9 +162,9 @@ class _Simulated:
         self.case_of = np.repeat(np.arange(len(cases)), self.repetitions)
         self.arrivals = []  # rows × requests; the last is at infinity
         for unit, rates in zip(units, np.array([_rates(case) for case in cases]).T, strict=True):
-            of_rows = (unit / rates[:, None, None]).reshape(rows, -1)
-            of_rows = np.append(of_rows, np.full((rows, max(max(case.batches) for case in cases)), np.inf), axis=1)
-            self.arrivals.append(of_rows)
+            row_arrivals = (unit / rates[:, None, None]).reshape(rows, -1)
+            row_arrivals = np.append(row_arrivals, np.full((rows, max(max(case.batches) for case in cases)), np.inf), axis=1)
+            self.arrivals.append(row_arrivals)
         self.batches = np.array([case.batches for case in cases])[self.case_of]
         self.slowdowns = np.array([case.slowdowns for case in cases])  # cases × models × sets × 2 × samples
         self.sample = np.zeros((rows, models), dtype=int)  # slowdown sample of the current run
@@ -221,9 +220,9 @@ class _Simulated:
     def _begin(self, model: int, rows: Ints, until: Floats) -> None:
         """Begins a run of a model, with all requests that wait."""
         first, most = self.first[rows, model], self.batches[rows, model]
-        places = np.arange(int(most.max()))
-        come = self.arrivals[model][rows[:, None], first[:, None] + places] <= until[:, None]
-        self.count[rows, model] = np.minimum(come.sum(axis=1), most)
+        offsets = np.arange(int(most.max()))
+        have_arrived = self.arrivals[model][rows[:, None], first[:, None] + offsets] <= until[:, None]
+        self.count[rows, model] = np.minimum(have_arrived.sum(axis=1), most)
         self.left[rows, model] = self._alone_ms(model, rows)
         self.sample[rows, model] = self.generator.integers(0, self.slowdowns.shape[-1], rows.size)
         self.busy[rows, model], self.began[rows, model] = True, self.now[rows]
@@ -237,10 +236,10 @@ class _Simulated:
         idle_ms = np.maximum(now - self.idle_since[rows, model], host.idle_ms[0])
         paces = self.pace[rows] * np.interp(np.log(idle_ms), np.log(host.idle_ms), host.slower)
         self.towards_slower[rows, model] = np.clip(np.log(paces) / math.log(SLOWER), *SLOWER_RANGE)
-        place = np.interp(paces, PACES, np.arange(len(PACES)))
-        below = np.minimum(place.astype(int), len(PACES) - 2)
-        cases, above = self.case_of[rows], place - below
-        run_ms = (1.0 - above) * self.runs_ms[cases, model, below] + above * self.runs_ms[cases, model, below + 1]
+        position = np.interp(paces, PACES, np.arange(len(PACES)))
+        below = np.minimum(position.astype(int), len(PACES) - 2)
+        cases, fraction = self.case_of[rows], position - below
+        run_ms = (1.0 - fraction) * self.runs_ms[cases, model, below] + fraction * self.runs_ms[cases, model, below + 1]
         if not host.stalls_ms.size:
             return run_ms
         return run_ms + self._stalls_ms(run_ms * self.host_share[cases, model], self.idle_since[rows, model] < now)
@@ -254,28 +253,28 @@ class _Simulated:
                 + np.where(goes_on, draw.random(size) * draw.choice(lengths_ms, size), 0.0))
 
     def result(self, model: int, begin_ms: float, end_ms: float) -> list[Served]:
-        """The results of a model for requests that came between two times, for each case."""
+        """The results of a model for requests that arrived between two times, for each case."""
         rows, firsts, counts, begins, ends = (np.concatenate(part) for part in zip(*self.log[model], strict=True))
-        of_run = np.repeat(np.arange(rows.size), counts)
-        places = firsts[of_run] + np.arange(of_run.size) - np.repeat(np.cumsum(counts) - counts, counts)
-        arrivals = self.arrivals[model][rows[of_run], places]
+        run_of_request = np.repeat(np.arange(rows.size), counts)
+        indices = firsts[run_of_request] + np.arange(run_of_request.size) - np.repeat(np.cumsum(counts) - counts, counts)
+        arrivals = self.arrivals[model][rows[run_of_request], indices]
         counted = (arrivals >= begin_ms) & (arrivals < end_ms)
-        latencies, cases = (ends[of_run] - arrivals)[counted], self.case_of[rows[of_run]][counted]
-        came = ((self.arrivals[model] >= begin_ms) & (self.arrivals[model] < end_ms)).sum(axis=1)
+        latencies, cases = (ends[run_of_request] - arrivals)[counted], self.case_of[rows[run_of_request]][counted]
+        arrived = ((self.arrivals[model] >= begin_ms) & (self.arrivals[model] < end_ms)).sum(axis=1)
         inside = np.clip(ends, begin_ms, end_ms) - np.clip(begins, begin_ms, end_ms)
         results = []
-        for number, case in enumerate(self.cases):
-            of_case = np.flatnonzero(self.case_of[rows] == number)
-            asked = int(came[self.case_of == number].sum())
-            run_ms = float((ends - begins)[of_case].mean())
-            answered = np.sort(latencies[cases == number])
-            places = np.ceil(PERCENTILES / 100.0 * asked).astype(int) - 1
+        for index, case in enumerate(self.cases):
+            case_runs = np.flatnonzero(self.case_of[rows] == index)
+            requests = int(arrived[self.case_of == index].sum())
+            run_ms = float((ends - begins)[case_runs].mean())
+            answered = np.sort(latencies[cases == index])
+            ranks = np.ceil(PERCENTILES / 100.0 * requests).astype(int) - 1
             offered = case.rates_per_s[model] * run_ms / 1e3 / case.batches[model]
             late_ms = np.inf if offered >= 1.0 else answered[-1]  # of the few that were not answered in the simulated time
-            known = np.append(answered, np.full(asked - answered.size, late_ms))
+            known = np.append(answered, np.full(requests - answered.size, late_ms))
             results.append(Served(
-                mean_ms=float(known.mean()), percentiles_ms=tuple(known[np.maximum(places, 0)].tolist()), run_ms=run_ms,
-                busy=float(inside[of_case].sum()) / (self.repetitions * (end_ms - begin_ms)),
+                mean_ms=float(known.mean()), percentiles_ms=tuple(known[np.maximum(ranks, 0)].tolist()), run_ms=run_ms,
+                busy=float(inside[case_runs].sum()) / (self.repetitions * (end_ms - begin_ms)),
                 offered=offered))
         return results
 
@@ -285,7 +284,7 @@ def busy_share(rate_per_s: float, run_ms: float, batch: int) -> float:
 
     By the Markov chain of the queue length when a run ends (Bailey 1954, "On queueing processes with bulk service", with
     servers that don't wait for a full batch): with no request waiting, the server is idle for 1/rate on average, and then runs
-    one. 1 if more requests come than it can serve.
+    one. 1 if more requests arrive than it can serve.
     """
     offered = rate_per_s * run_ms / 1e3  # requests that arrive in a run
     if offered >= batch:

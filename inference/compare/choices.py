@@ -26,12 +26,12 @@ def ranked_per_item(predictions: Sequence[Prediction]) -> bool:
 def order_of(predictions: Sequence[Prediction]) -> list[int]:
     """The indices of predictions by rank: those that fit in memory first, fastest first."""
     per_item = ranked_per_item(predictions)
-    return sorted(range(len(predictions)), key=lambda place: (predictions[place].fits_memory is False,
-                                                              compared_ms(predictions[place], per_item)))
+    return sorted(range(len(predictions)), key=lambda index: (predictions[index].fits_memory is False,
+                                                              compared_ms(predictions[index], per_item)))
 
 
 def compared_ms(prediction: Prediction, per_item: bool) -> float:
-    """The latency that is compared."""
+    """The latency by which predictions are ranked."""
     return prediction.latency_ms / (prediction.batch or math.inf) if per_item else prediction.latency_ms
 
 
@@ -48,12 +48,14 @@ def said_of_order(predictions: Sequence[Prediction]) -> str:
                        for one, end in ((first, first.interval_ms[1]), (second, second.interval_ms[0])))
     return sentence + (", but their intervals overlap" if high_ms > low_ms else ", and their intervals do not overlap")
 
+
 @dataclass(frozen=True)
 class BestBatches:
     """The best of a model's predictions that differ in their batch, as indices.
 
     Attributes:
-        places: of all of them, by batch.
+        places: the indices of all of them, by batch.
+        others: the sizes other than the batch, by dimension.
         throughput: the one with the most items per second.
         within_slo: the same among those that meet the objective; None if there are none.
         surely_within_slo: the same among those that very likely meet it.
@@ -65,11 +67,11 @@ class BestBatches:
     within_slo: int | None = None
     surely_within_slo: int | None = None
 
-    def best_for(self, place: int) -> list[str]:
-        """The criteria by which a prediction is the best (throughput, objective), in words of --json."""
+    def best_for(self, index: int) -> list[str]:
+        """The criteria (throughput, objective) by which a prediction is the best, as --json names them."""
         best = {"throughput": self.throughput, "throughput_within_slo": self.within_slo,
                 "throughput_very_likely_within_slo": self.surely_within_slo}
-        return [words for words, chosen in best.items() if chosen == place]
+        return [words for words, chosen in best.items() if chosen == index]
 
 
 def best_batches(predictions: Sequence[Prediction], slos: Sequence[Slo | None],
@@ -78,59 +80,59 @@ def best_batches(predictions: Sequence[Prediction], slos: Sequence[Slo | None],
     more memory than the device has is never the best. `models` are keys: predictions with equal keys differ only in sizes.
     """
     groups: dict[tuple[Hashable, tuple[tuple[str, int], ...]], list[int]] = {}
-    for place, prediction in enumerate(predictions):
-        of_model = [other for other, model in zip(predictions, models, strict=True) if model == models[place]]
-        in_batch = {name for name in prediction.dims if all(other.dims.get(name) == other.batch for other in of_model)}
+    for index, prediction in enumerate(predictions):
+        same_model = [other for other, model in zip(predictions, models, strict=True) if model == models[index]]
+        in_batch = {name for name in prediction.dims if all(other.dims.get(name) == other.batch for other in same_model)}
         others = tuple((name, size) for name, size in prediction.dims.items() if name not in in_batch)
-        groups.setdefault((models[place], others), []).append(place)
-    found = (_best_of(places, dict(others), predictions, slos) for (_, others), places in groups.items()
-             if len({predictions[place].batch for place in places}) > 1)
-    return [best for best in found if best]
+        groups.setdefault((models[index], others), []).append(index)
+    bests = (_best_of(indices, dict(others), predictions, slos) for (_, others), indices in groups.items()
+             if len({predictions[index].batch for index in indices}) > 1)
+    return [best for best in bests if best]
 
 
-def _best_of(places: Sequence[int], others: Mapping[str, int], predictions: Sequence[Prediction],
+def _best_of(indices: Sequence[int], others: Mapping[str, int], predictions: Sequence[Prediction],
              slos: Sequence[Slo | None]) -> BestBatches | None:
-    """The best of the predictions at `places`; None if no run fits in the device's memory, or has a batch."""
-    rates = {place: rate for place in places
-             if (rate := predictions[place].items_per_second) and predictions[place].fits_memory is not False}
+    """The best of the predictions at `indices`; None if no run fits in the device's memory, or has a batch."""
+    rates = {index: rate for index in indices
+             if (rate := predictions[index].items_per_second) and predictions[index].fits_memory is not False}
 
     def best(chosen: Sequence[int]) -> int | None:
-        return max(chosen, key=lambda place: rates[place], default=None)
+        return max(chosen, key=lambda index: rates[index], default=None)
 
     throughput = best(list(rates))
     if throughput is None:
         return None
-    compared = {place: slo for place in rates if (slo := slos[place]) is not None}
+    compared = {index: slo for index in rates if (slo := slos[index]) is not None}
     return BestBatches(
-        tuple(sorted(places, key=lambda place: predictions[place].batch or 0)), others, throughput,
-        best([place for place, slo in compared.items() if slo.met]),
-        best([place for place, slo in compared.items() if slo.chance > VERY_LIKELY]))
+        tuple(sorted(indices, key=lambda index: predictions[index].batch or 0)), others, throughput,
+        best([index for index, slo in compared.items() if slo.met]),
+        best([index for index, slo in compared.items() if slo.chance > VERY_LIKELY]))
 
 
 def said_of_batches(best: BestBatches, predictions: Sequence[Prediction], slos: Sequence[Slo | None], name: str) -> list[str]:
-    """Sentences about the best batches of one model, which is called `name`."""
+    """Sentences about the best batches of the model `name`."""
     chosen = predictions[best.throughput]
     lines = [f"{name}: the best batch for throughput is {chosen.batch}: {_rate(chosen)} at {chosen.latency_ms:.4g} ms"
              + ("; none larger was asked" if best.throughput == best.places[-1] else "")]
-    compared = {place: slo for place in best.places if (slo := slos[place]) is not None}
+    compared = {index: slo for index in best.places if (slo := slos[index]) is not None}
     if not compared:
         return lines
-    place = best.within_slo
-    if place is None:
-        place = min(compared, key=lambda place: compared[place].latency_ms)
-        what = f"no batch keeps to {compared[place].limit_ms:g} ms; the nearest is {predictions[place].batch}"
+    index = best.within_slo
+    if index is None:
+        index = min(compared, key=lambda index: compared[index].latency_ms)
+        statement = f"no batch keeps to {compared[index].limit_ms:g} ms; the nearest is {predictions[index].batch}"
     else:
-        what = (f"the best batch for throughput within {compared[place].limit_ms:g} ms is {predictions[place].batch}: "
-                f"{_rate(predictions[place])}")
-    slo = compared[place]
-    lines.append(f"{name}: {what}, {statistic(predictions[place], slo)} {slo.latency_ms:.4g} ms; that it is met is "
+        statement = (f"the best batch for throughput within {compared[index].limit_ms:g} ms is {predictions[index].batch}: "
+                     f"{_rate(predictions[index])}")
+    slo = compared[index]
+    lines.append(f"{name}: {statement}, {statistic(predictions[index], slo)} {slo.latency_ms:.4g} ms; that it is met is "
                  f"{chance_text(slo.chance)}")
     if best.surely_within_slo is None:
         lines[-1] += "; of no batch is it very likely"
-    elif best.surely_within_slo != place:
-        surely = predictions[best.surely_within_slo]
+    elif best.surely_within_slo != index:
+        likely = predictions[best.surely_within_slo]
         chance = chance_text(compared[best.surely_within_slo].chance)
-        lines[-1] += f"; of batch {surely.batch} it is {chance}, with {_rate(surely)}"
+        lines[-1] += f"; of batch {likely.batch} it is {chance}, with {_rate(likely)}"
     return lines
 
 

@@ -40,8 +40,8 @@ from hase.inference.prediction.conditions import (
     RunMode,
     check_mode_while_shared,
     check_run_mode,
-    compares,
-    counts,
+    pace_matters,
+    probe_tells_pace,
     ratio_of,
 )
 from hase.inference.prediction.targets import MAKE_PREDICTORS, Fitted, fitted_for, is_here, local_targets, predictor_folders
@@ -64,16 +64,15 @@ from hase.utils.timing import pause
 if TYPE_CHECKING:
     from hase.benchmark.collecting.config import CollectorConfig
     from hase.graph_model.simulation.sharing import CoRunner
-    from hase.inference.prediction.conditions import HostPace, RunMode
 
 
 log = get_logger("evaluator")
 
 WARMUP = 3
 LEAST_RUNS, MOST_RUNS = 10, 500  # per session on an idle GPU
-STEADY = 0.10  # how much slower than at its best the canary may be before a measurement
+STEADY = 0.10  # by how much the canary may be slower than its best before a measurement
 PATIENCE_S = 15.0  # how long to wait for that
-TIMEOUT_S = 600.0
+TIMEOUT_S = 600.0  # of a session
 
 
 @dataclass(frozen=True)
@@ -166,9 +165,8 @@ class EvaluationLoads:
 
 @dataclass
 class MeasuredModels:
-    """The models of an evaluation with predictions and samples. `load`: the metrics that were read, or a word for none or
-    several loads.
-    """
+    """The models of an evaluation with predictions and samples. `load` has the metrics that were read, or says in words that
+    there was no load or several."""
 
     models: list[EvaluatedModel] = field(default_factory=list)
     load: str | dict[str, float] = "idle"
@@ -198,10 +196,10 @@ def _measure_all(ready: Sequence[EvaluatedModel], worker: Worker, fitted: Fitted
         name = background.name if background else ""
         try:
             with loads.running(level, background, device, workspace) as stressor:
-                now, co_runner = loads.now(fitted, level, source)
-                for notice in now.notices:
+                current_reading, co_runner = loads.now(fitted, level, source)
+                for notice in current_reading.notices:
                     log.warning("%s", notice)
-                models = [model.next_to(level, name, now.metrics, co_runner) for model in ready]
+                models = [model.next_to(level, name, current_reading.metrics, co_runner) for model in ready]
                 for model in models:
                     predict_model(model, target, run_mode, workspace, force, failures)
                 idle = all(model.idle for model in models)
@@ -217,9 +215,9 @@ def _measure_all(ready: Sequence[EvaluatedModel], worker: Worker, fitted: Fitted
             failures.add(describe_load(level, name), error)
             continue
         results.models += models
-        results.notices += [notice for notice in now.notices if notice not in results.notices]
+        results.notices += [notice for notice in current_reading.notices if notice not in results.notices]
         if not loads.under_load:
-            results.load = now.metrics or ("idle" if co_runner is None else "as the probe met it")
+            results.load = current_reading.metrics or ("idle" if co_runner is None else "as the probe met it")
     return results
 
 
@@ -227,8 +225,8 @@ def measure_here(models: Sequence[EvaluatedModel], worker: Worker, device: str, 
                  best_canary_ms: float, failures: Failures) -> None:
     """Times every model as planned. Each round covers all models, so that drift affects all alike.
 
-    Before each model it waits a while until the machine is as fast as when the dataset was measured, by the canary. No wait if
-    `best_canary_ms`, the canary's time in the dataset, is 0: unknown, or the device is not idle.
+    Before each model it waits a while until the machine is as fast as when the dataset was measured, by the canary. It does
+    not wait if `best_canary_ms`, the canary's time in the dataset, is 0: unknown, or the device is not idle.
     """
     loaded = False
     for model in progress([model for _ in range(plan.rounds) for model in models], "measuring"):
@@ -259,8 +257,8 @@ def measure_here(models: Sequence[EvaluatedModel], worker: Worker, device: str, 
 
 
 def at_measured_pace(model: EvaluatedModel, fitted: Fitted, run_mode: RunMode) -> bool:
-    """Sets the host pace of a prediction to the one measured with it. False if none was measured, or it does not matter."""
-    if model.failed or not model.probes_us or not compares(fitted, run_mode):
+    """Sets a model's host pace to the one measured with it; False if none was measured, or it does not matter."""
+    if model.failed or not model.probes_us or not probe_tells_pace(fitted, run_mode):
         return False
     model.host_pace = HostPace(ratio_of(median(model.probes_us), fitted), "measured")
     return True
@@ -326,7 +324,7 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
         results = MeasuredModels(recorded_models(workspace, paths, dims or {}, fitted, run_mode, failures, static), "recorded")
         with_energy = target_files.ENERGY.path(predictor_folders(workspace)[name]).is_file()
         for model in results.models:  # recorded samples are from a host near its usual pace
-            model.host_pace = USUAL if counts(fitted.composition, run_mode) else None
+            model.host_pace = USUAL if pace_matters(fitted.composition, run_mode) else None
             predict_model(model, name, run_mode, workspace, force, failures, with_energy)
         return evaluation_of(workspace, fitted, results, "recorded", run_mode, failures)
     check_measurable(fitted, plan)
@@ -384,15 +382,15 @@ def check_measurable(fitted: Fitted, plan: MeasuringPlan) -> None:
 def evaluation_of(workspace: Workspace, fitted: Fitted, results: MeasuredModels, source: EvaluationSource, run_mode: RunMode,
                   failures: Failures) -> Evaluation:
     """Builds the evaluation from predictions and measurements."""
-    name, used = fitted.target.name, fitted.composition
+    name, fit = fitted.target.name, fitted.composition
     held_out = held_out_of_fits(workspace, name)
     comparisons = tuple(compared for model in results.models if (compared := compare(model, *held_out)))
     if not comparisons:
         raise UserError("no model could be evaluated" + (f": {', '.join(failures)} failed" if failures else
                         f": the dataset of {name} holds no measurement of them" if source == "recorded" else ""))
     return Evaluation(
-        target=name, composition={"label": used.label, "kind": used.kind, "alpha": used.alpha, "beta_ms": used.beta_ms,
-                                  "node_ms": used.node_ms},
+        target=name, composition={"label": fit.label, "kind": fit.kind, "alpha": fit.alpha, "beta_ms": fit.beta_ms,
+                                  "node_ms": fit.node_ms},
         source=source, way=run_mode.description, load=results.load, comparisons=comparisons, summaries=summarise(comparisons),
         failures=dict(failures), marks=marks_of(comparisons), warnings=tuple(results.notices))
 

@@ -1,4 +1,4 @@
-"""Measures kernels that a model's prediction lacks: never measured, or only while the machine was unsteady.
+"""Measures the kernels of a model that were never measured, or only while the machine was unsteady.
 
 It runs on a machine that is the target. The collector measures the kernels and adds them to the target's dataset. Predictions
 look their times up from then on; predictors stay as they are until the next training.
@@ -67,7 +67,7 @@ class Filled:
 
     Attributes:
         measured: number of kernels measured now, including those that failed; it took `measuring_s`.
-        seconds: total time: also building the kernels, waiting for workers and writing the results.
+        seconds: total time, with building the kernels, waiting for workers and writing the results.
         left: ids of kernels that still have no measured time.
         unsteady: ids of kernels that were only ever measured while the machine was unsteady.
     """
@@ -158,10 +158,10 @@ def measure_missing(source: Source, sizes: Sequence[Mapping[str, int]] = ({},), 
         raise UserError(f"kernels of target {name} can only be measured on such a machine, and this one is "
                         f"{' and '.join(local.name for local in local_targets())}; leave --measure-missing out, or "
                         "predict there")
-    on_cpu, begins = flavour.device == "cpu", not header_path(workspace.dataset(name)).exists()
+    on_cpu, new_dataset = flavour.device == "cpu", not header_path(workspace.dataset(name)).exists()
     config = (config or read_config(CONFIG, CollectorConfig)).model_copy(update={
         "device": flavour.device, "runtime": flavour.runtime, "setting": setting_of(fitted.target),
-        "labels": (*DEFAULT_LABELS, fitted.composition.label) if begins and fitted.composition.assumed and on_cpu else
+        "labels": (*DEFAULT_LABELS, fitted.composition.label) if new_dataset and fitted.composition.assumed and on_cpu else
                   (fitted.composition.label,)})
     setting = RuntimeSetting.of(fitted.target, workspace.kernel_onnx)
     with (sole_writer(workspace.dataset(name)),
@@ -182,9 +182,9 @@ def measure_missing(source: Source, sizes: Sequence[Mapping[str, int]] = ({},), 
             built = build(wanted, flavour, workspace)
         kernels = [DatasetKernel.held_by(kernel, records) for kernel in wanted.values() if kernel.id in built]
         if kernels:
-            alone, alone_s = _measure(kernels, fitted, workspace, config, workers)
-            measured, measuring_s = measured + alone, measuring_s + alone_s
-    left, unsteady = (tuple(which(fitted_for(workspace, name), records)) for which in (missing_kernels, unsteady_kernels))
+            alone_count, alone_s = _measure(kernels, fitted, workspace, config, workers)
+            measured, measuring_s = measured + alone_count, measuring_s + alone_s
+    left, unsteady = (tuple(selected(fitted_for(workspace, name), records)) for selected in (missing_kernels, unsteady_kernels))
     _check_refusals(records[0].model, left, workspace.dataset(name))
     return Filled(measured, measuring_s, time.monotonic() - began, left, unsteady)
 
@@ -234,11 +234,11 @@ def nothing_learned(workspace: Workspace, target: str | None) -> Fitted | None:
                            if target in local.name and not any(target in name for name in trained))
     if not candidates or any(local.name in trained for local in candidates):
         return None
-    begun = candidates[0]
+    local_target = candidates[0]
     log.warning("nothing was learned of this machine (%s): the model's kernels are measured and put together with default "
-                "constants; a training replaces them (%s)", begun.name, "; ".join(MAKE_PREDICTORS))
-    return Fitted(begun, untrained(workspace.predictors(begun.name), begun),
-                  default_composition(begun.flavour.device), NOTHING_LEARNED)
+                "constants; a training replaces them (%s)", local_target.name, "; ".join(MAKE_PREDICTORS))
+    return Fitted(local_target, untrained(workspace.predictors(local_target.name), local_target),
+                  default_composition(local_target.flavour.device), NOTHING_LEARNED)
 
 
 def _records(source: Source, sizes: Sequence[Mapping[str, int]], fitted: Fitted, workspace: Workspace,
@@ -273,19 +273,19 @@ def _measure_in_model(source: Source, records: Sequence[ModelRecord], wanted: Ma
     """
     if is_record(source):
         return 0, 0.0
-    held = [DatasetKernel.held_by(kernel, records) for kernel in wanted.values()]
+    described = [DatasetKernel.held_by(kernel, records) for kernel in wanted.values()]
     with temporary_folder() as folder:
         path = workspace.find_model(Path(source)) if isinstance(source, (str, Path)) else folder / "model.onnx"
         if not isinstance(source, (str, Path, ModelRecord)):
             path.write_bytes(source if isinstance(source, bytes) else source.SerializeToString())
-        items, left = [], set(wanted)
-        for number, record in enumerate(records):
-            if only := left & set(record.kernels):
-                write_json(folder / f"{number}.json", record)
-                items.append(ModelItem(path, folder / f"{number}.json", record, labels=True, only=frozenset(only),
+        items, to_measure = [], set(wanted)
+        for index, record in enumerate(records):
+            if in_record := to_measure & set(record.kernels):
+                write_json(folder / f"{index}.json", record)
+                items.append(ModelItem(path, folder / f"{index}.json", record, labels=True, only=frozenset(in_record),
                                        inputs=inputs))
-                left -= only
-        totals = collect_in_models(workspace, config, items, held, workers)
+                to_measure -= in_record
+        totals = collect_in_models(workspace, config, items, described, workers)
     if totals["measured_kernels"]:
         _add_to_predictors(fitted, workspace)
     return totals["measured_kernels"], totals["measuring_s"]

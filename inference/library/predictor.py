@@ -106,8 +106,8 @@ def batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
         yield batch
 
 
-class _Asked(NamedTuple):
-    """A model to predict: its record, its record with the other branches of Ifs, and warnings."""
+class _Query(NamedTuple):
+    """A model to predict: its record, the record with the other branches of its Ifs (None without Ifs), and warnings."""
 
     source: Source
     record: ModelRecord
@@ -115,10 +115,10 @@ class _Asked(NamedTuple):
     warnings: list[str]
 
 
-def _batch(conditions: Conditions, asked: Sequence[_Asked]) -> Batch:
-    """Models as a batch; those with other branches come last."""
-    return table_for(conditions).batch([*(model.record for model in asked), *(
-        model.otherwise for model in asked if model.otherwise is not None)], conditions)
+def _batch(conditions: Conditions, queries: Sequence[_Query]) -> Batch:
+    """The records of all queries as a batch, then those with the other branches."""
+    others = [query.otherwise for query in queries if query.otherwise is not None]
+    return table_for(conditions).batch([*(query.record for query in queries), *others], conditions)
 
 
 class Predictor:
@@ -132,7 +132,7 @@ class Predictor:
         estimators: files and folders with the code of admitted estimators of your own (docs/estimators.md); it is run.
         any_device: without a target's name, take the only target with predictors, even if it is another device, with a warning.
             Off by default, since a program may never look at warnings; commands print them.
-        no_weights: predict a model although files of its weights are missing (with a warning).
+        no_weights: predict a model although its weight files are missing (with a warning).
     """
 
     def __init__(self, workspace: Workspace | str | Path | None = None, target: str | None = None, *, strict: bool = False,
@@ -217,27 +217,27 @@ class Predictor:
             notices = (*notices, "a CUDA graph that is replayed does not wait for its host, so the host's pace changes nothing")
         if fitted.sharing is None and (unread := sorted(set(conditions.load) - set(fitted.predictors.sidecar.metrics))):
             notices = (*notices, f"the load's {', '.join(unread)} was in no training and is ignored")
-        asked = self._asked(sources, conditions, dims, static, dtype)
+        queries = self._queries(sources, conditions, dims, static, dtype)
         runs = []
         for start in range(0, len(sources), TOGETHER):
-            part = asked[start:start + TOGETHER]
+            part = queries[start:start + TOGETHER]
             batch = _batch(conditions, part)
             answered = [ModelRun(batch, index, conditions.costs) for index in range(len(batch.records))]
             others = iter(answered[len(part):])
             for model, run in zip(part, answered, strict=False):
-                of_weights = weights_warning(missing_weights(model.source)) if self.no_weights else ()
+                about_weights = weights_warning(missing_weights(model.source)) if self.no_weights else ()
                 predicted = predicted_run(run, (
-                    *notices, *of_weights, *model.warnings, *sharing_warning(conditions.shared_gpu), *model_warnings(run),
+                    *notices, *about_weights, *model.warnings, *sharing_warning(conditions.shared_gpu), *model_warnings(run),
                     *estimator_warnings(run)))
                 runs.append(predicted if model.otherwise is None else predicted.spanning(predicted_run(next(others), ())))
         return runs
 
-    def _asked(self, sources: Iterable[Source], conditions: Conditions, dims: Mapping[str, int], static: bool,
-               dtype: Precision | None) -> list[_Asked]:
+    def _queries(self, sources: Iterable[Source], conditions: Conditions, dims: Mapping[str, int], static: bool,
+                 dtype: Precision | None) -> list[_Query]:
         """Records of models, checked against the target."""
         models = [self._model(source) for source in sources]
         records = [self.record(model, dims, static, dtype) for model in models]
-        return [_Asked(model, record, record_otherwise(model, record, static, self.no_weights, dtype),
+        return [_Query(model, record, record_otherwise(model, record, static, self.no_weights, dtype),
                        check_target(record, conditions.fitted, structure_of(record).dtypes, self.force))
                 for model, record in zip(models, records, strict=True)]
 
@@ -245,11 +245,11 @@ class Predictor:
                     co_runner: CoRunner | None, host_pace: float | HostPace | None) -> Conditions:
         """The conditions that these options describe."""
         fitted = self.fitted
-        used, load = composition or fitted.composition, dict(load or {})
-        check_run_mode(run_mode, used, fitted.target.name)
-        pace = pace_of(host_pace, fitted, used, run_mode, self.workspace)
-        return Conditions(fitted, used, run_mode, self.strict, load, shared_gpu_of(fitted, used, run_mode, load, co_runner),
-                          pace)
+        composition, load = composition or fitted.composition, dict(load or {})
+        check_run_mode(run_mode, composition, fitted.target.name)
+        pace = pace_of(host_pace, fitted, composition, run_mode, self.workspace)
+        shared_gpu = shared_gpu_of(fitted, composition, run_mode, load, co_runner)
+        return Conditions(fitted, composition, run_mode, self.strict, load, shared_gpu, pace)
 
     def predict_stream(self, sources: Iterable[Source], *, batch: int = BATCH,
                        **options: Unpack[Options]) -> Iterator[Prediction]:
@@ -304,9 +304,9 @@ class Predictor:
             with keeping_no_json():
                 if conditions.shared_gpu is not None:  # beside a co-runner, each latency is simulated separately
                     return [brief_prediction(run, learned, memory) for run in self.runs(sources, **options)]
-                asked = self._asked(sources, conditions, dims, static, dtype)
-                return brief_predictions(_batch(conditions, asked), [model.otherwise is not None for model in asked], learned,
-                                         memory)
+                queries = self._queries(sources, conditions, dims, static, dtype)
+                has_branches = [query.otherwise is not None for query in queries]
+                return brief_predictions(_batch(conditions, queries), has_branches, learned, memory)
 
         return predict_batch
 
@@ -364,8 +364,8 @@ class Predictor:
 
         def predicted() -> Prediction:
             self.renew()
-            at_once: Options = {**options, **now()}
-            return self.predict(source, **at_once)
+            current: Options = {**options, **now()}
+            return self.predict(source, **current)
 
         return Watch(predicted, interval_s, limit_ms, percentile)
 

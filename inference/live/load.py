@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from hase.inference.prediction.conditions import LoadOptions, PaceAsked, RunMode
     from hase.records.probe_reading import ProbeSummary
 
-
 T = TypeVar("T")
 CONFIG_FILE = ROOT / "inference" / "config.yaml"
 
@@ -77,7 +76,7 @@ class LoadReading:
 
     Attributes:
         metrics: by DCGM field name; empty on an idle device.
-        notices: notes for the reader about them.
+        notices: notes about them for the reader.
         probe: the sharing probe's reading, which is more precise than metrics.
         host_probe_us: the time of the host's probe, which gives the host's pace.
     """
@@ -102,7 +101,7 @@ def current_load(config: InferenceConfig, metrics_file: Path | None = None, fiel
         return LoadReading(notices=("predicted for an idle device: the predictors were trained without metrics, so Prometheus "
                                     "is not queried",))
     try:
-        return _of_prometheus(server_for(config.prometheus), fields, probe, pace)
+        return _prometheus_load(server_for(config.prometheus), fields, probe, pace)
     except PrometheusError as error:
         if config.prometheus.on_failure == "idle":
             return LoadReading(notices=("predicted for an idle device, as prometheus.on_failure says, since the load is not "
@@ -110,31 +109,30 @@ def current_load(config: InferenceConfig, metrics_file: Path | None = None, fiel
         raise
 
 
-def _of_prometheus(server: PrometheusServer, fields: Collection[str], probe: bool, pace: bool) -> LoadReading:
+def _prometheus_load(server: PrometheusServer, fields: Collection[str], probe: bool, pace: bool) -> LoadReading:
     """The load as Prometheus reports it, with the requested probe readings."""
     from hase.inference.live.prometheus_readings import PrometheusSource, latest_host_probe, latest_probe  # noqa: PLC0415 - most predictions do not need it
 
     load = LoadReading(values(PrometheusSource(server, fields).latest()))
     if probe:
-        reading, notices = _recent(latest_probe, server, fields, "probe_max_age_s", "the sharing probe was last read",
-                                   "metrics are used instead")
+        reading, notices = _recent_reading(latest_probe, server, fields, "probe_max_age_s", "the sharing probe was last read",
+                                           "metrics are used instead")
         load = replace(load, probe=reading, notices=notices)
     if pace:
-        probe_us, notices = _recent(latest_host_probe, server, fields, "host_pace_max_age_s",
-                                    "the host's pace was last measured", "it is taken as not known")
+        probe_us, notices = _recent_reading(latest_host_probe, server, fields, "host_pace_max_age_s",
+                                            "the host's pace was last measured", "it is taken as not known")
         load = replace(load, host_probe_us=probe_us, notices=(*load.notices, *notices))
     return load
 
 
-def _recent(latest: Callable[[PrometheusServer, Collection[str]], tuple[T, float] | None], server: PrometheusServer,
-            fields: Collection[str],
-            setting: str, last: str, instead: str) -> tuple[T | None, tuple[str, ...]]:
+def _recent_reading(latest: Callable[[PrometheusServer, Collection[str]], tuple[T, float] | None], server: PrometheusServer,
+            fields: Collection[str], setting: str, last: str, instead: str) -> tuple[T | None, tuple[str, ...]]:
     """A probe's last reading, or None with a notice if it is too old.
 
     Args:
         latest: asks a server, given the fields of the load, for the reading and its age (s).
         setting: the config's entry with the maximum age; if it is null, Prometheus is not asked.
-        last, instead: parts of the notice: the last event, and what happens without the reading.
+        last, instead: parts of the notice: what was last read, and what happens without it.
     """
     max_age_s: float | None = getattr(server.config, setting)
     if max_age_s is None or (last_reading := latest(server, fields)) is None:

@@ -26,7 +26,7 @@ from hase.utils.web_server import DeadlineReader, TooLate
 
 log = get_logger("prometheus")
 FOREIGN_SERIES = "prometheus.url: the answer holds a series that no Prometheus sends; set the address of a Prometheus"
-MAX_ANSWER_MIB = 8  # unpacked; a thousand times the size of a window of samples
+MAX_ANSWER_MIB = 8  # uncompressed; a thousand times the size of a window of samples
 PIECE_BYTES = 1 << 16
 SHOWN_CHARACTERS = 1000  # of a message, since a server may have sent parts of it
 SECRETS = ("password_env", "password_file", "token_env", "token_file")
@@ -105,10 +105,10 @@ class PrometheusConfig(Config):
             return None
         try:
             parts = urlsplit(value)
-            known = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+            valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
         except ValueError:
-            known = False
-        if not known:
+            valid = False
+        if not valid:
             raise UserError("prometheus.url: no address of a server; http://HOST:PORT or https://HOST:PORT is expected")
         if "@" in parts.netloc or parts.query or parts.fragment:
             raise UserError("prometheus.url: an address without user, password, ? and # is expected; give the user with "
@@ -162,9 +162,9 @@ class PrometheusServer:
         try:
             body = json.loads(text)
         except (ValueError, RecursionError):  # the answer's text is not shown: it may repeat secrets that were sent
-            plain = status == 400 and b"HTTPS server" in text
+            speaks_tls = status == 400 and b"HTTPS server" in text
             raise PrometheusError(f"{where}: HTTP {status}: " + (
-                "it speaks TLS; write https://" if plain else
+                "it speaks TLS; write https://" if speaks_tls else
                 "no JSON came back, so it is no Prometheus; set its address, with its path if it has one")) from None
         if isinstance(body, dict) and body.get("status") == "error" and "errorType" in body:
             raise PrometheusError(f"{where}: HTTP {status}: it can't answer: {body.get('error')} (query: {promql})")

@@ -100,13 +100,14 @@ def _finite(when: Any) -> float:
 
 def device_name(labels: Mapping[str, str]) -> str:
     """A device in words that distinguish it from others."""
-    where = [f"{what} {labels[key]}" for key, what in ((INDEX_LABEL, "index"), (HOST_LABEL, "host")) if labels.get(key)]
+    texts = [f"{word} {labels[key]}" for key, word in ((INDEX_LABEL, "index"), (HOST_LABEL, "host")) if labels.get(key)]
     if labels.get(UUID_LABEL):
-        return labels[UUID_LABEL] + (f" ({', '.join(where)})" if where else "")
-    return ", ".join(where) if labels.get(HOST_LABEL) else ", ".join([*where, f"instance {labels.get('instance', '?')}"])
+        return labels[UUID_LABEL] + (f" ({', '.join(texts)})" if texts else "")
+    return ", ".join(texts) if labels.get(HOST_LABEL) else ", ".join([*texts, f"instance {labels.get('instance', '?')}"])
 
 
 def listed(what: Collection[str]) -> str:
+    """The first LISTED texts in alphabetical order, and the number of further ones."""
     texts = sorted(set(what))
     return "; ".join(texts[:LISTED]) + (f"; and {len(texts) - LISTED} more" if len(texts) > LISTED else "")
 
@@ -208,7 +209,7 @@ class PrometheusSource(MetricSource):
                                   "sample any more") from None
 
     def _read(self) -> None:
-        """Does nothing at the start of a window: the server keeps the samples."""
+        """Reads nothing at the start of a window: the server keeps the samples."""
 
     def _readings(self, before: OpenWindow, after: OpenWindow) -> dict[str, list[float]]:
         server, window_s = self._server, round(after.began_s - before.began_s, 3)
@@ -217,11 +218,11 @@ class PrometheusSource(MetricSource):
         series = [series_of(entry, NAMES) for entry in answer]
         wanted = [entry for entry in series if NAMES[entry.name].field in self.fields]
         if not wanted:
-            raise _nothing(server, [name for name in names if NAMES[name].field in self.fields], window_s)
+            raise _no_sample_error(server, [name for name in names if NAMES[name].field in self.fields], window_s)
         wanted, now_s = one_exporter_series(server, one_device_series(wanted))
         newest = {field: latest for field in self.fields if (latest := _newest(wanted, field))}
         if missing := [field for field in self.fields if field not in newest]:
-            raise _missing(missing, wanted[0], window_s)
+            raise _missing_fields_error(missing, wanted[0], window_s)
         for latest in newest.values():
             _check_age(latest, now_s, server.config.max_age_s)
         same = [entry for entry in series
@@ -254,12 +255,12 @@ def _check_age(series: MetricSeries, now_s: float, max_age_s: float) -> None:
                               "scraped less often")
 
 
-def _nothing(server: PrometheusServer, names: Collection[str], window_s: float) -> PrometheusError:
+def _no_sample_error(server: PrometheusServer, names: Collection[str], window_s: float) -> PrometheusError:
     """Explains why the window has no sample of the device: which devices reported before, and which targets are down."""
     seen = [entry["metric"] for entry in server.query(
         f"count by ({', '.join(IDENTITY)}) (last_over_time({selector(server, names, everyone=True)}[{LONG_AGO}]))", "vector")]
     same = [labels for labels in seen if all(labels.get(label) == value for label, value in asked_for(server).items())]
-    down = _down(server)
+    down = _targets_down(server)
     if same:
         return PrometheusError(f"prometheus: no sample of {listed([device_name(labels) for labels in same])} within "
                                f"{window_s:g} s, though there were some within {LONG_AGO}: its exporter is dead, no longer "
@@ -274,7 +275,7 @@ def _nothing(server: PrometheusServer, names: Collection[str], window_s: float) 
                            f"{', '.join(names)}: have it scrape an exporter that reports them{down}")
 
 
-def _missing(fields: Sequence[str], reported: MetricSeries, window_s: float) -> PrometheusError:
+def _missing_fields_error(fields: Sequence[str], reported: MetricSeries, window_s: float) -> PrometheusError:
     """Explains what to do about missing fields of a device that reports `reported`."""
     names = ", ".join(" or ".join(names_of(field)) for field in fields)
     return PrometheusError(f"prometheus: no sample of {names} within {window_s:g} s, though {device_name(reported.labels)} "
@@ -282,7 +283,7 @@ def _missing(fields: Sequence[str], reported: MetricSeries, window_s: float) -> 
                            "(dcgm-exporter leaves some out by default)")
 
 
-def _down(server: PrometheusServer) -> str:
+def _targets_down(server: PrometheusServer) -> str:
     """The scrape targets that are down, as the end of a message; "" if there are none."""
     targets = [entry["metric"] for entry in server.query("up == 0", "vector")]
     down = listed([f"job {labels.get('job', '?')}, instance {labels.get('instance', '?')}" for labels in targets])

@@ -31,12 +31,12 @@ class WatchLine(Frozen):
     Attributes:
         time: local, ISO 8601.
         busy_share: of the time in which the GPU is busy, a ratio.
-        mean_ms, p50_ms, p95_ms: of the latency; percentiles where there is a distribution.
+        mean_ms, p50_ms, p95_ms: of the latency; percentiles if there is a distribution.
         slo: the objective, if there is one.
         rough_estimate: whether the prediction is one.
         host_pace: for which the prediction holds.
         failed: number of predictions that failed so far.
-        trouble: why this one failed; "" where it did not.
+        trouble: why this one failed; "" if it did not.
     """
 
     time: str
@@ -71,14 +71,14 @@ class Watch:
     failed: int = 0
     error: str = ""
 
-    def readings(self, over: Event) -> Iterator[WatchLine]:
-        """Yields one line at once, and one after each interval, until `over` is set."""
-        while not over.is_set():
+    def readings(self, stop: Event) -> Iterator[WatchLine]:
+        """Yields one line at once, and one after each interval, until `stop` is set."""
+        while not stop.is_set():
             yield self.read()
-            over.wait(self.interval_s)
+            stop.wait(self.interval_s)
 
     def read(self) -> WatchLine:
-        """The load and the prediction now; after a failure, a line with the reason."""
+        """The load and the prediction now, or the reason of a failure."""
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         try:
             prediction = self.predict()
@@ -116,7 +116,6 @@ class PredictedLatency:
         if prediction is None:
             return
         labels = {"model": prediction.model, "target": prediction.target}
-
         if prediction.under_load:
             family = GaugeMetricFamily(LATENCY, "predicted latency under the current load (s)", labels=[*labels, "quantile"])
             for percent in SHOWN_PERCENTILES:
@@ -130,10 +129,10 @@ class PredictedLatency:
                         labels)
         if self.watch.limit_ms is not None:
             slo = check_slo(prediction, self.watch.limit_ms, self.watch.percentile)
-            at = labels | {"quantile": f"{slo.percentile / 100:g}"}
-            yield gauge(LIMIT, "highest latency that the objective allows (s)", slo.limit_ms / 1e3, at)
-            yield gauge(AT_PERCENTILE, "predicted latency that the objective limits (s)", slo.latency_ms / 1e3, at)
-            yield gauge(CHANCE, "how likely the objective is met (ratio)", slo.chance, at)
+            limited = labels | {"quantile": f"{slo.percentile / 100:g}"}
+            yield gauge(LIMIT, "highest latency that the objective allows (s)", slo.limit_ms / 1e3, limited)
+            yield gauge(AT_PERCENTILE, "predicted latency that the objective limits (s)", slo.latency_ms / 1e3, limited)
+            yield gauge(CHANCE, "how likely the objective is met (ratio)", slo.chance, limited)
         yield gauge(PREDICTED, "time of the last good prediction (s since 1970)", self.watch.predicted_s, labels)
         yield CounterMetricFamily(FAILED, "readings of the load that failed", value=self.watch.failed)
 

@@ -1,4 +1,4 @@
-"""The record of a request to a language model, as --json prints it."""
+"""The predicted answer for a request to a language model, as --json prints it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class LlmMemory(Frozen):
 
 
 class LlmEnergy(Frozen):
-    """What a request takes of the device's energy, when nothing else runs on it.
+    """The energy that a request takes, if nothing else runs on the device.
 
     Attributes:
         prompt_j: the prompts of the whole batch.
@@ -123,11 +123,11 @@ class LlmPrediction(Frozen):
         tokens_per_second: generated for each sequence, in the time of the whole request.
         device_tokens_per_second: the same of all sequences together.
         genai_loop_ms: onnxruntime-genai's loop for each token, in the times; None where not measured.
-        memory: at its peak.
+        memory: its peak.
         device_memory_mib: of the target's device.
         fits_memory: whether the peak is no more than that.
-        largest_batch: with which this request still fits; 0: none.
-        longest_context: prompt and answer that fit in this batch; 0: none.
+        largest_batch: the largest batch with which this request fits into memory; 0: none.
+        longest_context: the most tokens of prompt and answer that fit in this batch; 0: none.
         context_length: the most that the model allows.
         energy: None where none was learned.
         prompt_share, token_share: kernels' time by provenance, ratios.
@@ -185,8 +185,8 @@ class LlmPrediction(Frozen):
         fits = {True: "fits", False: "more than the device has", None: ""}[self.fits_memory]
         numbers += [cards.CardField("throughput", f"{self.device_tokens_per_second:.4g} tokens/s", f"batch {self.batch}"),
                     cards.CardField("peak memory", f"{self.memory.peak_mib:.4g} MiB", fits)]
-        asked = f"{self.prompt} tokens in, {self.generate} out, batch {self.batch}; {self.target}"
-        return cards.card(self.model, asked, numbers, self.warnings, "a rough estimate" if self.rough_estimate else "")
+        subtitle = f"{self.prompt} tokens in, {self.generate} out, batch {self.batch}; {self.target}"
+        return cards.card(self.model, subtitle, numbers, self.warnings, "a rough estimate" if self.rough_estimate else "")
 
     def __str__(self) -> str:
         """One line: `llama: first token after 12.3 ms, then 4.56 ms each (219 tokens/s) on nvidia-h200-cuda-ort1.31-all`."""

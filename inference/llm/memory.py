@@ -1,6 +1,6 @@
 """Predicts the memory of a request to a language model, and what fits into the device.
 
-Counted are weights, cache, other inputs and outputs (the prompt's logits are large: sequences × tokens × vocabulary), live
+It counts weights, cache, other inputs and outputs (the prompt's logits are large: sequences × tokens × vocabulary), live
 intermediate tensors at the peak, the arena's surplus, and the other parts of `hase.inference.memory.session`. A shared cache
 does not grow: onnxruntime-genai allocates it for `max_length` tokens before the first run.
 
@@ -8,7 +8,7 @@ On CUDA all of this lies in two arenas, one of the session and one of onnxruntim
 to 1 GiB and more (inference/memory/buffers.py). The surplus is their unused part. Libraries take a constant amount besides: on
 an H200, 148 to 150 MiB in all 70 of 101 requests whose arena regions were predicted correctly.
 
-Not counted: the process or CUDA context itself, and onnxruntime-genai's copies of the last token's logits.
+It does not count the process or CUDA context itself, and onnxruntime-genai's copies of the last token's logits.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from hase.records.attention import kernel_grouped_query_sizes
 from hase.records.kernel_record import ModelRecord
 
 MOST_SEQUENCES = 2**20  # limit of the search for the largest batch
-CLOSE = 0.01  # relative tolerance of the longest context
-TRIES = 12  # per search; each analyses the model again
+TOLERANCE = 0.01  # relative, of the longest context
+MOST_STEPS = 12  # of a search; each analyses the model again
 
 
 class DecoderRun(NamedTuple):
@@ -68,12 +68,13 @@ def _total(memory: LlmMemory) -> LlmMemory:
 
 def _surplus_mib(runs: tuple[DecoderRun, ...], shares_cache: bool, used_mib: float, times: float = 1.0) -> float:
     """The unused memory of the arenas; the maximum over the runs. Each file has its own session."""
-    sessions: dict[Path, int] = {}
-    genai = 0
+    session_bytes: dict[Path, int] = {}
+    genai_bytes = 0
     for run in runs:
         taken = taken_by_generation(run.record, run.file, shares_cache, times)
-        sessions[run.file.path], genai = max(sessions.get(run.file.path, 0), taken.session), max(genai, taken.genai)
-    return max((sum(sessions.values()) + genai) / MIB - used_mib, 0.0)
+        session_bytes[run.file.path] = max(session_bytes.get(run.file.path, 0), taken.session)
+        genai_bytes = max(genai_bytes, taken.genai)
+    return max((sum(session_bytes.values()) + genai_bytes) / MIB - used_mib, 0.0)
 
 
 def times_as_many(memory: LlmMemory, times: float, runs: tuple[DecoderRun, ...], shares_cache: bool) -> LlmMemory:
@@ -95,7 +96,7 @@ def largest_batch(memory: LlmMemory, batch: int, runs: tuple[DecoderRun, ...], s
 
 
 def longest_context(left_mib: Callable[[int], float], fewest: int, most: int) -> int:
-    """The most tokens of prompt and answer that fit, to within CLOSE; 0: not even `fewest`.
+    """The most tokens of prompt and answer that fit, to within TOLERANCE; 0: not even `fewest`.
 
     `left_mib` gives the memory that is left at a number of tokens (MiB), negative if they do not fit. The search is the
     Illinois algorithm (regula falsi in which an end that is kept twice counts half), since memory may grow with the square of
@@ -106,19 +107,19 @@ def longest_context(left_mib: Callable[[int], float], fewest: int, most: int) ->
         return 0
     if high_left >= 0:
         return most
-    kept = ""
-    for _ in range(TRIES):
-        if high - low <= max(1, CLOSE * low):
+    kept_end = ""
+    for _ in range(MOST_STEPS):
+        if high - low <= max(1, TOLERANCE * low):
             break
         share = low_left / (low_left - high_left)
         tokens = min(max(low + round(share * (high - low)), low + 1), high - 1)
         left = left_mib(tokens)
         if left >= 0:
-            high_left *= 0.5 if kept == "high" else 1.0
-            low, low_left, kept = tokens, left, "high"
+            high_left *= 0.5 if kept_end == "high" else 1.0
+            low, low_left, kept_end = tokens, left, "high"
         else:
-            low_left *= 0.5 if kept == "low" else 1.0
-            high, high_left, kept = tokens, left, "low"
+            low_left *= 0.5 if kept_end == "low" else 1.0
+            high, high_left, kept_end = tokens, left, "low"
     return low
 
 

@@ -24,17 +24,13 @@ if TYPE_CHECKING:
     from hase.graph_model.simulation.pipeline import PipelineCosts
     from hase.graph_model.simulation.sharing import CoRunner
     from hase.inference.prediction.sources import Precision
-    from hase.inference.prediction.targets import Fitted
     from hase.learned.sharing import Sharing
-    from hase.utils.paths import Workspace
-    pass
-    from hase.learned.composition.fitted import Composition
 
 Io = Literal["device", "host"]
 PaceSource = Literal["given", "file", "measured", "unknown"]
-RECENT_S = 600.0  # maximum age of the workspace's file
-WATCHED_S = 0.3  # duration of a measurement before each watched prediction
-LEAST, MOST = 0.1, 10.0  # a number outside is no ratio, but probably microseconds or per cent
+RECENT_S = 600.0  # maximum age of a pace in the workspace's file
+WATCHED_S = 0.3  # length of a measurement of the pace before each watched prediction
+LEAST_PACE, MOST_PACE = 0.1, 10.0  # as ratios; a number outside is probably in microseconds or per cent
 _read: dict[object, MachinePace] = {}
 
 
@@ -82,16 +78,16 @@ UNKNOWN = HostPace(None, "unknown")
 USUAL = HostPace(1.0, "given")  # the pace of latencies in a dataset
 
 
-def counts(used: Composition, run_mode: RunMode) -> bool:
+def pace_matters(used: Composition, run_mode: RunMode) -> bool:
     """Whether the host's pace changes the latency of a model in this run mode."""
     return used.kind == "pipeline" and used.costs is not None and not run_mode.cuda_graph
 
 
 def given_pace(ratio: float) -> HostPace:
     """A pace that the user gives. Raises UserError for a number that can't be a ratio of paces."""
-    if not LEAST <= ratio <= MOST:
-        raise UserError(f"host pace {ratio:g}: a ratio to the usual pace is expected, such as 1.15, between {LEAST:g} and "
-                        f"{MOST:g}; {MEASURE} prints it")
+    if not LEAST_PACE <= ratio <= MOST_PACE:
+        raise UserError(f"host pace {ratio:g}: a ratio to the usual pace is expected, such as 1.15, between {LEAST_PACE:g} and "
+                        f"{MOST_PACE:g}; {MEASURE} prints it")
     return HostPace(float(ratio), "given")
 
 
@@ -114,9 +110,10 @@ def ratio_of(probe_us: float, fitted: Fitted) -> float:
         raise UserError(f"{fitted.target.name}: the host's pace was not recorded when its models were measured, so there is "
                         "nothing to compare a probe with; give the ratio itself, --host-pace RATIO")
     ratio = probe_us / usual_us
-    if not LEAST <= ratio <= MOST:
+    if not LEAST_PACE <= ratio <= MOST_PACE:
         raise UserError(f"{fitted.target.name}: a probe of its host takes about {usual_us:.0f} µs, and {probe_us:g} µs is "
-                        f"{ratio:.3g} times that; {LEAST:g} to {MOST:g} times are possible; measure it again: {MEASURE}")
+                        f"{ratio:.3g} times that; {LEAST_PACE:g} to {MOST_PACE:g} times are possible; measure it again: "
+                        f"{MEASURE}")
     return ratio
 
 
@@ -158,9 +155,9 @@ def recent_pace(fitted: Fitted, workspace: Workspace) -> HostPace:
     since, and the pace was measured at most RECENT_S ago.
     """
     path = workspace.host_pace
-    if not is_here(fitted.target) or fitted.composition.probe_us is None or (about := signature(path)) is None:
+    if not is_here(fitted.target) or fitted.composition.probe_us is None or (file_signature := signature(path)) is None:
         return UNKNOWN
-    recorded: MachinePace = cached(_read, about, lambda: read_pace(path), limit=4)
+    recorded: MachinePace = cached(_read, file_signature, lambda: read_pace(path), limit=4)
     if recorded.machine.uuid != gpu_facts().get("uuid") or not recorded.of_this_boot or not 0.0 <= recorded.age_s <= RECENT_S:
         return UNKNOWN
     return HostPace(ratio_of(recorded.probe_us, fitted), "file", recorded)
@@ -182,8 +179,8 @@ class PaceAsked:
 
     def of_prometheus(self, fitted: Fitted, run_mode: RunMode) -> bool:
         """Whether to read it from Prometheus."""
-        return self.option is None and self.machine is None and not self._each_time(fitted, run_mode) and compares(fitted,
-                                                                                                                   run_mode)
+        given = self.option is not None or self.machine is not None
+        return not given and not self._each_time(fitted, run_mode) and probe_tells_pace(fitted, run_mode)
 
     def now(self, fitted: Fitted, run_mode: RunMode, host_probe_us: float | None = None) -> float | HostPace | None:
         """The current pace, as `inference.predict` accepts it; None where no source was given. `host_probe_us` comes from
@@ -203,12 +200,12 @@ class PaceAsked:
 
     def _each_time(self, fitted: Fitted, run_mode: RunMode) -> bool:
         given = self.option is not None or self.machine is not None
-        return self.watched and not given and is_here(fitted.target) and compares(fitted, run_mode)
+        return self.watched and not given and is_here(fitted.target) and probe_tells_pace(fitted, run_mode)
 
 
-def compares(fitted: Fitted, run_mode: RunMode) -> bool:
+def probe_tells_pace(fitted: Fitted, run_mode: RunMode) -> bool:
     """Whether the host's pace matters, and can be derived from the time of the host's probe."""
-    return counts(fitted.composition, run_mode) and fitted.composition.probe_us is not None
+    return pace_matters(fitted.composition, run_mode) and fitted.composition.probe_us is not None
 
 
 class LoadOptions(TypedDict, total=False):
@@ -302,11 +299,11 @@ def check_run_mode(run_mode: RunMode, used: Composition, target: str) -> None:
     """Raises UserError if no models were measured in a run mode, or ONNX Runtime does not support it."""
     if run_mode.cuda_graph and run_mode.io == "host":
         raise UserError("a CUDA graph reads and writes tensors at fixed places on the device: predict it with --io device")
-    for wanted, fitted, what in ((run_mode.io == "host", used.host_io, "host_io"),
+    for wanted, fitted, variant in ((run_mode.io == "host", used.host_io, "host_io"),
                                 (run_mode.cuda_graph, used.cuda_graph, "cuda_graph")):
         if wanted and fitted is None:
-            raise UserError(f"{target}: no model was measured with {what}, so it can't be predicted; measure models with it "
-                            f"(variants: [{what}] in the collector's config), and fit again: {FIT_COMPOSITION}")
+            raise UserError(f"{target}: no model was measured with {variant}, so it can't be predicted; measure models with it "
+                            f"(variants: [{variant}] in the collector's config), and fit again: {FIT_COMPOSITION}")
 
 
 def pace_of(given: float | HostPace | None, fitted: Fitted, used: Composition, run_mode: RunMode,
@@ -316,7 +313,7 @@ def pace_of(given: float | HostPace | None, fitted: Fitted, used: Composition, r
     if given is not None:
         check_host(fitted, used)
         given = given if isinstance(given, HostPace) else given_pace(given)
-    if not counts(used, run_mode):
+    if not pace_matters(used, run_mode):
         return None
     return recent_pace(fitted, workspace) if given is None else given
 

@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 ENERGY_VERSION = 1
 EnergyPart = tuple[float, float, bool]  # per run of a kernel: energy that depends on time, the rest, whether that is a guess
-ABOVE = 1.1  # times the highest measured mean power; more gets a warning, since a device limits its power
-SCALED = 1.6  # uncertainty of energies scaled from another card: a choice, since none was measured
-GUESSED = 1.5  # uncertainty if no measured model had such work: a choice
+NOTABLE = 1.1  # a power that exceeds the highest measured one, or the device's limit, by more than this factor gets a warning
+SCALED_FACTOR = 1.6  # uncertainty of energies scaled from another card; chosen by hand, since none was measured
+GUESSED_FACTOR = 1.5  # uncertainty if no measured model had such work; chosen by hand
 
 
 class EnergyPrediction(Frozen):
-    """What a run takes of the device's energy, when runs follow each other without a pause. `--json` prints it as it is.
+    """The energy that a run takes, if runs follow each other without a pause. `--json` prints it as it is.
 
     Attributes:
         model, target: as in `Prediction`.
         energy_j: of a run, with idle power.
         interval_j: 90 % prediction interval.
-        idle_j: what the idle device takes in the same time.
+        idle_j: the energy of the idle device in the same time.
         mean_power_w, power_interval_w: while the model runs.
         batch: of the first input.
         energy_per_item_j, item_interval_j: of one item of the batch.
@@ -116,21 +116,22 @@ def energies_of(batch: Batch, learned: EnergyModel, parts: Sequence[EnergyPart],
 
     energy_j, low_j, high_j = (np.minimum(total_j(end_ms), limit_w * end_ms / 1e3) for end_ms in (latency, *ends_ms))
     over_limit = np.maximum(1.0, total_j(latency) / (limit_w * latency / 1e3)) if not limited else np.ones_like(latency)
-    power_w, most_w = 1e3 * energy_j / latency, max(model.power_w for model in learned.models)
-    guessed, above = batch.any(guesses > 0), np.maximum(1.0, power_w / most_w)
-    over = over_limit > ABOVE
-    certain = np.ones_like(latency)
-    whole = Span(1.0 / UNKNOWN, UNKNOWN) if learned.interval is None else Span(learned.interval.low, learned.interval.high)
-    scaled = SCALED if learned.scaled_from else 1.0
-    spans = [Spans(whole.low * certain, whole.high * certain), Spans(certain / scaled, certain * scaled),
-             Spans(np.where(guessed, 1.0 / GUESSED, 1.0), np.where(guessed, GUESSED, 1.0)),
-             Spans(certain, np.where(over, over_limit, 1.0)),  # a device at its limit lowers its clocks: it may take longer
-             Spans(np.where(above > ABOVE, 1.0 / above, 1.0), certain)]
+    power_w, highest_w = 1e3 * energy_j / latency, max(model.power_w for model in learned.models)
+    guessed, above = batch.any(guesses > 0), np.maximum(1.0, power_w / highest_w)
+    exceeds_limit = over_limit > NOTABLE
+    ones = np.ones_like(latency)
+    interval = learned.interval
+    learned_span = Span(1.0 / UNKNOWN, UNKNOWN) if interval is None else Span(interval.low, interval.high)
+    scaled = SCALED_FACTOR if learned.scaled_from else 1.0
+    spans = [Spans(learned_span.low * ones, learned_span.high * ones), Spans(ones / scaled, ones * scaled),
+             Spans(np.where(guessed, 1.0 / GUESSED_FACTOR, 1.0), np.where(guessed, GUESSED_FACTOR, 1.0)),
+             Spans(ones, np.where(exceeds_limit, over_limit, 1.0)),  # a device at its limit lowers its clocks, and is slower
+             Spans(np.where(above > NOTABLE, 1.0 / above, 1.0), ones)]
     powers = np.array([1e3 * end_j / end_ms / power_w for end_j, end_ms in zip((low_j, high_j), ends_ms, strict=True)])
     return Energies(energy_j, joined_spans([*spans, Spans(low_j / energy_j, high_j / energy_j)]), power_w,
                     joined_spans([*spans, Spans(powers.min(axis=0), powers.max(axis=0))]), over_limit, guessed, above,
-                    batch.latencies.rough | guessed | over | (above > ABOVE)
-                    | bool(learned.interval is None or learned.scaled_from))
+                    batch.latencies.rough | guessed | exceeds_limit | (above > NOTABLE)
+                    | bool(interval is None or learned.scaled_from))
 
 
 def energy_part(kernel: Kernel | None, known: KernelInModel | None, learned: EnergyModel) -> EnergyPart:
@@ -143,22 +144,22 @@ def energy_part(kernel: Kernel | None, known: KernelInModel | None, learned: Ene
 
 def kept_parts(batch: Batch, learned: EnergyModel) -> list[EnergyPart]:
     """The energy of each kernel of a batch, cached with the kernel table."""
-    kept = batch.energies.setdefault(id(learned), (learned, {}))[1]
-    for number, key in enumerate(batch.keys):
-        if key not in kept:
-            kept[key] = energy_part(batch.kernels[number], batch.known[number], learned)
-    return [kept[key] for key in batch.keys]
+    known_parts = batch.energies.setdefault(id(learned), (learned, {}))[1]
+    for index, key in enumerate(batch.keys):
+        if key not in known_parts:
+            known_parts[key] = energy_part(batch.kernels[index], batch.known[index], learned)
+    return [known_parts[key] for key in batch.keys]
 
 
 def energy_of(run: PredictedRun, learned: EnergyModel, limited: bool = False) -> EnergyPrediction:
     """The energy of a predicted run; `limited`: its latency already includes the effect of the device's power limit."""
     prediction, batch, index = run.prediction, run.run.batch, run.run.index
     latency, ends_ms = batch.latencies.latency_ms.copy(), [batch.latencies.latency_ms.copy() for _ in prediction.interval_ms]
-    for of_models, of_run in zip((latency, *ends_ms), (prediction.latency_ms, *prediction.interval_ms), strict=True):
-        of_models[index] = of_run  # in case it changed since
-    found = energies_of(batch, learned, kept_parts(batch, learned), latency, ends_ms, limited)
-    energy_j, power_w, items = float(found.energy_j[index]), float(found.power_w[index]), prediction.batch
-    span, power_span = found.interval.of_model(index), found.power_interval.of_model(index)
+    for batch_values, value in zip((latency, *ends_ms), (prediction.latency_ms, *prediction.interval_ms), strict=True):
+        batch_values[index] = value  # which may have changed since
+    energies = energies_of(batch, learned, kept_parts(batch, learned), latency, ends_ms, limited)
+    energy_j, power_w, items = float(energies.energy_j[index]), float(energies.power_w[index]), prediction.batch
+    span, power_span = energies.interval.of_model(index), energies.power_interval.of_model(index)
     interval_j = span.low * energy_j, span.high * energy_j
     return EnergyPrediction(
         model=prediction.model, target=prediction.target, energy_j=energy_j, interval_j=interval_j,
@@ -167,7 +168,7 @@ def energy_of(run: PredictedRun, learned: EnergyModel, limited: bool = False) ->
                           min(power_span.high * power_w, learned.limit_w or math.inf)), batch=items,
         energy_per_item_j=energy_j / items if items else None,
         item_interval_j=(interval_j[0] / items, interval_j[1] / items) if items else None, latency_ms=prediction.latency_ms,
-        rough_estimate=prediction.rough_estimate or bool(found.rough[index]), warnings=_warnings(run, learned, found))
+        rough_estimate=prediction.rough_estimate or bool(energies.rough[index]), warnings=_warnings(run, learned, energies))
 
 
 def parts_of_run(run: PredictedRun, times: float = 1.0) -> list[Part]:
@@ -178,22 +179,22 @@ def parts_of_run(run: PredictedRun, times: float = 1.0) -> list[Part]:
             for node, known in zip(record.nodes, run.run.nodes, strict=True) if not known.on_host]
 
 
-def _warnings(run: PredictedRun, learned: EnergyModel, found: Energies) -> tuple[str, ...]:
+def _warnings(run: PredictedRun, learned: EnergyModel, energies: Energies) -> tuple[str, ...]:
     """Reasons why an energy may be off although the latency is right."""
     index, warnings = run.run.index, []
-    power_w, over_limit = float(found.power_w[index]), float(found.over_limit[index])
+    power_w, over_limit = float(energies.power_w[index]), float(energies.over_limit[index])
     if learned.interval is None:
         warnings.append(f"the energy was learned from {len(learned.models)} models, too few to say how far it may be off")
     if learned.scaled_from:
         warnings.append(f"the energy is that of {learned.scaled_from}, scaled by the power limits; none was measured on this "
                         "card")
-    if found.guessed[index]:
+    if energies.guessed[index]:
         kinds = learned.guessed(work_of_run(parts_of_run(run), run.prediction.latency_ms))
         warnings.append(f"no model whose energy was measured had work of the kind {', '.join(kinds)}")
-    if over_limit > ABOVE:
+    if over_limit > NOTABLE:
         warnings.append(f"the run would draw {over_limit * power_w:.0f} W, and the device's power limit is "
                         f"{learned.limit_w:.0f} W; it may take longer than predicted")
-    if found.above[index] > ABOVE:
+    if energies.above[index] > NOTABLE:
         warnings.append(f"a mean power of {power_w:.0f} W was predicted, and no model that was measured took more than "
                         f"{max(model.power_w for model in learned.models):.0f} W")
     return tuple(f"rough estimate: {warning}" for warning in warnings)

@@ -1,4 +1,4 @@
-"""What each kernel contributes to the models that contain it, as rows of a table.
+"""Computes what each kernel contributes to the models that contain it, as rows of a table.
 
 Each kernel is computed once, and cached for later questions under the same conditions. A model is then a row of kernel numbers
 (batch.py).
@@ -50,15 +50,14 @@ from hase.records.measurement import GPU_LABEL, LAUNCHES
 if TYPE_CHECKING:
     from hase.inference.prediction.conditions import Conditions
 
-
-CERTAINLY = KernelUncertainty("estimated", CERTAIN, CERTAIN, False)
+NO_UNCERTAINTY = KernelUncertainty("estimated", CERTAIN, CERTAIN, False)
 
 
 class KernelInModel(NamedTuple):
     """A kernel's contribution to every model that contains it: time, launches, memory and uncertainty.
 
     Attributes:
-        launches: number of GPU launches, where the composition needs it.
+        launches: number of GPU launches, if the composition needs it.
         kind: its cost class when a GPU's host dispatches it.
         layout: how it uses memory.
         uncertainty: how far its time may be off, where that is more than usual.
@@ -99,24 +98,25 @@ def contributions(placed: Mapping[Keyed, Kernel], conditions: Conditions) -> dic
     on_gpu = conditions.device == "cuda"
     loops = {key: kernel for key, kernel in placed.items() if is_control_flow(kernel)}
     off_gpu = {key: kernel for key, kernel in placed.items() if on_gpu and is_off_gpu(kernel, key[1]) and key not in loops}
-    known = _predicted({key: kernel for key, kernel in placed.items() if key not in off_gpu and key not in loops}, conditions)
-    known |= {key: selecting_kernel(kernel, known[key]) for key, kernel in placed.items()
-              if on_gpu and key in known and key not in off_gpu
-              and (selects_boxes(kernel) or (selects_in_rows(kernel) and known[key].provenance != "measured"))}
-    known |= _off_gpu_kernels(off_gpu, conditions)
-    return known | {key: _control_flow_kernel(kernel, conditions.device, key[2]) for key, kernel in loops.items()}
+    results = _predicted({key: kernel for key, kernel in placed.items() if key not in off_gpu and key not in loops}, conditions)
+    results |= {key: selecting_kernel(kernel, results[key]) for key, kernel in placed.items()
+                if on_gpu and key in results and key not in off_gpu
+                and (selects_boxes(kernel) or (selects_in_rows(kernel) and results[key].provenance != "measured"))}
+    results |= _off_gpu_kernels(off_gpu, conditions)
+    return results | {key: _control_flow_kernel(kernel, conditions.device, key[2]) for key, kernel in loops.items()}
 
 
 def _predicted(kernels: Mapping[Keyed, Kernel], conditions: Conditions) -> dict[Keyed, KernelInModel]:
     """The kernels that the target's predictors predict."""
-    fitted, used, load = conditions.fitted, conditions.used, conditions.kernel_load
-    times = fitted.predictors.predict(list(kernels.values()), load, used.label, conditions.strict)
+    fitted, composition, load = conditions.fitted, conditions.used, conditions.kernel_load
+    times = fitted.predictors.predict(list(kernels.values()), load, composition.label, conditions.strict)
     launches: Sequence[float | None] = [None] * len(kernels)
-    if used.kind == "pipeline":
+    if composition.kind == "pipeline":
         launches = fitted.predictors.predict(list(kernels.values()), load, LAUNCHES, conditions.strict).latency_ms
-    doubts = fitted.predictors.doubts([kernel for kernel, origin in zip(kernels.values(), times.provenance, strict=True)
-                                       if origin == "predicted" and kernel.moves_data]) if used.label == GPU_LABEL else {}
-    uncertainties = kernel_uncertainties(kernels.values(), times.provenance, fitted, used.label, doubts)
+    predicted = [kernel for kernel, origin in zip(kernels.values(), times.provenance, strict=True)
+                 if origin == "predicted" and kernel.moves_data]
+    doubts = fitted.predictors.doubts(predicted) if composition.label == GPU_LABEL else {}
+    uncertainties = kernel_uncertainties(kernels.values(), times.provenance, fitted, composition.label, doubts)
     on_gpu, host = conditions.device == "cuda", fitted.host
     return {key: KernelInModel(time_ms, cast("Provenance", provenance), count, node_kind(kernel),
                                layout_of(kernel, conditions.device),
@@ -145,10 +145,10 @@ def _control_flow_kernel(kernel: Kernel, device: str, reads_condition: bool) -> 
 def _off_gpu_kernels(kernels: Mapping[Keyed, Kernel], conditions: Conditions) -> dict[Keyed, KernelInModel]:
     """Copies, and kernels of the CPU provider, in a CUDA session."""
     host = conditions.fitted.host
-    found = {key: KernelInModel(host.copy_ms(kernel), "predicted", 1.0, NodeKind.OWN, layout_of(kernel, "cuda"),
-                                on_host=on_host(kernel, key[1]), waits=to_host(kernel))
-             for key, kernel in kernels.items() if is_copy(kernel)}
-    on_cpu = {key: kernel for key, kernel in kernels.items() if key not in found}
+    results = {key: KernelInModel(host.copy_ms(kernel), "predicted", 1.0, NodeKind.OWN, layout_of(kernel, "cuda"),
+                                  on_host=on_host(kernel, key[1]), waits=to_host(kernel))
+               for key, kernel in kernels.items() if is_copy(kernel)}
+    on_cpu = {key: kernel for key, kernel in kernels.items() if key not in results}
     times = host.kernel_times(list(on_cpu.values()), conditions.strict)
     learned: dict[str, KernelUncertainty] = {}
     if host.kernels is not None:
@@ -164,10 +164,10 @@ def _off_gpu_kernels(kernels: Mapping[Keyed, Kernel], conditions: Conditions) ->
             low, high = PREDICTED_ON_HOST
             spans = [Span(min(low, guess), max(high, guess)), *([uncertainty.time] if uncertainty else [])]
             uncertainty = KernelUncertainty("on the CPU", joined(spans), CERTAIN, True)
-        found[key] = KernelInModel(time.time_ms, cast("Provenance", time.provenance), 0.0,
+        results[key] = KernelInModel(time.time_ms, cast("Provenance", time.provenance), 0.0,
                                            node_kind(kernel, on_gpu=False), layout_of(kernel, "cuda"), uncertainty,
                                            on_host=True)
-    return found
+    return results
 
 
 def novelty(kernel: KernelInModel) -> Novelty | None:
@@ -215,11 +215,11 @@ class Contribution(NamedTuple):
 
     @classmethod
     def of(cls, known: KernelInModel) -> Contribution:
-        unsure, new = known.uncertainty or CERTAINLY, novelty(known)
+        unsure, new = known.uncertainty or NO_UNCERTAINTY, novelty(known)
         weights = {} if new is None else new.weights | {"doubt": new.doubt}
         return cls(known.latency_ms, known.on_host, known.launches or 0.0, int(known.kind), known.waits, known.host_ms,
-                   unsure.time.low, unsure.time.high, unsure.launches.low, unsure.launches.high, unsure is not CERTAINLY,
-                   unsure.makes_rough, unsure is not CERTAINLY and unsure.reason in CALIBRATED, **weights,
+                   unsure.time.low, unsure.time.high, unsure.launches.low, unsure.launches.high, unsure is not NO_UNCERTAINTY,
+                   unsure.makes_rough, unsure is not NO_UNCERTAINTY and unsure.reason in CALIBRATED, **weights,
                    measured=known.provenance == "measured")
 
 

@@ -27,8 +27,6 @@ from hase.utils.sharing_mode import SLICES, SetSharing
 from hase.utils.text import cell, first_and_count
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from hase.inference.compare.model_differences import ComparedModel, ModelDifference
     from hase.inference.prediction.run import PredictedRun
     from hase.inference.prediction.targets import Fitted
@@ -62,22 +60,22 @@ def device_chart(rows: Sequence[Mapping[str, Any]], limit_ms: float | None) -> C
 def devices_page(model: Path, rows: Sequence[Mapping[str, Any]], devices: Mapping[str, Fitted],
                  warned: Mapping[str, Sequence[str]], limit_ms: float | None) -> Page:
     """The page of a model on several devices; `rows` are those of `compare_devices.py`, best first."""
-    first, *others = rows
+    first, *rest = rows
     cost = f", for {cell(first[COST])} a million items" if COST in first else ""
     answer = (f"{model.stem}: {first['device']} is {'cheapest' if cost else 'fastest'} of {len(devices)}, with "
               f"{first['latency (ms)']:.4g} ms at batch {first['batch']}{cost}.")
-    more = [f"Nine of ten such predictions lie between {first['low (ms)']:.4g} and {first['high (ms)']:.4g} ms."]
-    if others and first["device"] != others[0]["device"] and others[0]["low (ms)"] < first["high (ms)"]:
-        more.append(f"Its interval overlaps that of the next, {others[0]['device']}, so which is faster is not sure.")
+    sentences = [f"Nine of ten such predictions lie between {first['low (ms)']:.4g} and {first['high (ms)']:.4g} ms."]
+    if rest and first["device"] != rest[0]["device"] and rest[0]["low (ms)"] < first["high (ms)"]:
+        sentences.append(f"Its interval overlaps that of the next, {rest[0]['device']}, so which is faster is not sure.")
     unmeasured = [name for name in devices if any(row["device"] == name and row["from"] != MEASURED for row in rows)]
     if unmeasured:
-        more.append(f"{first_and_count(unmeasured)}: predicted from the data sheet; no kernel was measured there.")
+        sentences.append(f"{first_and_count(unmeasured)}: predicted from the data sheet; no kernel was measured there.")
     bars = [Bar(_row_name(row, rows), row["latency (ms)"], row["low (ms)"], row["high (ms)"],
                 f"{row['from']}{', more memory than it has' if row['fits'] == 'no' else ''}") for row in rows]
     limit = Limit(f"{limit_ms:g} ms", limit_ms) if limit_ms else None
     plots = [device_chart(rows, limit_ms)] if len(rows) > len(devices) and len(devices) <= COLOURS else [
         Bars("Latency, with its interval", axis_for("ms", [bar.value for bar in bars]), bars, limit)]
-    return Page("Devices compared", f"{model.stem} on {len(devices)} devices", answer, [" ".join(more)], (),
+    return Page("Devices compared", f"{model.stem} on {len(devices)} devices", answer, [" ".join(sentences)], (),
                 [PageSection("Side by side", [*plots, PageTable(rows, "All devices", most=30)])], about(warned, len(devices)),
                 {"model": str(model), **{name: fitted.target.name for name, fitted in devices.items()}, "other work": "none"})
 
@@ -88,7 +86,7 @@ def _row_name(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
 
 def difference_rows(difference: ModelDifference) -> list[dict[str, Any]]:
     """A row for each operator and one for the time outside kernels, largest difference first."""
-    a, b, whole_ms = difference.a, difference.b, difference.difference_ms
+    a, b, total_ms = difference.a, difference.b, difference.difference_ms
     rows = [(row.difference_ms, {
         "operator": row.operator, "runs A": f"{row.a.runs:g}", "runs B": f"{row.b.runs:g}", "A (ms)": row.a.time_ms,
         "B (ms)": row.b.time_ms, "B - A (ms)": row.difference_ms, "share": _percent(row.share),
@@ -99,7 +97,7 @@ def difference_rows(difference: ModelDifference) -> list[dict[str, Any]]:
     rows.append((outside_ms, {
         "operator": "outside kernels", "runs A": None, "runs B": None, "A (ms)": a.outside_kernels_ms,
         "B (ms)": b.outside_kernels_ms, "B - A (ms)": outside_ms,
-        "share": _percent(outside_ms / whole_ms if whole_ms else None),
+        "share": _percent(outside_ms / total_ms if total_ms else None),
         "measured A": None, "measured B": None, "what explains it": f"{a.nodes:g} nodes in A, {b.nodes:g} in B"}))
     return [row for _, row in sorted(rows, key=lambda pair: -abs(pair[0]))]
 
@@ -113,13 +111,13 @@ def difference_page(difference: ModelDifference, runs: Sequence[PredictedRun], f
     """The page of two models A and B; `warned` maps each warning to the models that it concerns."""
     a, b = difference.a, difference.b
     names = f"A = {a.model}, B = {b.model}"
-    answer, *more = (sentence(line.removeprefix(f"{names}: ")) for line in said_of_difference(difference))
+    answer, *sentences = (sentence(line.removeprefix(f"{names}: ")) for line in said_of_difference(difference))
     rows = difference_rows(difference)
     latencies = [Bar(f"{name}: {one.model}", one.latency_ms, *one.interval_ms, "a rough estimate" if one.rough_estimate else "")
                  for name, one in (("A", a), ("B", b))]
     shift = [Bar(row["operator"], row["B - A (ms)"], note=row["what explains it"]) for row in rows if row["B - A (ms)"]]
     return Page(
-        "Two models compared", f"{a.model} and {b.model}", answer, [f"{names}.", *more],
+        "Two models compared", f"{a.model} and {b.model}", answer, [f"{names}.", *sentences],
         [_fact("A", a), _fact("B", b), _ratio(difference)],
         [PageSection("Latency, with its interval", [Bars("Latency", axis_for("ms", [a.latency_ms, b.latency_ms]), latencies)]),
          PageSection("Operator by operator", [Bars("How much longer B takes", ChartAxis("ms", zero=True), shift[:12]),
@@ -168,21 +166,21 @@ def load_page(curve: LoadCurve, fitted: Fitted, limit_ms: float | None = None) -
     idle, busy, device = curve.points[0], curve.points[-1], device_name(fitted)
     answer = (f"{curve.model}: {'about ' if curve.rough_estimate else ''}{idle.mean_ms:.4g} ms on an idle {device}, and a p95 "
               f"of {busy.p95_ms:.4g} ms beside other work that never pauses.")
-    more = ["Only the share of the time varies for which other work is busy; it waits and pauses as the average of what was "
-            "measured."]
+    details = ["Only the share of the time varies for which other work is busy; it waits and pauses as the average of what was "
+                 "measured."]
     if limit_ms:
         kept = [point.busy_share for point in curve.points if point.p95_ms <= limit_ms]
-        more.insert(0, f"Its p95 keeps to {limit_ms:g} ms while other work is busy for up to {max(kept):.0%} of the time, "
+        details.insert(0, f"Its p95 keeps to {limit_ms:g} ms while other work is busy for up to {max(kept):.0%} of the time, "
                        f"among the {len(curve.points)} loads below." if kept else
                        f"Its p95 misses {limit_ms:g} ms on an idle device already.")
     if curve.rough_estimate:
-        more.append("This is a rough estimate: what it rests on was not measured well enough; see the notes below.")
+        details.append("This is a rough estimate: what it rests on was not measured well enough; see the notes below.")
     facts = [Fact(f"p95, {name}", f"{point.p95_ms:.4g}", "ms", f"90 % between {low_ms:.4g} and {high_ms:.4g}",
                   between=(low_ms, point.p95_ms, high_ms))
              for name, point in (("idle", idle), ("half of the time busy", curve.points[len(curve.points) // 2]),
                                  ("always busy", busy)) for low_ms, high_ms in [curve.interval_ms(point.p95_ms)]]
     sizes = ", ".join(f"{name}={size}" for name, size in curve.dims.items())
-    return Page("Latency over load", curve.model, answer, [" ".join(more)], facts,
+    return Page("Latency over load", curve.model, answer, [" ".join(details)], facts,
                 [PageSection("Over the load", [curve_chart(curve, limit_ms), PageTable(curve.rows, most=30)])],
                 dict.fromkeys(curve.warnings, ()),
                 {"model": curve.model, **({"sizes": sizes} if sizes else {}), **target_basis(fitted),
@@ -199,9 +197,9 @@ def share_chart(pairs: Sequence[Pair]) -> Chart:
     shared = sorted(((way.percent_of(0), pair) for way, pair in ways if len(way.percents) > 1), key=lambda point: point[0])
     shares = [float(share) for share, _ in shared]
     series = []
-    alike = len({model.model for model in pairs[0].models}) == 1
+    same_model = len({model.model for model in pairs[0].models}) == 1
     for index, model in enumerate(pairs[0].models):
-        name = f"{model.model}, {('first', 'second')[index]}" if alike else model.model
+        name = f"{model.model}, {('first', 'second')[index]}" if same_model else model.model
         points = [pair.models[index] for _, pair in shared]
         lows, highs = ([point.mean_interval_ms[end] for point in points] for end in (0, 1))
         series += [ChartSeries(f"{name}: mean", shares, [point.under_load.mean_ms for point in points], lows, highs),

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from hase.inference.llm.predicting import RequestRuns
     from hase.inference.prediction.targets import Fitted
 
-
 MIB_PER_GIB = 1024.0
 UNFIT = "does not fit in the memory"
 NAMES = {"ttft": "time to first token", "tpot": "mean time per further token"}
@@ -46,14 +45,14 @@ def requests_page(model: LanguageModel, predicted: Sequence[tuple[LlmPrediction,
         shown = [("The prompt's run", runs.prompt, model.prefill.path)]
         if runs.middle:
             shown.append(("A token's run, in the middle of the generation", runs.middle, model.decode.path))
-        return Page("Predicted request", f"{first.model}, batch {first.batch}, prompt {first.prompt}", _answer(first, device),
-                    [_more(first)], _facts(first), [*_sections(first), *(folded_run(*one) for one in shown)], warnings,
+        return Page("Predicted request", f"{first.model}, batch {first.batch}, prompt {first.prompt}", _headline(first, device),
+                    [_sentences(first)], _facts(first), [*_sections(first), *(folded_run(*run) for run in shown)], warnings,
                     basis, operators_by_time([run.prediction for _, run, _ in shown]))
-    most = max(answers, key=lambda answer: answer.device_tokens_per_second if answer.fits_memory is not False else 0.0)
-    headline = (f"{first.model} on {device}: up to {cell(most.device_tokens_per_second)} tokens per second, at batch "
-            f"{most.batch} with prompts of {most.prompt} tokens.")
-    more = [f"Its first token comes after {most.ttft.ms:.4g} ms there (90 % between {most.ttft.between}). "
-            f"{first.generate} tokens are generated for each prompt.", *_met(answers)]
+    fastest = max(answers, key=lambda answer: answer.device_tokens_per_second if answer.fits_memory is not False else 0.0)
+    headline = (f"{first.model} on {device}: up to {cell(fastest.device_tokens_per_second)} tokens per second, at batch "
+            f"{fastest.batch} with prompts of {fastest.prompt} tokens.")
+    more = [f"Its first token comes after {fastest.ttft.ms:.4g} ms there (90 % between {fastest.ttft.between}). "
+            f"{first.generate} tokens are generated for each prompt.", *_met_objectives(answers)]
     return Page("Predicted requests", f"{first.model}, {len(answers)} requests", headline, more, (),
                 [PageSection("By batch and prompt", _grids(answers)),
                  PageSection("With their intervals", sweep_charts(answers)),
@@ -67,11 +66,10 @@ def warned_requests(answers: Sequence[LlmPrediction]) -> dict[str, list[str]]:
 
 def sweep_charts(answers: Sequence[LlmPrediction]) -> list[Chart]:
     """Time to first token, time per token and tokens per second over the batch, a line for each length of the prompt; over the
-    prompt if there is only one batch. Lines mark objectives; crosses mark requests that do not fit in memory.
-    """
-    over, each = ("batch", "prompt") if len({answer.batch for answer in answers}) > 1 else ("prompt", "batch")
-    lines = sorted({getattr(answer, each) for answer in answers})
-    by_line = {line: sorted((answer for answer in answers if getattr(answer, each) == line),
+    prompt if there is only one batch. Lines mark objectives; crosses mark requests that do not fit in memory."""
+    over, by = ("batch", "prompt") if len({answer.batch for answer in answers}) > 1 else ("prompt", "batch")
+    lines = sorted({getattr(answer, by) for answer in answers})
+    by_line = {line: sorted((answer for answer in answers if getattr(answer, by) == line),
                             key=lambda answer: getattr(answer, over)) for line in lines[:COLOURS]}
     ticks = sorted({getattr(answer, over) for answer in answers})
 
@@ -82,7 +80,7 @@ def sweep_charts(answers: Sequence[LlmPrediction]) -> list[Chart]:
             known = [(answer, numbers) for answer in requests if (numbers := values(answer))]
             if known:
                 middle, low, high = zip(*(numbers for _, numbers in known), strict=True)
-                series.append(ChartSeries(f"{each} {line}", [getattr(answer, over) for answer, _ in known], middle, low, high,
+                series.append(ChartSeries(f"{by} {line}", [getattr(answer, over) for answer, _ in known], middle, low, high,
                                      marked=[index for index, (answer, _) in enumerate(known) if answer.fits_memory is False]))
         limits = {one.limit_ms for answer in answers for one in answer.objectives if one.objective == objective}
         return Chart(title, ChartAxis(over, log=len(ticks) > 1), axis_for(unit, [y for one in series for y in one.y]), series,
@@ -107,14 +105,14 @@ def _rate_with_ends(answer: LlmPrediction) -> tuple[float, float, float]:
 def _grids(answers: Sequence[LlmPrediction]) -> list[Piece]:
     """Tables of results by batch and prompt."""
     batches, prompts = (sorted({getattr(answer, name) for answer in answers}) for name in ("batch", "prompt"))
-    places = {(answer.batch, answer.prompt): answer for answer in answers}
+    by_sizes = {(answer.batch, answer.prompt): answer for answer in answers}
 
     def grid(title: str, value_of: Callable[[LlmPrediction], float | None]) -> Grid:
-        found = {(row, column): places[batch, prompt] for row, batch in enumerate(batches)
-                 for column, prompt in enumerate(prompts) if (batch, prompt) in places}
-        notes = {index: UNFIT for index, answer in found.items() if answer.fits_memory is False}
+        cells = {(row, column): by_sizes[batch, prompt] for row, batch in enumerate(batches)
+                 for column, prompt in enumerate(prompts) if (batch, prompt) in by_sizes}
+        notes = {index: UNFIT for index, answer in cells.items() if answer.fits_memory is False}
         return Grid(title, "batch", "prompt (tokens)", [str(batch) for batch in batches], [str(prompt) for prompt in prompts],
-                    [[value_of(found[row, column]) if (row, column) in found else None for column in range(len(prompts))]
+                    [[value_of(cells[row, column]) if (row, column) in cells else None for column in range(len(prompts))]
                      for row in range(len(batches))], notes)
 
     return [grid("Time to first token (ms)", lambda answer: answer.ttft.ms),
@@ -123,7 +121,7 @@ def _grids(answers: Sequence[LlmPrediction]) -> list[Piece]:
             grid("Tokens per second of the device", lambda answer: answer.device_tokens_per_second)]
 
 
-def _met(answers: Sequence[LlmPrediction]) -> list[str]:
+def _met_objectives(answers: Sequence[LlmPrediction]) -> list[str]:
     """The requests that meet all objectives."""
     if not answers[0].objectives:
         return []
@@ -135,13 +133,13 @@ def _met(answers: Sequence[LlmPrediction]) -> list[str]:
         f"{cell(best.device_tokens_per_second)} tokens per second." if best else ".")]
 
 
-def _answer(answer: LlmPrediction, device: str) -> str:
+def _headline(answer: LlmPrediction, device: str) -> str:
     further = f", then one every {answer.tpot.ms:.4g} ms" if answer.tpot else ""
     return (f"{answer.model} gives its first token after {'about ' if answer.rough_estimate else ''}{answer.ttft.ms:.4g} "
             f"ms{further} on {device}.")
 
 
-def _more(answer: LlmPrediction) -> str:
+def _sentences(answer: LlmPrediction) -> str:
     lines = [f"That is for {answer.batch} prompt{'s' if answer.batch > 1 else ''} of {answer.prompt} tokens and "
              f"{answer.generate} tokens generated for each. Nine of ten such predictions of the first token lie between "
              f"{answer.ttft.between} ms.",
@@ -154,13 +152,13 @@ def _more(answer: LlmPrediction) -> str:
 
 
 def _facts(answer: LlmPrediction) -> list[Fact]:
-    def of(name: str, time: LlmTime) -> Fact:
+    def time_fact(name: str, time: LlmTime) -> Fact:
         low, high = time.interval_ms
         return Fact(name, f"{time.ms:.4g}", "ms", f"90 % between {low:.4g} and {high:.4g}",
                     "doubtful" if answer.rough_estimate else "", (low, time.ms, high))
 
-    facts = [of("first token", answer.ttft), *([of("each further token", answer.tpot)] if answer.tpot else []),
-             of("whole request", answer.request)]
+    facts = [time_fact("first token", answer.ttft), *([time_fact("each further token", answer.tpot)] if answer.tpot else []),
+             time_fact("whole request", answer.request)]
     rate, low, high = _rate_with_ends(answer)
     facts.append(Fact("throughput", cell(rate), "tokens/s", f"between {cell(low)} and {cell(high)}",
                       between=(low, rate, high)))
@@ -204,20 +202,20 @@ def _basis(answer: LlmPrediction, fitted: Fitted) -> dict[str, str]:
             "CUDA graph": "yes" if answer.cuda_graph else "no", "other work": "none", "host's pace": pace_of(answer)}
 
 
-def _asked(answer: LlmPrediction) -> dict[str, Any]:
+def _sizes(answer: LlmPrediction) -> dict[str, Any]:
     return {"batch": answer.batch, "prompt": answer.prompt, "generate": answer.generate}
 
 
 def time_row(answer: LlmPrediction) -> dict[str, Any]:
     """The times of a request, as a table row."""
-    def of(time: LlmTime | None) -> tuple[float | None, str | None]:
+    def pair(time: LlmTime | None) -> tuple[float | None, str | None]:
         return (time.ms, time.between) if time else (None, None)
 
-    (first, first_between), (mean, mean_between), (whole, whole_between) = map(of, (answer.ttft, answer.tpot, answer.request))
+    (first, first_between), (mean, mean_between), (whole, whole_between) = map(pair, (answer.ttft, answer.tpot, answer.request))
     return {
-        **_asked(answer), "first token (ms)": first, "90 % between (ms)": first_between,
+        **_sizes(answer), "first token (ms)": first, "90 % between (ms)": first_between,
         "per token (ms)": mean, "tokens 90 % between (ms)": mean_between,
-        "at start": of(answer.tpot_start)[0], "middle": of(answer.tpot_middle)[0], "end": of(answer.tpot_end)[0],
+        "at start": pair(answer.tpot_start)[0], "middle": pair(answer.tpot_middle)[0], "end": pair(answer.tpot_end)[0],
         "request (ms)": whole, "request 90 % between (ms)": whole_between,
         "tokens/s each": answer.tokens_per_second, "tokens/s": answer.device_tokens_per_second,
         "rough estimate": "yes" if answer.rough_estimate else "no"}
@@ -226,7 +224,7 @@ def time_row(answer: LlmPrediction) -> dict[str, Any]:
 def memory_row(answer: LlmPrediction) -> dict[str, Any]:
     """The memory of a request and what fits, as a table row."""
     memory, fits = answer.memory, answer.fits_memory
-    return {**_asked(answer), "max length": answer.max_length, "weights (MiB)": memory.weights_mib,
+    return {**_sizes(answer), "max length": answer.max_length, "weights (MiB)": memory.weights_mib,
             "cache (MiB)": memory.cache_mib, "peak (MiB)": memory.peak_mib,
             "fits in memory": None if fits is None else "yes" if fits else "no", "largest batch": answer.largest_batch,
             "longest context": answer.longest_context}
@@ -235,7 +233,7 @@ def memory_row(answer: LlmPrediction) -> dict[str, Any]:
 def energy_row(answer: LlmPrediction) -> dict[str, Any]:
     """The energy of a request, as a table row; dashes if unknown."""
     energy = answer.energy
-    return {**_asked(answer), "J/token": energy.token_j if energy else None,
+    return {**_sizes(answer), "J/token": energy.token_j if energy else None,
             "J/token 90 % between": "{:.4g} and {:.4g}".format(*energy.token_interval_j) if energy else None,
             "prompt (J)": energy.prompt_j if energy else None, "request (J)": energy.request_j if energy else None,
             "energy a rough estimate": ("yes" if energy.rough_estimate else "no") if energy else None}
@@ -243,7 +241,7 @@ def energy_row(answer: LlmPrediction) -> dict[str, Any]:
 
 def sweep_row(answer: LlmPrediction) -> dict[str, Any]:
     """A request of a sweep, as a table row."""
-    return {**_asked(answer), "first token (ms)": answer.ttft.ms, "per token (ms)": answer.tpot.ms if answer.tpot else None,
+    return {**_sizes(answer), "first token (ms)": answer.ttft.ms, "per token (ms)": answer.tpot.ms if answer.tpot else None,
             "request (ms)": answer.request.ms, "tokens/s each": answer.tokens_per_second,
             "tokens/s": answer.device_tokens_per_second, "J/token": answer.energy.token_j if answer.energy else None,
             "cache (MiB)": answer.memory.cache_mib, "peak (MiB)": answer.memory.peak_mib,
@@ -280,7 +278,7 @@ def verdict(answer: LlmPrediction, objective: ObjectiveMet) -> str:
 
 def flat_row(answer: LlmPrediction) -> dict[str, Any]:
     """A request as a row of a CSV file: every number of the answer, with its unit in the name."""
-    row: dict[str, Any] = {"model": answer.model, "target": answer.target, **_asked(answer), "max_length": answer.max_length}
+    row: dict[str, Any] = {"model": answer.model, "target": answer.target, **_sizes(answer), "max_length": answer.max_length}
     for name in ("ttft", "tpot", "tpot_start", "tpot_middle", "tpot_end", "request"):
         time: LlmTime | None = getattr(answer, name)
         low, high = time.interval_ms if time else (None, None)

@@ -47,36 +47,34 @@ MIB_PER_GIB = 1024.0
 
 def prediction_page(answers: Sequence[Answer], best: Sequence[BestBatches], warned: Mapping[str, Sequence[str]],
                     several: bool, failed: Mapping[Path, str]) -> Page:
-    """The page of some answers, in the order given. `warned` are the models that each warning concerns, `failed` reasons for
-    missing predictions.
-    """
+    """The page of some answers, in the order given. `warned` has the models that each warning concerns, `failed` the reasons
+    for missing predictions."""
     first, predictions = answers[0], [answer.prediction for answer in answers]
     device = device_name(first.run.fitted)
     colours = operators_by_time(predictions)
     warnings = about(warned, len({one.model for one in predictions}))
     stem = first.run.run.record.file_stem
     if len(answers) == 1:
-        return Page("Predicted latency", first.prediction.model, _answer(first, device), _more(first), _facts(first),
+        return Page("Predicted latency", first.prediction.model, _headline(first, device), _sentences(first), _facts(first),
                     [*run_sections(first.run, first.model), _kernels(first.prediction), _memory(first.prediction),
                      *_failures(failed)], warnings, basis_of(answers), colours)
-    said_of_all = [said_of_order(predictions)] if several else []
+    lines = [said_of_order(predictions)] if several else []
     for choice in best:  # the batch within the objective first, if there is one
-        said_of_all += reversed(said_of_batches(choice, predictions, [answer.slo for answer in answers],
-                                                _model_and_sizes(answers[choice.places[0]], choice)))
-    answer, *more = [f"{line}." for line in said_of_all] or [f"{len(answers)} answers about {stem} on {device}."]
+        lines += reversed(said_of_batches(choice, predictions, [answer.slo for answer in answers],
+                                          _model_and_sizes(answers[choice.places[0]], choice)))
+    answer, *more = [f"{line}." for line in lines] or [f"{len(answers)} answers about {stem} on {device}."]
     title = f"{len({answer.model for answer in answers})} models on {device}" if several else f"{stem} on {device}"
     text = "Open an answer to see its operators and layers."
     if len(answers) > DETAILED:
         text += f" The first {DETAILED} of {len(answers)} are here; ask for fewer at once to see the others."
-    details = [PageSection(_named(answer), where_time_goes(answer.run, answer.model), folded=True)
+    details = [PageSection(_label(answer), where_time_goes(answer.run, answer.model), folded=True)
                for answer in answers[:DETAILED]]
     return Page("Predicted latencies", title, f"{answer[0].upper()}{answer[1:]}" if several else answer, more, (),
-                [_compared(answers, best), *_failures(failed), PageSection("Where the time goes", (), text), *details],
-                warnings,
-                basis_of(answers), colours)
+                [_comparison(answers, best), *_failures(failed), PageSection("Where the time goes", (), text), *details],
+                warnings, basis_of(answers), colours)
 
 
-def _named(answer: Answer) -> str:
+def _label(answer: Answer) -> str:
     return answer.prediction.model + (f", {answer.dtype}" if answer.dtype else "")
 
 
@@ -85,16 +83,16 @@ def _model_and_sizes(answer: Answer, choice: BestBatches) -> str:
     return f"{answer.run.run.record.file_stem}{f'@{sizes}' if sizes else ''}{f', {answer.dtype}' if answer.dtype else ''}"
 
 
-def _answer(answer: Answer, device: str) -> str:
+def _headline(answer: Answer, device: str) -> str:
     prediction, slo = answer.prediction, answer.slo
     shared = prediction.under_load
-    took = (f"takes {prediction.latency_ms:.4g} ms on the mean, p95 {shared.percentile_ms(95):.4g} ms, beside other work on"
-            if shared else f"takes {'about ' if prediction.rough_estimate else ''}{prediction.latency_ms:.4g} ms on")
-    kept = f", {'within' if slo.met else 'more than'} the {slo.limit_ms:g} ms asked for" if slo else ""
-    return f"{answer.run.run.record.file_stem} {took} {device}{kept}."
+    duration = (f"takes {prediction.latency_ms:.4g} ms on the mean, p95 {shared.percentile_ms(95):.4g} ms, beside other work on"
+                if shared else f"takes {'about ' if prediction.rough_estimate else ''}{prediction.latency_ms:.4g} ms on")
+    verdict = f", {'within' if slo.met else 'more than'} the {slo.limit_ms:g} ms asked for" if slo else ""
+    return f"{answer.run.run.record.file_stem} {duration} {device}{verdict}."
 
 
-def _more(answer: Answer) -> list[str]:
+def _sentences(answer: Answer) -> list[str]:
     prediction, slo = answer.prediction, answer.slo
     low, high = prediction.interval_ms
     lines = [f"Nine of ten such predictions lie between {low:.4g} and {high:.4g} ms."]
@@ -116,10 +114,10 @@ def _facts(answer: Answer) -> list[Fact]:
         p50, p95, p99 = (shared.percentile_ms(percent) for percent in (50, 95, 99))
         facts.append(Fact("p95 beside other work", f"{p95:.4g}", "ms", f"p50 {p50:.4g}, p99 {p99:.4g} ms"))
     if prediction.items_per_second and prediction.batch:
-        least, most = (prediction.batch / end * 1e3 for end in (high, low))
+        least_rate, most_rate = (prediction.batch / end * 1e3 for end in (high, low))
         facts.append(Fact("throughput", cell(prediction.items_per_second), "items/s",
-                          f"batch {prediction.batch}, between {cell(least)} and {cell(most)}",
-                          between=(least, prediction.items_per_second, most)))
+                          f"batch {prediction.batch}, between {cell(least_rate)} and {cell(most_rate)}",
+                          between=(least_rate, prediction.items_per_second, most_rate)))
     share_of_device = f"of {prediction.device_memory_mib / MIB_PER_GIB:.0f} GiB" if prediction.device_memory_mib else ""
     facts.append(Fact("peak memory", cell(prediction.peak_memory_mib), "MiB", share_of_device,
                       "bad" if prediction.fits_memory is False else ""))
@@ -157,7 +155,7 @@ def _failures(failed: Mapping[Path, str]) -> list[PageSection]:
     return [PageSection("Without a prediction", [PageTable(rows)])] if rows else []
 
 
-def _compared(answers: Sequence[Answer], best: Sequence[BestBatches]) -> PageSection:
+def _comparison(answers: Sequence[Answer], best: Sequence[BestBatches]) -> PageSection:
     """Several answers side by side."""
     predictions = [answer.prediction for answer in answers]
     rough, unfit = any(one.rough_estimate for one in predictions), any(one.fits_memory is False for one in predictions)
@@ -188,10 +186,10 @@ def _batch_charts(answers: Sequence[Answer], best: Sequence[BestBatches], limit:
         rates.append(ChartSeries(name, sizes, [one.items_per_second or 0.0 for one in predictions], slowest, fastest,
                                  marked=marked))
     log = len(batches) > 2 and batches[-1] > 4 * max(batches[0], 1)
-    across = ChartAxis("batch", log)
-    return [Chart("Latency, with its interval", across, axis_for("ms", [y for one in latencies for y in one.y]), latencies,
+    batch_axis = ChartAxis("batch", log)
+    return [Chart("Latency, with its interval", batch_axis, axis_for("ms", [y for one in latencies for y in one.y]), latencies,
                   [limit] if limit else [], batches),
-            Chart("Throughput, with its interval", across, ChartAxis("items/s", zero=True), rates, [], batches)]
+            Chart("Throughput, with its interval", batch_axis, ChartAxis("items/s", zero=True), rates, [], batches)]
 
 
 def _ranked(answers: Sequence[Answer], limit: Limit | None) -> Bars:
@@ -202,15 +200,15 @@ def _ranked(answers: Sequence[Answer], limit: Limit | None) -> Bars:
         prediction = answer.prediction
         value = compared_ms(prediction, per_item)
         low, high = (end * value / prediction.latency_ms for end in prediction.interval_ms)
-        bars.append(Bar(_named(answer), value, low, high, "a rough estimate" if prediction.rough_estimate else ""))
+        bars.append(Bar(_label(answer), value, low, high, "a rough estimate" if prediction.rough_estimate else ""))
     return Bars("Latency per item" if per_item else "Latency", axis_for("ms per item" if per_item else "ms",
                 [bar.value for bar in bars]), bars, None if per_item else limit)
 
 
 def basis_of(answers: Sequence[Answer]) -> dict[str, str]:
-    """The basis of answers for one target."""
+    """What the answers for one target are based on."""
     prediction, fitted = answers[0].prediction, answers[0].run.fitted
-    used = prediction.composition
+    composition = prediction.composition
     load = prediction.load if isinstance(prediction.load, str) else ", ".join(
         f"{name}={value:g}" for name, value in prediction.load.items()) or "as the probe met it"
     sizes = ", ".join(f"{name}={size}" for name, size in prediction.dims.items()) if len(answers) == 1 else ""
@@ -221,7 +219,8 @@ def basis_of(answers: Sequence[Answer]) -> dict[str, str]:
             **({"sizes": sizes} if sizes else {}), **target_basis(fitted),
             **({"holds for": "; ".join(prediction.holds_for)} if prediction.holds_for else {}),
             "run": prediction.way.description, "other work": load, "host's pace": pace_of(prediction),
-            "latency is": "the end of the host's and the GPU's track" if used.costs else
-            f"{used.alpha:.4g}·{'longest path' if used.kind == 'critical_path' else 'Σ'} {used.beta_ms:+.4g} ms",
+            "latency is": "the end of the host's and the GPU's track" if composition.costs else
+            f"{composition.alpha:.4g}·{'longest path' if composition.kind == 'critical_path' else 'Σ'} "
+            f"{composition.beta_ms:+.4g} ms",
             "measured kernels": "not looked up (--strict)" if prediction.strict else "looked up",
             **{name: ", ".join(operators) for name, operators in uncertain.items() if operators}}

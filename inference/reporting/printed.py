@@ -50,9 +50,7 @@ def summary(prediction: Prediction, show_sum: bool = False) -> dict[str, Any]:
         **({"α·Σ+β (ms)": prediction.sum_latency_ms} if show_sum else {}),
         "90 % between (ms)": "{:.4g} and {:.4g}".format(*prediction.interval_ms),
         "items/s": prediction.items_per_second, "peak memory (MiB)": prediction.peak_memory_mib,
-        "Σ kernels (ms)": prediction.kernel_sum_ms,
-        **shares,
-    }
+        "Σ kernels (ms)": prediction.kernel_sum_ms, **shares}
 
 
 def kernel_rows(prediction: Prediction, top: int) -> list[dict[str, Any]]:
@@ -71,21 +69,21 @@ def print_predictions(predictions: Sequence[Prediction], top: int, energies: Seq
     What the predictions hold for goes to stderr. A column shows their `files` if several have the same name.
     """
     first = predictions[0]
-    used = first.composition
-    base = "longest path" if used.kind == "critical_path" else "Σ"
-    if used.kind == "sum_nodes":
-        base += f" {1000 * used.node_ms:+.3g} µs a node"
-    how = (f"{used.alpha:.4g}·{base} {used.beta_ms:+.4g} ms over kernels by label {used.label}" if used.costs is None
-           else "the end of the host's and the GPU's track, kernels by label gpu")
+    composition = first.composition
+    base = "longest path" if composition.kind == "critical_path" else "Σ"
+    if composition.kind == "sum_nodes":
+        base += f" {1000 * composition.node_ms:+.3g} µs a node"
+    formula = (f"{composition.alpha:.4g}·{base} {composition.beta_ms:+.4g} ms over kernels by label {composition.label}"
+               if composition.costs is None else "the end of the host's and the GPU's track, kernels by label gpu")
     load = first.load if isinstance(first.load, str) else ", ".join(f"{k}={v:g}" for k, v in first.load.items())
     if first.under_load and first.under_load.told_by == "probe":
         load = ", ".join(filter(None, (load, "as the probe met it")))
-    log.info("%s", "; ".join((f"target {first.target}, {first.way.description}, load {load}", f"latency = {how}",
+    log.info("%s", "; ".join((f"target {first.target}, {first.way.description}, load {load}", f"latency = {formula}",
                               *(f"holds for {what}" for what in first.holds_for))))
     any_rough = any(prediction.rough_estimate for prediction in predictions)
     all_fit = all(prediction.fits_memory is not False for prediction in predictions)
-    named = {(prediction.model, file) for prediction, file in zip(predictions, files, strict=False)}
-    ambiguous = len({model for model, _ in named}) < len(named)
+    names = {(prediction.model, file) for prediction, file in zip(predictions, files, strict=False)}
+    ambiguous = len({model for model, _ in names}) < len(names)
     cli.print_table([({"file": str(files[index])} if ambiguous else {}) | summary(prediction, show_sum)
                      | ({"rough estimate": "yes" if prediction.rough_estimate else "no"} if any_rough else {})
                      | ({} if all_fit else {"fits in memory": "no" if prediction.fits_memory is False else "yes"})
@@ -102,8 +100,8 @@ def print_predictions(predictions: Sequence[Prediction], top: int, energies: Seq
 
 def verdict(prediction: Prediction, slo: SloUnderLoad) -> str:
     """A sentence about an objective: whether it is met, by how much, how likely, and up to which load."""
-    could = f" (it could be {slo.could_be_ms:.4g})"
-    sentence = (f"{prediction.model}: {statistic(prediction, slo)} {slo.latency_ms:.4g} ms{could} "
+    upper_end = f" (it could be {slo.could_be_ms:.4g})"
+    sentence = (f"{prediction.model}: {statistic(prediction, slo)} {slo.latency_ms:.4g} ms{upper_end} "
                 f"{'meets' if slo.met else 'misses'} the SLO of {slo.limit_ms:g} ms by "
                 f"{abs(slo.headroom_ms):.4g} ms, {abs(slo.headroom_percent):.3g} %; that it is met is "
                 f"{chance_text(slo.chance)}; ")
@@ -143,9 +141,9 @@ def answers_json(answers: Sequence[Answer], best: Sequence[BestBatches], several
     best_for = {index: {"best_for": choice.best_for(index)} for choice in best for index in choice.places}
     rows = []
     for index, answer in enumerate(answers):
-        asked = {"slo": answer.slo, "energy": answer.energy}
+        results = {"slo": answer.slo, "energy": answer.energy}
         rows.append(answer.prediction.model_dump(mode="json") | ({"file": str(answer.model)} if several else {})
-                    | {name: record.model_dump(mode="json") for name, record in asked.items() if record}
+                    | {name: record.model_dump(mode="json") for name, record in results.items() if record}
                     | best_for.get(index, {}))
     return rows
 
@@ -166,12 +164,12 @@ def print_watch(watch: Watch, address: tuple[str, int] | None, as_json: bool, we
     """Prints a line for each prediction of a watch, until Ctrl-C or SIGTERM, and serves the latest at `address`, if any."""
     from hase.inference.live.watch import export  # noqa: PLC0415 - most predictions do not need it
 
-    over = set_by_signal()
+    stop = set_by_signal()
     server = export(watch, *address, web_config) if address else None
     if server:
         log.info("the latest prediction: %s", server.url)
     count = 0
-    for count, reading in enumerate(watch.readings(over), 1):
+    for count, reading in enumerate(watch.readings(stop), 1):
         if as_json:
             print(reading.model_dump_json(), flush=True)
         else:

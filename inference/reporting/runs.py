@@ -13,8 +13,6 @@ from hase.utils.lazy import onnx
 from hase.utils.pages.page import COLOURS, PageSection, PageTable, Piece, Shares, Timeline, TimelineSpan, TreeMap, TreeMapPart
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from hase.inference.llm.answers import LlmPrediction
     from hase.inference.prediction.answers import Prediction
     from hase.inference.prediction.run import PredictedRun
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
 
 MOST_SPANS = 8000  # in a timeline, so that a page stays below 2 MB
 SCOPES = "pkg.torch.onnx.name_scopes"
-LEAST = 0.0005  # share of the whole; smaller parts of a layer are grouped
+LEAST_SHARE = 0.0005  # of the whole run; smaller parts of a layer are grouped
 
 
 def operators_by_time(predictions: Sequence[Prediction]) -> list[str]:
@@ -39,17 +37,17 @@ def operators_by_time(predictions: Sequence[Prediction]) -> list[str]:
 def run_sections(run: PredictedRun, file: Path) -> list[PageSection]:
     """Where a run's time goes, and the run over time."""
     timeline, explanation = run_over_time(run)
-    return [PageSection("Where the time goes", where_time_goes(run, file), _together(run)),
+    return [PageSection("Where the time goes", where_time_goes(run, file), _kernel_total(run)),
             PageSection("The run over time", [timeline], explanation)]
 
 
 def folded_run(name: str, run: PredictedRun, file: Path) -> PageSection:
     """A collapsible section: where the time of one run among several goes."""
     timeline, explanation = run_over_time(run)
-    return PageSection(name, [*where_time_goes(run, file), timeline], f"{_together(run)} {explanation}", folded=True)
+    return PageSection(name, [*where_time_goes(run, file), timeline], f"{_kernel_total(run)} {explanation}", folded=True)
 
 
-def _together(run: PredictedRun) -> str:
+def _kernel_total(run: PredictedRun) -> str:
     nodes, sum_ms = sum(run.prediction.kernel_count.values()), run.prediction.kernel_sum_ms
     return f"The kernels of its {nodes} nodes take {sum_ms:.4g} ms together."
 
@@ -102,32 +100,32 @@ def run_over_time(run: PredictedRun) -> tuple[Timeline, str]:
 def time_by_layer(run: PredictedRun, file: Path) -> tuple[TreeMapPart, bool]:
     """The time of a run's kernels (ms) by layer, or by operator if the model has no layers; and whether it has."""
     record, scopes = run.run.record, _scopes(file)
-    paths = [_path(node, record.kernel_of(node).op_type, scopes) for node in record.nodes]
+    paths = [_layers_of_node(node, record.kernel_of(node).op_type, scopes) for node in record.nodes]
     layered = len({path[0] for path in paths if len(path) > 1}) > 1
     whole = TreeMapPart(record.file_stem)
     for index, (node, kernel) in enumerate(zip(record.nodes, run.run.nodes, strict=True)):
         operator = record.kernel_of(node).type
         path = (*(paths[index] if layered else (operator,)), f"{operator} ({node.name})")
-        into = whole
+        layer = whole
         for name in path[:-1]:
-            into = into.parts.setdefault(name, TreeMapPart(name))
-        into.parts[path[-1]] = TreeMapPart(operator, node.runs * kernel.latency_ms, operator,
-                                           f"{node.name}, {kernel.provenance}")
-    return _tidied(whole, LEAST * whole.total), layered
+            layer = layer.parts.setdefault(name, TreeMapPart(name))
+        layer.parts[path[-1]] = TreeMapPart(operator, node.runs * kernel.latency_ms, operator,
+                                            f"{node.name}, {kernel.provenance}")
+    return _tidied(whole, LEAST_SHARE * whole.total), layered
 
 
-def _path(node: Node, operator: str, scopes: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+def _layers_of_node(node: Node, operator: str, scopes: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
     """The layers of a node, outermost first.
 
     For a fused node, those of its first original node with the same operator, else of its first with any layers.
     """
     origins = sorted(node.origins, key=lambda origin: origin.op_type != operator)
     names = [*(origin.name for origin in origins), node.name]
-    return next((path for name in names if (path := scopes.get(name) or _layers_in(name))), ())
+    return next((path for name in names if (path := scopes.get(name) or _layers_in_name(name))), ())
 
 
-def _layers_in(name: str) -> tuple[str, ...]:
-    """The layers in a node's name, `/layer1/layer1.0/conv1/Conv`; none in a name without slashes."""
+def _layers_in_name(name: str) -> tuple[str, ...]:
+    """The layers in a node's name: `/layer1/layer1.0/conv1/Conv` gives `("layer1", "0", "conv1")`; none without slashes."""
     parts = [part for part in name.split("/")[:-1] if part]
     return tuple(part.removeprefix(f"{before}.") for before, part in zip(["", *parts], parts, strict=False))
 
@@ -140,12 +138,13 @@ def _scopes(file: Path) -> dict[str, tuple[str, ...]]:
         model = onnx.load(file, load_external_data=False)
     except OSError:
         return {}  # the file disappeared after the prediction; layers then come from node names
-    written = {node.name: entry.value for node in model.graph.node for entry in node.metadata_props if entry.key == SCOPES}
-    return {name: path for name, text in written.items() if (path := _layers_of(text))}
+    scopes = {node.name: entry.value for node in model.graph.node for entry in node.metadata_props if entry.key == SCOPES}
+    return {name: path for name, text in scopes.items() if (path := _layers_in_scopes(text))}
 
 
-def _layers_of(text: str) -> tuple[str, ...]:
-    """`["", "layer1", "layer1.0", "layer1.0.conv1", "conv2d_1"]` as `("layer1", "0", "conv1")`."""
+def _layers_in_scopes(text: str) -> tuple[str, ...]:
+    """The layers in torch's name scopes: `["", "layer1", "layer1.0", "layer1.0.conv1", "conv2d_1"]` gives
+    `("layer1", "0", "conv1")`."""
     try:
         scopes = ast.literal_eval(text)
     except (ValueError, SyntaxError):
@@ -185,17 +184,17 @@ def target_basis(fitted: Fitted) -> dict[str, str]:
 
 
 def about(warned: Mapping[str, Sequence[str]], asked: int) -> dict[str, Sequence[str]]:
-    """The warnings of a page, each with those that it concerns; the list is empty if it concerns all `asked`."""
+    """The warnings of a page, each with the names of the answers that it concerns; none if it concerns all `asked` answers."""
     return {text: () if len(names) == asked else names for text, names in warned.items()}
 
 
 def pace_of(answer: Prediction | LlmPrediction) -> str:
-    """The pace of the host that an answer is for, in words."""
+    """The host's pace that an answer assumes, in words."""
     if answer.host_pace_source is None:
         return "does not matter"
     return "not known" if answer.host_pace is None else f"{answer.host_pace:.3g} ({answer.host_pace_source})"
 
 
 def sentence(words: str) -> str:
-    """Words as a sentence."""
+    """Words with a capital letter and a full stop."""
     return f"{words[:1].upper()}{words[1:]}{'' if words.endswith('.') else '.'}"

@@ -32,13 +32,13 @@ log = get_logger("search")
 CODE = ("utils", "records", "runtimes", "model_zoo", "ort_analysis", "kernel_model", "benchmark",
         "graph_model", "overlap_simulator.py", "learned", "training", "inference")
 PACKAGES = {**RAY, "pyarrow": "requirements-search.txt"}
-TRAVELS = {"space": ".py", "score": ".csv"}  # attributes of a question that can name a file, with its suffix
+SENT_FILES = {"space": ".py", "score": ".csv"}  # attributes of a question that can name a file to send, with its suffix
 SAME_PACKAGES = "install the same packages on all machines of the cluster"
 COLUMN = "batch"
 
 
 class Failed(NamedTuple):
-    """Replaces a missing batch, with the reason for the user."""
+    """Stands for a batch that could not be evaluated, with the reason for the user."""
 
     why: str
 
@@ -47,18 +47,19 @@ class ClusterWork(NamedTuple):
     """The work for the machines of a cluster.
 
     Attributes:
-        passed: number of candidates that were searched before.
+        skipped: number of candidates that were searched before.
+        size: number of candidates in a batch.
         folder: the driver's working directory, for relative paths.
         learned: the predictors' files, by their paths in the workspace (`Evaluator.learned`).
-        asked: contents of the files that the question names: the space, if it is a Python file, and a table of scores.
+        sent: contents of the files that the question names: the space, if it is a Python file, and a table of scores.
     """
 
     question: SearchQuestion
-    passed: int
+    skipped: int
     size: int
     folder: Path
     learned: Mapping[str, bytes]
-    asked: Mapping[str, bytes]
+    sent: Mapping[str, bytes]
 
 
 class RemoteEvaluator:
@@ -84,11 +85,11 @@ class RemoteEvaluator:
             return _table(Failed(_why(error)))
 
 
-def evaluated_on_ray(evaluator: Evaluator, passed: int, size: int, address: str,
+def evaluated_on_ray(evaluator: Evaluator, skipped: int, size: int, address: str,
                      processes: int | None = None) -> Generator[SearchCandidate]:
     """The candidates of a space, in order, evaluated on a cluster in batches of `size`.
 
-    The first `passed` candidates are skipped. `address` is HOST:PORT, or `auto`; `processes` is by default one for each CPU.
+    The first `skipped` candidates are left out. `address` is HOST:PORT, or `auto`; `processes` is by default one for each CPU.
     """
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # otherwise Ray warns about each actor of Ray Data
     with connected(address, CODE, PACKAGES):
@@ -98,14 +99,14 @@ def evaluated_on_ray(evaluator: Evaluator, passed: int, size: int, address: str,
         count = min(processes or cpus, cpus)
         log.info("%d process%s on Ray", count, "es" * (count != 1))
         question = evaluator.elsewhere
-        asked = {name: Path(path).read_bytes() for name in TRAVELS
-                 if (path := getattr(question, name)) and path.endswith(TRAVELS[name])}
+        sent = {name: Path(path).read_bytes() for name in SENT_FILES
+                if (path := getattr(question, name)) and path.endswith(SENT_FILES[name])}
         try:
-            for table in _tables(ClusterWork(question, passed, size, Path.cwd(), evaluator.learned, asked), count):
-                for found in _values(table):
-                    if isinstance(found, Failed):
-                        raise UserError(found.why)
-                    yield from found
+            for table in _tables(ClusterWork(question, skipped, size, Path.cwd(), evaluator.learned, sent), count):
+                for candidates in _values(table):
+                    if isinstance(candidates, Failed):
+                        raise UserError(candidates.why)
+                    yield from candidates
         except ray.exceptions.RayTaskError:
             raise  # a bug: keep its traceback
         except (ray.exceptions.RayError, ray.data.exceptions.ExecutionTimeoutError) as error:
@@ -125,17 +126,17 @@ def _tables(work: ClusterWork, count: int) -> Iterator[pyarrow.Table]:
     here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
     source = _source(work._replace(learned={}))
     choices = ray.data.read_datasource(source, override_num_blocks=1, num_cpus=0, label_selector=here)
-    found = choices.map_batches(RemoteEvaluator, batch_size=None, batch_format="pyarrow", num_cpus=1,
-                                fn_constructor_args=(work,), compute=ray.data.ActorPoolStrategy(size=count))
-    yield from found.iter_batches(batch_size=None, batch_format="pyarrow")
+    evaluated = choices.map_batches(RemoteEvaluator, batch_size=None, batch_format="pyarrow", num_cpus=1,
+                                    fn_constructor_args=(work,), compute=ray.data.ActorPoolStrategy(size=count))
+    yield from evaluated.iter_batches(batch_size=None, batch_format="pyarrow")
 
 
 def _source(work: ClusterWork) -> ray.data.Datasource:
     """A Ray data source in which one task produces all choices."""
     class Choices(ray.data.Datasource):
         def get_read_tasks(self, parallelism: int, *_: Any, **__: Any) -> list[ray.data.ReadTask]:
-            about = ray.data.block.BlockMetadata(num_rows=None, size_bytes=None, input_files=None, exec_stats=None)
-            return [ray.data.ReadTask(lambda: _choices(work), about)]
+            metadata = ray.data.block.BlockMetadata(num_rows=None, size_bytes=None, input_files=None, exec_stats=None)
+            return [ray.data.ReadTask(lambda: _choices(work), metadata)]
 
         def estimate_inmemory_data_size(self) -> None:
             return None
@@ -149,7 +150,7 @@ def _choices(work: ClusterWork) -> Iterator[pyarrow.Table]:
     question = work.question
     try:
         space = space_of(question.space, Workspace(question.workspace), question.most, question.seed)
-        for batch in batches(islice(space.choices(), work.passed, None), work.size):
+        for batch in batches(islice(space.choices(), work.skipped, None), work.size):
             yield _table(batch)
     except UserError as error:
         yield _table(Failed(_why(error)))
@@ -159,11 +160,11 @@ def _evaluator(work: ClusterWork, folder: Path) -> Evaluator:
     """The evaluator of the driver's question on this machine. `folder` holds the files that it needs, and must remain."""
     with suppress(OSError):  # without this folder no relative path is found, and the candidates' errors say so
         os.chdir(work.folder)
-    here: dict[str, Any] = {name: str(folder / Path(getattr(work.question, name)).name) for name in work.asked}
-    for path, content in [*((here[name], content) for name, content in work.asked.items()), *work.learned.items()]:
+    paths: dict[str, Any] = {name: str(folder / Path(getattr(work.question, name)).name) for name in work.sent}
+    for path, content in [*((paths[name], content) for name, content in work.sent.items()), *work.learned.items()]:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(content)
-    return Evaluator(work.question._replace(workspace=folder, **here))
+    return Evaluator(work.question._replace(workspace=folder, **paths))
 
 
 def _why(error: Exception) -> str:

@@ -36,7 +36,7 @@ log = get_logger("search")
 Rank = tuple[float, float, int]
 PART_VERSION = 1
 PARQUET, CSV = ".parquet", ".csv"
-ROWS_AT_A_TIME = 10_000  # row group of a Parquet file
+ROWS_AT_A_TIME = 10_000  # size of a row group of a Parquet file
 COLUMNS = (*SearchCandidate._fields, "rank", "front")
 
 
@@ -73,7 +73,7 @@ class _Tally:
         self._failed += bool(candidate.error)
         self._first_error = self._first_error or candidate.error or ""
 
-    def found(self) -> SearchResult:
+    def result(self) -> SearchResult:
         return SearchResult(self._best.candidates, self._front.candidates, self.searched, self._admitted, self._failed,
                      self._first_error)
 
@@ -94,21 +94,21 @@ def search(question: SearchQuestion, top: int, out: Path | None = None, processe
     for notice in evaluator_for(question).notices:
         log.warning(notice)
     space = space_of(question.space, Workspace(question.workspace), question.most, question.seed)
-    tally, left, part = _Tally(top, question.limits.least_chance), space.choices(), None
+    tally, choices, part_file = _Tally(top, question.limits.least_chance), space.choices(), None
     if out is not None:
         check_suffix(out)
-        part = PartFile(out, question)
-        part.begin()
+        part_file = PartFile(out, question)
+        part_file.begin()
         last = None
-        for candidate in part.candidates():
+        for candidate in part_file.candidates():
             tally.add(candidate)
             last = candidate
         if last is not None:
-            _pass_over(left, tally.searched, last, part)
+            _skip_searched(choices, tally.searched, last, part_file)
             log.info("%d candidates were searched before; going on from there", tally.searched)
     total = None if space.total is None else -(-(space.total - tally.searched) // BATCH)
     if ray_address is None:
-        stream = _evaluated(question, left, processes or 1)
+        stream = _evaluated(question, choices, processes or 1)
     else:
         stream = evaluated_on_ray(evaluator_for(question), tally.searched, BATCH, ray_address, processes)
     with closing(stream):
@@ -116,13 +116,13 @@ def search(question: SearchQuestion, top: int, out: Path | None = None, processe
             candidates = [candidate._replace(number=number) for number, candidate in enumerate(batch, tally.searched)]
             for candidate in candidates:
                 tally.add(candidate)
-            if part is not None:
-                part.add(candidates)
-    found = tally.found()
-    if out is not None and part is not None:
-        write_table(out, part.candidates(), found.best, found.front)
-        part.remove()
-    return found
+            if part_file is not None:
+                part_file.add(candidates)
+    result = tally.result()
+    if out is not None and part_file is not None:
+        write_table(out, part_file.candidates(), result.best, result.front)
+        part_file.remove()
+    return result
 
 
 def _evaluated(question: SearchQuestion, choices: Iterator[Choice], processes: int) -> Generator[SearchCandidate]:
@@ -134,10 +134,10 @@ def _evaluated(question: SearchQuestion, choices: Iterator[Choice], processes: i
             yield from task(batch)
 
 
-def _pass_over(choices: Iterator[Choice], count: int, last: SearchCandidate, part: PartFile) -> None:
+def _skip_searched(choices: Iterator[Choice], count: int, last: SearchCandidate, part: PartFile) -> None:
     """Skips the choices that were searched before."""
-    passed = next(islice(choices, count - 1, None), None)
-    if passed is None or (not is_model(passed) and choice_name(passed) != last.model):
+    last_skipped = next(islice(choices, count - 1, None), None)
+    if last_skipped is None or (not is_model(last_skipped) and choice_name(last_skipped) != last.model):
         raise UserError(f"{part.path}: the space gives other candidates now than when that search began; remove the file, or "
                         "choose another --out")
 
@@ -182,10 +182,10 @@ class Front:
         if index and (self._front[index - 1].score or 0.0) >= score:
             return
         first = bisect.bisect_left(self._latencies, latency_ms)
-        behind = first
-        while behind < len(self._front) and (self._front[behind].score or 0.0) <= score:
-            behind += 1
-        self._front[first:behind], self._latencies[first:behind] = [candidate], [latency_ms]
+        end = first  # the candidates from first to end are beaten
+        while end < len(self._front) and (self._front[end].score or 0.0) <= score:
+            end += 1
+        self._front[first:end], self._latencies[first:end] = [candidate], [latency_ms]
 
     @property
     def candidates(self) -> list[SearchCandidate]:
@@ -194,7 +194,7 @@ class Front:
 
 
 def admitted(candidate: SearchCandidate, least_chance: float) -> bool:
-    """Whether a candidate keeps to the limits with at least this probability."""
+    """Whether a candidate is within the limits with at least this probability."""
     return candidate.chance is not None and candidate.chance >= least_chance
 
 
@@ -226,7 +226,7 @@ class PartFile:
 
     def begin(self) -> None:
         """Creates the file if it does not exist."""
-        first = next(_whole_lines(self.path), None)
+        first = next(_complete_lines(self.path), None)
         if first is None:
             self.path.unlink(missing_ok=True)  # a kill may have cut its first line short
             append_line(self.path, line_with_digest(self._heading))
@@ -240,7 +240,7 @@ class PartFile:
 
     def candidates(self) -> Iterator[SearchCandidate]:
         """The candidates so far, in order."""
-        for number, line in enumerate(_whole_lines(self.path)):
+        for number, line in enumerate(_complete_lines(self.path)):
             if number:
                 yield from (SearchCandidate(*fields) for fields in json.loads(line)["candidates"])
 
@@ -248,7 +248,7 @@ class PartFile:
         self.path.unlink()
 
 
-def _whole_lines(path: Path) -> Iterator[str]:
+def _complete_lines(path: Path) -> Iterator[str]:
     """The complete lines of a file without digests, skipping a last line that was cut short. Empty without a file."""
     if not path.exists():
         return
@@ -265,7 +265,8 @@ def _whole_lines(path: Path) -> Iterator[str]:
 def write_table(out: Path, candidates: Iterable[SearchCandidate], best: Sequence[SearchCandidate],
                 front: Sequence[SearchCandidate]) -> None:
     """Writes all candidates as CSV or Parquet, completely or not at all."""
-    ranks, on_front = {one.number: rank for rank, one in enumerate(best, 1)}, {one.number for one in front}
+    ranks = {candidate.number: rank for rank, candidate in enumerate(best, 1)}
+    on_front = {candidate.number for candidate in front}
     rows = ({**candidate._asdict(), "rank": ranks.get(candidate.number), "front": candidate.number in on_front}
             for candidate in candidates)
     with replacing(out) as path, (_parquet_rows if out.suffix == PARQUET else _csv_rows)(path) as write:

@@ -22,7 +22,7 @@ from hase.utils.errors import UserError
 from hase.utils.fingerprint import Flavour
 from hase.utils.paths import Workspace
 
-COUNT = 10_000  # networks of a space that is too large to enumerate
+COUNT = 10_000  # networks drawn from a space that is too large to enumerate
 LISTS = (".txt", ".lst")
 Choice = Any
 
@@ -44,7 +44,7 @@ class SearchSpace(NamedTuple):
 
 
 def space_of(name: str, workspace: Workspace, count: int | None = None, seed: int = 0) -> SearchSpace:
-    """The space with this name.
+    """The search space with this name.
 
     Args:
         name: `ofa`, a folder of models (.onnx), a list of them (.txt, one path a line), or a Python file (.py).
@@ -55,7 +55,7 @@ def space_of(name: str, workspace: Workspace, count: int | None = None, seed: in
         drawn = COUNT if count is None else count
         return SearchSpace(lambda: ofa.choices(drawn, seed), drawn, ofa.make)
     if path.suffix == ".py" and path.is_file():
-        return _of_file(path, count)
+        return _file_space(path, count)
     if path.suffix in LISTS and path.is_file():
         models = [Path(line.strip()) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     elif path.is_dir():
@@ -66,26 +66,26 @@ def space_of(name: str, workspace: Workspace, count: int | None = None, seed: in
     if not models:
         raise UserError(f"{name}: names no models; write a path on each line")
     models = models[:count]
-    return SearchSpace(lambda: iter(models), len(models), _itself)
+    return SearchSpace(lambda: iter(models), len(models), _choice_itself)
 
 
-def _itself(choice: Choice, flavour: Flavour) -> Source:
+def _choice_itself(choice: Choice, flavour: Flavour) -> Source:
     """Returns the choice, which is already a model."""
     source: Source = choice
     return source
 
 
-def _of_file(path: Path, count: int | None) -> SearchSpace:
+def _file_space(path: Path, count: int | None) -> SearchSpace:
     """The space that a Python file defines."""
-    module = _imported(path)
+    module = _imported_module(path)
     choices = getattr(module, "choices", None)
     if not callable(choices):
         raise UserError(f"{path}: defines no function choices() that gives the candidates, one after another")
-    return SearchSpace(lambda: islice(_guarded(path, "choices", choices), count), count, getattr(module, "make", _itself),
-                 getattr(module, "score", None))
+    return SearchSpace(lambda: islice(_guarded_choices(path, "choices", choices), count), count,
+                       getattr(module, "make", _choice_itself), getattr(module, "score", None))
 
 
-def _imported(path: Path) -> ModuleType:
+def _imported_module(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"search_space_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise UserError(f"{path}: no Python file")
@@ -97,7 +97,7 @@ def _imported(path: Path) -> ModuleType:
     return module
 
 
-def _guarded(path: Path, function: str, choices: Callable[[], Iterator[Choice]]) -> Iterator[Choice]:
+def _guarded_choices(path: Path, function: str, choices: Callable[[], Iterator[Choice]]) -> Iterator[Choice]:
     try:
         yield from choices()
     except Exception as error:  # the user's code may raise anything
@@ -105,5 +105,5 @@ def _guarded(path: Path, function: str, choices: Callable[[], Iterator[Choice]])
 
 
 def user_code_error(what: object, function: str, error: Exception) -> UserError:
-    """An exception of the user's code, as one line."""
+    """The error for an exception of the user's code, in one line."""
     return UserError(f"{what}: {function} failed with {type(error).__name__}: {error}")

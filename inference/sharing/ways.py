@@ -28,12 +28,11 @@ if TYPE_CHECKING:
     from hase.inference.prediction.targets import Fitted
     from hase.learned.sharing import LearnedMps
 
-
 MPS, MPS_SHARES, MIG = "mps", "mps with shares", "mig"
 SHARES = (25, 50, 75)  # possible shares of the threads, per cent
-COMPUTE_SLICES, MEMORY_SLICES = 7, 8
+COMPUTE_SLICES, MEMORY_SLICES = 7, 8  # of a GPU
 CARDS = ("A100", "H100", "H200", "GH200", "B200", "GB200")
-MIG_SPAN = Span(0.6, 1.6)  # uncertainty of these latencies: a choice, since none was measured
+MIG_SPAN = Span(0.6, 1.6)  # uncertainty of these latencies; chosen by hand, since none was measured
 NEVER_MEASURED = ("instances (MIG) were never measured: their times follow from the slices that the data sheet gives them, and "
                   "switching to them needs an administrator")
 
@@ -102,7 +101,7 @@ def times_under(fitted: Fitted, sharing: SetSharing) -> WayTimes:
 
 
 def pair_of(first: PredictedRun, second: PredictedRun, sharing: SetSharing | None = None) -> Pair:
-    """Two models on one GPU, each run without a pause in its own process.
+    """Two models on one GPU, each run in its own process without a pause.
 
     Without `sharing`: as this machine's GPU is shared now if it is the target, else in time slices. Raises NotShared,
     NotThroughMps: nothing was learned of how the target is shared in this way; UserError: `sharing` has shares for another
@@ -174,9 +173,9 @@ class ThroughMps:
         return mps_process(run, self._learned, percent)
 
     def _alone_ms(self, model: PredictedRun, process: MpsProcess) -> float:
-        fewer = self._with_share(process)
+        shared_tracks = self._with_share(process)
         usual_ms = pipeline_ms(process.tracks, model.run.costs) if model.run.costs else 0.0
-        return model.alone_ms + pipeline_ms(fewer, process.costs) - usual_ms
+        return model.alone_ms + pipeline_ms(shared_tracks, process.costs) - usual_ms
 
 
 def mps_process(run: PredictedRun, learned: LearnedMps, percent: int) -> MpsProcess:
@@ -197,6 +196,8 @@ def learned_elsewhere(fitted: Fitted) -> tuple[str, ...]:
     return (f"how kernels of several processes run at the same time through MPS was learned on "
             f"{fitted.mps.sharing.learned_on}, and not on {fitted.target.name}",)
 
+
+# instances (MIG) ---------------------------------------------------------------------------------------------------------
 
 class MigProfile(NamedTuple):
     """A kind of instance: its name, and its slices of compute and of memory."""
@@ -236,15 +237,15 @@ class InInstances:
         self._learned = learned
 
     def choices(self, models: int) -> list[SetSharing]:
-        """A profile for each model, such that none can be larger."""
-        def larger(profiles: tuple[MigProfile, ...]) -> bool:
-            return any(fit_together([*profiles[:index], better, *profiles[index + 1:]])
-                       for index, profile in enumerate(profiles) for better in PROFILES if better.compute > profile.compute)
+        """A profile for each model, such that none could be larger."""
+        def can_grow(profiles: tuple[MigProfile, ...]) -> bool:
+            return any(fit_together([*profiles[:index], larger, *profiles[index + 1:]])
+                       for index, profile in enumerate(profiles) for larger in PROFILES if larger.compute > profile.compute)
 
         fitting = [profiles for profiles in product(PROFILES, repeat=models) if fit_together(profiles)]
         return [SetSharing(percents=tuple(profile.percent for profile in profiles),
                            instances=tuple(profile.name for profile in profiles))
-                for profiles in fitting if not larger(profiles)]
+                for profiles in fitting if not can_grow(profiles)]
 
     def alone_ms(self, model: PredictedRun, percent: int) -> float:
         """The mean latency of a run in the instance with such a share of the threads."""
@@ -255,8 +256,8 @@ class InInstances:
         by_threads_ms = times_at_share(tracks.gpu_ms, grids.width, profile.compute / COMPUTE_SLICES,
                                        self._learned.sharing.rules)
         by_memory_ms = tracks.gpu_ms * grids.bandwidth * MEMORY_SLICES / profile.memory
-        slower = tracks._replace(gpu_ms=np.maximum(by_threads_ms, by_memory_ms))
-        return model.alone_ms + pipeline_ms(slower, costs) - pipeline_ms(tracks, costs)
+        slower_tracks = tracks._replace(gpu_ms=np.maximum(by_threads_ms, by_memory_ms))
+        return model.alone_ms + pipeline_ms(slower_tracks, costs) - pipeline_ms(tracks, costs)
 
     def beside(self, model: PredictedRun, percent: int, others: Sequence[tuple[PredictedRun, int]]) -> tuple[float, UnderLoad]:
         """The latency alone (ms), which equals that beside the others."""

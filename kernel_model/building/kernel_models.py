@@ -1,4 +1,4 @@
-"""A kernel as an ONNX model of its own, or many kernels in one carrier model.
+"""Builds a kernel as an ONNX model of its own, or many kernels into one carrier model.
 
 A kernel that runs alone in a loop finds its weights in the cache, and each run has the overhead of a session. In a carrier,
 caches are as in a real model: a kernel's inputs were just written by the operator before it, and its weights were last used one
@@ -45,12 +45,12 @@ if TYPE_CHECKING:
 INLINE_BYTES = 1 << 16  # larger weights are made by nodes …
 REPEATED_TYPES = {"float32", "float16", "bfloat16", "uint8", "int8"}  # … if they are of these types
 REPEATED_ELEMENTS = 64, 1 << 12  # least and most random numbers that such a weight repeats
-MAKES_WEIGHT = "weight_"  # prefix of the names of these nodes and of their constants
+WEIGHT_PREFIX = "weight_"  # of the names of these nodes and of their constants
 IR_VERSION = 10
-WRITTEN_BEFORE = {"cpu": {"float32", "float64"}, "cuda": {"float32", "float64", "float16", "bfloat16"}}  # types that Abs takes
-WRITTEN_INSTEAD = {"int64", "int32", "int8", "uint8"}  # for kernels without such inputs, to separate a GPU's work
-WRITER_OP = "Abs"
-WRITER = "abs_"  # prefix of the names of nodes that write a kernel's inputs
+WRITTEN_TYPES = {"cpu": {"float32", "float64"}, "cuda": {"float32", "float64", "float16", "bfloat16"}}  # inputs that Abs writes
+WRITTEN_IF_NO_FLOATS = {"int64", "int32", "int8", "uint8"}  # of kernels without such inputs, to separate a GPU's work
+WRITER_OP = "Abs"  # of the nodes in a carrier that write a kernel's inputs
+WRITER = "abs_"  # prefix of the names of these nodes
 
 
 def kernel_node(kernel: Kernel, inputs: list[str], outputs: list[str], name: str) -> onnx.NodeProto:
@@ -88,9 +88,9 @@ def add_weights(graph: onnx.GraphProto, kernel: Kernel, weights: Mapping[int, np
                 repeated: bool = True) -> None:
     """Adds a kernel's constants to a graph: those in `weights` (by input index), else random ones. With `repeated`, nodes
     generate large random ones; otherwise their values are in the graph."""
-    making: list[onnx.NodeProto] = []
+    generators: list[onnx.NodeProto] = []
     for position, tensor in enumerate(kernel.inputs):
-        name, start = input_name(position), f"{MAKES_WEIGHT}{position}_"
+        name, prefix = input_name(position), f"{WEIGHT_PREFIX}{position}_"
         if not tensor.present or not is_inside(kernel, position):
             continue
         by_nodes = repeated and is_large_weight(tensor) and position not in (weights or {})
@@ -100,24 +100,25 @@ def add_weights(graph: onnx.GraphProto, kernel: Kernel, weights: Mapping[int, np
                 np.asarray(weight_value(kernel, position, weights), order="C"), name))
             continue
         constants = {"random": numbers, "times": np.array([tensor.elements // len(numbers)]), "shape": np.array(tensor.shape)}
-        graph.initializer.extend(onnx.numpy_helper.from_array(value, start + key) for key, value in constants.items())
-        for op_type, inputs, output in (("Tile", ("random", "times"), start + "flat"), ("Reshape", ("flat", "shape"), name)):
-            making.append(onnx.helper.make_node(op_type, [start + key for key in inputs], [output], name=start + op_type))
-    nodes = [*making, *graph.node]
+        graph.initializer.extend(onnx.numpy_helper.from_array(value, prefix + key) for key, value in constants.items())
+        for op_type, inputs, output in (("Tile", ("random", "times"), prefix + "flat"), ("Reshape", ("flat", "shape"), name)):
+            sources = [prefix + key for key in inputs]
+            generators.append(onnx.helper.make_node(op_type, sources, [output], name=prefix + op_type))
+    nodes = [*generators, *graph.node]
     del graph.node[:]
     graph.node.extend(nodes)
 
 
 def take_weights(model: onnx.ModelProto, kernel: Kernel) -> dict[str, np.ndarray]:
     """Removes the nodes that generate large weights from a built kernel; returns these weights by name."""
-    graph, made = model.graph, {output for node in model.graph.node if node.name.startswith(MAKES_WEIGHT)
-                                for output in node.output}
+    graph, generated = model.graph, {output for node in model.graph.node if node.name.startswith(WEIGHT_PREFIX)
+                                     for output in node.output}
     for members in (graph.node, graph.initializer):
-        kept = [member for member in members if not member.name.startswith(MAKES_WEIGHT)]
+        kept = [member for member in members if not member.name.startswith(WEIGHT_PREFIX)]
         del members[:]
         members.extend(kept)
     return {input_name(position): np.resize(repeated_numbers(tensor), tensor.shape)
-            for position, tensor in enumerate(kernel.inputs) if input_name(position) in made}
+            for position, tensor in enumerate(kernel.inputs) if input_name(position) in generated}
 
 
 def read_built(path: Path) -> tuple[onnx.ModelProto, Kernel]:
@@ -130,11 +131,11 @@ def read_built(path: Path) -> tuple[onnx.ModelProto, Kernel]:
 
 def weight_declaration(name: str, value: np.ndarray) -> onnx.TensorProto:
     """A constant without its value, which is given to the session: protobuf messages can't hold large values."""
-    described = onnx.TensorProto(name=name, data_type=onnx.helper.np_dtype_to_tensor_dtype(value.dtype), dims=value.shape,
-                                 data_location=onnx.TensorProto.EXTERNAL)
+    declaration = onnx.TensorProto(name=name, data_type=onnx.helper.np_dtype_to_tensor_dtype(value.dtype), dims=value.shape,
+                                   data_location=onnx.TensorProto.EXTERNAL)
     for key, text in (("location", name), ("length", str(value.nbytes))):
-        described.external_data.append(onnx.StringStringEntryProto(key=key, value=text))
-    return described
+        declaration.external_data.append(onnx.StringStringEntryProto(key=key, value=text))
+    return declaration
 
 
 def open_kernel(path: Path, device: str, kernel: Kernel, **options: Any) -> onnxruntime.InferenceSession:
@@ -185,8 +186,8 @@ def check_kernel(path: Path, kernel: Kernel, device: str) -> None:
     with model_errors(str(path)):
         if any(tensor.dtype == "bfloat16" for tensor in (*kernel.inputs, *kernel.outputs)):  # which numpy lacks
             values = {name: ort_value(value) for name, value in dummy_inputs(kernel).items()}
-            made = session.run_with_ort_values(None, values)
-            outputs = [value.numpy() for value in made if value.data_type() != "tensor(bfloat16)"]
+            results = session.run_with_ort_values(None, values)
+            outputs = [value.numpy() for value in results if value.data_type() != "tensor(bfloat16)"]
         else:
             outputs = session.run(None, dummy_inputs(kernel))
     if any(np.issubdtype(out.dtype, np.floating) and np.isnan(out).any() for out in map(np.asarray, outputs)):
@@ -222,14 +223,14 @@ class Carrier(NamedTuple):
     model: onnx.ModelProto  # the graph
     values: dict[str, np.ndarray]  # for its inputs, by name
     weights: dict[str, np.ndarray]  # values of large constants, by name; external data in the graph
-    caches: list[str]  # those of its inputs that are caches of attention
+    caches: list[str]  # names of inputs that are caches of attention
 
 
-class _GrowingCarrier:
-    """A carrier under construction."""
+class _CarrierBuilder:
+    """Builds a carrier kernel by kernel."""
 
     def __init__(self, device: str, with_floats: bool) -> None:
-        self._device, self._written_before = device, WRITTEN_BEFORE[device]
+        self._device, self._written_types = device, WRITTEN_TYPES[device]
         self._with_floats = with_floats
         self.nodes: list[onnx.NodeProto] = []
         self.constants: list[onnx.TensorProto] = []
@@ -246,9 +247,9 @@ class _GrowingCarrier:
                  for position, tensor in enumerate(kernel.inputs)]
         outputs = [f"k{number}_y{position}" if tensor.present else "" for position, tensor in enumerate(kernel.outputs)]
         self.nodes.append(kernel_node(kernel, names, outputs, node_name(number)))
-        in_past = shared_outputs(kernel)
+        in_place = shared_outputs(kernel)
         for position, name in enumerate(outputs):
-            if position in in_past:
+            if position in in_place:
                 tensor = kernel.outputs[position]
                 self.outputs.append(onnx.helper.make_tensor_value_info(name, type_code(tensor.dtype), tensor.shape))
             elif name:
@@ -270,8 +271,8 @@ class _GrowingCarrier:
         """The inputs of a kernel that an `Abs` writes: the floating-point ones, or else, on a GPU, an integer one."""
         read = [position for position, tensor in enumerate(kernel.inputs)
                 if tensor.present and not is_inside(kernel, position) and not is_cache(kernel, position)]
-        floating = [position for position in read if kernel.inputs[position].dtype in self._written_before]
-        whole = [position for position in read if kernel.inputs[position].dtype in WRITTEN_INSTEAD]
+        floating = [position for position in read if kernel.inputs[position].dtype in self._written_types]
+        whole = [position for position in read if kernel.inputs[position].dtype in WRITTEN_IF_NO_FLOATS]
         return floating or (whole[:1] if self._device == "cuda" else [])
 
     def _add_input(self, number: int, kernel: Kernel, position: int, written: Collection[int]) -> str:
@@ -285,10 +286,10 @@ class _GrowingCarrier:
             if self._with_floats or "float" not in tensor.dtype:
                 self.values[name] = dummy_tensor(kernel, position, number)
         elif position in written:
-            is_chosen = "float" not in tensor.dtype or value_it_needs(kernel, position) is not None  # any numbers will not do
-            shared = f"in_{name}" if is_chosen else f"in_{tensor.dtype}_{'x'.join(map(str, tensor.shape))}"
+            value_matters = "float" not in tensor.dtype or value_it_needs(kernel, position) is not None
+            shared = f"in_{name}" if value_matters else f"in_{tensor.dtype}_{'x'.join(map(str, tensor.shape))}"
             self.inputs[shared] = onnx.helper.make_tensor_value_info(shared, type_code(tensor.dtype), tensor.shape)
-            if (is_chosen or self._with_floats) and shared not in self.values:
+            if (value_matters or self._with_floats) and shared not in self.values:
                 self.values[shared] = dummy_tensor(kernel, position, number)
             self.nodes.append(onnx.helper.make_node(WRITER_OP, [shared], [name], name=f"{WRITER}{number}_{position}"))
         else:
@@ -297,11 +298,10 @@ class _GrowingCarrier:
         return name
 
 
-def build_carrier(kernels: Sequence[Kernel], device: str,
-                  with_floats: bool = True) -> Carrier:
+def build_carrier(kernels: Sequence[Kernel], device: str, with_floats: bool = True) -> Carrier:
     """The carrier of `kernels`, in order, for `cpu` or `cuda`. The node of kernel i is named `node_name(i)`. Opsets are those
     of the last kernel of each domain. Without `with_floats`, inputs of an `Abs` that may have any value get no value."""
-    carrier = _GrowingCarrier(device, with_floats)
+    carrier = _CarrierBuilder(device, with_floats)
     opsets: dict[str, int] = {"": 20}
     for number, kernel in enumerate(kernels):
         opsets[kernel.domain] = kernel.opset

@@ -20,14 +20,14 @@ from hase.utils.errors import UserError
 from hase.utils.lazy import onnx
 from hase.utils.ort_sessions import open_session
 
-FLOAT_TYPES = ("float32", "float16")  # that a kernel may be drawn in
+FLOAT_TYPES = ("float32", "float16")  # the types in which a kernel may be drawn
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 
 def float_types(kernel: Kernel) -> set[str]:
     """The types in FLOAT_TYPES of a kernel's tensors, except tensors with the same type in all models."""
-    single = operator_row(kernel.op_type).single_inputs
-    tensors = [t for position, t in enumerate(kernel.inputs) if position not in single] + list(kernel.outputs)
+    same_type_inputs = operator_row(kernel.op_type).single_inputs
+    tensors = [t for position, t in enumerate(kernel.inputs) if position not in same_type_inputs] + list(kernel.outputs)
     return {t.dtype for t in tensors}.intersection(FLOAT_TYPES)
 
 
@@ -38,18 +38,18 @@ def in_float_type(kernel: Kernel, dtype: str) -> Kernel:
         return kernel
     if len(types) > 1:
         raise UserError(f"{kernel.id}: mixes floating types, so it has no counterpart in {dtype}")
-    single = operator_row(kernel.op_type).single_inputs
-    inputs = [t if position in single else _typed(t, dtype) for position, t in enumerate(kernel.inputs)]
+    same_type_inputs = operator_row(kernel.op_type).single_inputs
+    inputs = [t if position in same_type_inputs else _typed(t, dtype) for position, t in enumerate(kernel.inputs)]
     attributes: dict[str, Any] = {
         name: value | {"dtype": dtype} if isinstance(value, dict) and value.get("dtype") in FLOAT_TYPES else value
         for name, value in kernel.attributes.items()}
     if kernel.op_type == "Cast" and kernel.outputs[0].dtype in FLOAT_TYPES:
         attributes["to"] = type_code(dtype)
-    twin = describe_kernel(kernel.op_type, kernel.domain, kernel.opset, attributes, inputs,
-                           [_typed(output, dtype) for output in kernel.outputs])
-    if on_cuda(kernel) and not on_cuda(twin):
+    converted = describe_kernel(kernel.op_type, kernel.domain, kernel.opset, attributes, inputs,
+                                [_typed(output, dtype) for output in kernel.outputs])
+    if on_cuda(kernel) and not on_cuda(converted):
         raise UserError(f"{kernel.id}: the CUDA provider has no {kernel.op_type} in {dtype}")
-    return twin
+    return converted
 
 
 def _typed(tensor: AnyTensor, dtype: str) -> AnyTensor:
@@ -90,6 +90,8 @@ def without_large_weights(kernel: Kernel) -> onnx.ModelProto:
         output.ClearField("type")
     return model
 
+
+# draws by operator -------------------------------------------------------------------------------------------------------
 
 DrawnInputs = tuple[list[KernelInput], dict[str, Any]]
 BLOCK = 16  # channels of a blocked tensor come in multiples of ORT's widest block
@@ -256,15 +258,15 @@ def draw_any_conv(kernel: Kernel, batch: int, generator: np.random.Generator, sp
 def draw_recurrent(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> DrawnInputs:
     """A recurrent layer with other steps, rows, input width and hidden size."""
     inputs, attributes = list(kernel.inputs), dict(kernel.attributes)
-    (steps, _, wide), hidden = inputs[0].shape, inputs[2].shape[2]
+    (steps, _, width), hidden = inputs[0].shape, inputs[2].shape[2]
     gates = inputs[2].shape[1] // hidden
-    same = wide == hidden
+    as_wide = width == hidden
     steps, hidden = scaled(steps, generator, spread=spread), scaled(hidden, generator, 8, spread)
-    wide = hidden if same else scaled(wide, generator, 8 if wide % 8 == 0 else 1, spread)
-    ways = inputs[1].shape[0]
-    shapes = {0: (steps, batch, wide), 1: (ways, gates * hidden, wide), 2: (ways, gates * hidden, hidden),
-              3: (ways, 2 * gates * hidden), 4: (batch,), 5: (ways, batch, hidden), 6: (ways, batch, hidden),
-              7: (ways, 3 * hidden)}
+    width = hidden if as_wide else scaled(width, generator, 8 if width % 8 == 0 else 1, spread)
+    directions = inputs[1].shape[0]
+    shapes = {0: (steps, batch, width), 1: (directions, gates * hidden, width), 2: (directions, gates * hidden, hidden),
+              3: (directions, 2 * gates * hidden), 4: (batch,), 5: (directions, batch, hidden), 6: (directions, batch, hidden),
+              7: (directions, 3 * hidden)}
     inputs = [resize(tensor, shapes[position]) if tensor.present else tensor for position, tensor in enumerate(inputs)]
     return inputs, attributes | {"hidden_size": hidden}
 
@@ -305,9 +307,10 @@ def draw_blocks(kernel: Kernel, batch: int, generator: np.random.Generator, spre
     """DepthToSpace or SpaceToDepth with other numbers of channels and pixels; blocks stay whole."""
     block = int(kernel.attributes["blocksize"])
     _, channels, *sides = kernel.inputs[0].shape
-    whole = block**2 if kernel.op_type == "DepthToSpace" else 1
-    of_sides = 1 if kernel.op_type == "DepthToSpace" else block
-    shape = (batch, scaled(channels, generator, whole, spread), *(scaled(size, generator, of_sides, spread) for size in sides))
+    channel_step = block**2 if kernel.op_type == "DepthToSpace" else 1
+    side_step = 1 if kernel.op_type == "DepthToSpace" else block
+    shape = (batch, scaled(channels, generator, channel_step, spread),
+             *(scaled(size, generator, side_step, spread) for size in sides))
     return [resize(kernel.inputs[0], shape)], dict(kernel.attributes)
 
 
@@ -351,7 +354,7 @@ DRAWS: dict[str, Callable[[Kernel, int, np.random.Generator, float], DrawnInputs
 
 def infer_outputs(kernel: Kernel, inputs: Sequence[KernelInput], attributes: dict[str, Any]) -> tuple[Tensor, ...]:
     """The outputs of a changed kernel, as ORT infers them."""
-    if operator_row(kernel.op_type).keeps_shape:  # nor could the CPU provider open a session for all of these
+    if operator_row(kernel.op_type).keeps_shape:  # the CPU provider could not open a session for all of these
         return (Tensor(dtype=kernel.outputs[0].dtype, shape=inputs[0].shape),)
     model = without_large_weights(kernel.model_copy(update={"inputs": tuple(inputs), "attributes": attributes}))
     session = open_session(model.SerializeToString(), "cpu", optimize="none", name=kernel.id)
@@ -379,6 +382,8 @@ def draw_kernel(kernel: Kernel, batch: int, generator: np.random.Generator, spre
     wanted = dtype if dtype and kernel_floats else next(iter(kernel_floats)) if len(kernel_floats) == 1 else ""
     return in_float_type(drawn, wanted) if wanted else drawn
 
+
+# sampled kernels ---------------------------------------------------------------------------------------------------------
 
 def footprint_mib(kernel: Kernel) -> float:
     """Memory (MiB) of a kernel's inputs and outputs, including constants and caches that it reads only in part."""

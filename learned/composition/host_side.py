@@ -133,23 +133,24 @@ class HostSide:
         The model must have no bodies."""
         kernels = [record.kernel_of(node) for node in record.nodes]
         off = np.array([is_off_gpu(kernel, node.provider) for kernel, node in zip(kernels, record.nodes, strict=True)])
-        waits = np.array([to_host(kernel) or (not out and waits_inside(kernel))
-                          for kernel, out in zip(kernels, off, strict=True)])
+        waits = np.array([to_host(kernel) or (not is_off and waits_inside(kernel))
+                          for kernel, is_off in zip(kernels, off, strict=True)])
         if not (off | waits).any():
             return None
-        on_cpu = {kernel.id: kernel for kernel, out in zip(kernels, off, strict=True) if out and not is_copy(kernel)}
+        on_cpu = {kernel.id: kernel for kernel, is_off in zip(kernels, off, strict=True) if is_off and not is_copy(kernel)}
         times = dict(zip(on_cpu, self.kernel_times(list(on_cpu.values()), strict), strict=True))
 
-        def host_ms(kernel: Kernel, out: bool) -> float:
-            if not out:
+        def host_ms(kernel: Kernel, is_off: bool) -> float:
+            if not is_off:
                 return self.wait_ms(kernel)
             if is_copy(kernel):
                 return 0.0 if to_host(kernel) else self.copy_ms(kernel)
             return times[kernel.id].time_ms
 
+        host_times_ms = np.array([host_ms(kernel, is_off) for kernel, is_off in zip(kernels, off, strict=True)])
         return NodesOffGpu(off, np.array([self.copy_ms(kernel) if to_host(kernel) else 0.0 for kernel in kernels]),
                            np.array([float(is_copy(kernel)) for kernel in kernels]),
-                           OffGpu(np.array([host_ms(kernel, out) for kernel, out in zip(kernels, off, strict=True)]), waits))
+                           OffGpu(host_times_ms, waits))
 
 
 NOTHING_MEASURED = HostSide()

@@ -24,8 +24,8 @@ from hase.utils.config import Frozen
 Floats = npt.NDArray[np.float64]
 NoveltyKind = Literal["known", "unmeasured", "other form", "beyond"]
 COVERAGE = 0.9  # of a prediction interval
-LARGEST_LOG = 100.0  # of an interval's end: wider ones are useless and would overflow
-MOST_TIMES = 1e9  # an interval's end as a multiple of a prediction; larger values mean a damaged file
+LARGEST_LOG = 100.0  # of an interval's end: larger ones are useless and would overflow
+LARGEST_END = 1e9  # of an interval, as a multiple of a prediction; larger values mean a damaged file
 ALWAYS = "always"  # the constant source
 PACE = "pace"  # the source that can only be fitted to runs at several paces
 LARGEST_REACH = 10.0
@@ -38,8 +38,8 @@ class ErrorRange(Frozen):
     """A prediction interval as multiples of the prediction, which contains the latency of a share COVERAGE of models.
     `coverage` is that of the interval made from the other families' errors alone."""
 
-    low: float = Field(ge=0, le=MOST_TIMES)
-    high: float = Field(ge=0, le=MOST_TIMES)
+    low: float = Field(ge=0, le=LARGEST_END)
+    high: float = Field(ge=0, le=LARGEST_END)
     coverage: float
 
 

@@ -17,11 +17,11 @@ from hase.records.operators import operator_row
 
 Floats = npt.NDArray[np.float64]
 KINDS = ("product", "convolution", "attention", "elementwise", "normalisation", "reduction", "movement", "other")
-PRODUCTS = ("product", "convolution", "attention")  # computed by tensor cores, where the card has them for the type
+PRODUCTS = ("product", "convolution", "attention")  # computed by tensor cores, if the card has them for the type
 DTYPES = ("float32", "float16", "bfloat16", "plain float32")  # the last one: products of float32 without TF32
 REACHED_PEAK, REACHED_BANDWIDTH = 0.7, 0.75  # shares of their sheets that large kernels of six cards reach (medians)
-LAUNCH_US, LAUNCH_MHZ = 1.1, 1980.0  # of a launch on an H200, and its clock
-# The second cache: how much of its size serves repeated work, how sharply what is larger falls out, and bytes that each SM
+LAUNCH_US, LAUNCH_MHZ = 1.1, 1980.0  # the time of a launch on an H200, and its clock
+# The second cache: how much of its size serves repeated work, how sharply larger work falls out of it, and bytes that each SM
 # reads from it in a clock. Chosen with the products of six cards (recipes/gpus); 32 to 64 bytes make little difference.
 CACHE_SHARE, CACHE_EDGE, CACHE_BYTES_PER_CLOCK = 0.4, 4.0, 48.0
 TILE = 128 * 128  # numbers of a result that a block of threads computes
@@ -94,9 +94,9 @@ class Bounds(NamedTuple):
 
 def bounds_of(work: Work, gpu: GpuDataSheet, shortest_us: float = LAUNCH_US) -> Bounds:
     """Lower bounds of kernels' times on a card. `shortest_us` is of a launch, at the clock LAUNCH_MHZ."""
-    beside = work.moved_bytes / (CACHE_SHARE * gpu.l2_mb * 1e6)
-    missed = beside**CACHE_EDGE / (1.0 + beside**CACHE_EDGE)
-    memory_s = (work.moved_bytes * missed / (gpu.bandwidth_gb_s * 1e9 * REACHED_BANDWIDTH)
+    cache_fill = work.moved_bytes / (CACHE_SHARE * gpu.l2_mb * 1e6)
+    miss_share = cache_fill**CACHE_EDGE / (1.0 + cache_fill**CACHE_EDGE)
+    memory_s = (work.moved_bytes * miss_share / (gpu.bandwidth_gb_s * 1e9 * REACHED_BANDWIDTH)
                 + work.moved_bytes / (gpu.sms * gpu.boost_mhz * 1e6 * CACHE_BYTES_PER_CLOCK))
     shortest_s = work.launches * shortest_us * 1e-6 * LAUNCH_MHZ / gpu.boost_mhz
     return Bounds(memory_s, work.flops / (peaks_flop_s(work, gpu) * REACHED_PEAK), shortest_s)

@@ -1,8 +1,8 @@
-"""The predictors that training learns for a label: boosters of log(time / roofline), or corrections of another device.
+"""The predictors that are trained for a label: boosters of log(time / roofline), or corrections of another device.
 
-Boosters of classes predict operators that were never measured (training/kernels/fitting.py). A correction predicts log(time
-here / time there): a kernel that is inefficient on one GPU is mostly inefficient on another, so there is less to learn and
-fewer kernels have to be measured (docs/this_device.md). It also reads how far the time there is above the roofline there.
+Boosters of operator classes predict operators that were never measured (training/kernels/fitting.py). A correction predicts
+log(time here / time there): a kernel that is inefficient on one GPU is mostly inefficient on another, so there is less to learn
+and fewer kernels have to be measured (docs/this_device.md). It also reads how far the time there is above the roofline there.
 Training keeps it only if it lowers the error on held-out kernels.
 """
 
@@ -33,7 +33,7 @@ SHARED = "shared"  # the booster of all types without one of their own
 FOREST = "random_forest"  # the forest of all types, which is kept as a booster
 PREFIX = "class "  # of the names of boosters of classes; names of types have no spaces
 ANY = f"{PREFIX}other"  # the booster for operators without a class, and for classes that were not measured
-# Numbers of kinds and classes of operators, in place of the type's code
+# Codes of kinds and classes of operators, which boosters of classes read in place of the type's code
 CODES = {name: float(index) for index, name in enumerate((*get_args(OperatorKind), *get_args(OperatorClass)))}
 
 
@@ -113,22 +113,22 @@ class KernelModel(OnRoofline):
         return super().predict_ms(kernels)
 
     def log_ratios(self, types: Sequence[str], matrix: Matrix) -> Floats:
-        code = matrix.shape[1] - len(self.idle_load) - 1  # the column of the type's code; the load follows
+        code_column = matrix.shape[1] - len(self.idle_load) - 1  # the column of the type's code; the load follows
         log_ratios = np.full(len(types), np.log(self.roofline.scale))
-        rows_of: dict[str, list[int]] = {}
+        rows_by_predictor: dict[str, list[int]] = {}
         for row, name in enumerate(types):
-            rows_of.setdefault(self.predictor_of.get(name) or self._class_predictor(name), []).append(row)
-        for predictor, rows in rows_of.items():
+            rows_by_predictor.setdefault(self.predictor_of.get(name) or self._class_predictor(name), []).append(row)
+        for predictor, rows in rows_by_predictor.items():
             known = types[rows[0]] in self.predictor_of
-            read = matrix[rows]
+            inputs = matrix[rows]
             if not known:
-                read[:, code] = [kind_code(types[row]) for row in rows]
+                inputs[:, code_column] = [kind_code(types[row]) for row in rows]
             if predictor:
-                log_ratios[rows] = self.boosters[predictor].inplace_predict(read)
+                log_ratios[rows] = self.boosters[predictor].inplace_predict(inputs)
             if known:
                 continue
             idle = matrix[rows]
-            idle[:, code + 1:] = self.idle_load
+            idle[:, code_column + 1:] = self.idle_load
             if not np.array_equal(idle, matrix[rows], equal_nan=True):  # otherwise the shared booster need not be read
                 shared = self.boosters[SHARED]
                 log_ratios[rows] += shared.inplace_predict(matrix[rows]) - shared.inplace_predict(idle)
@@ -175,7 +175,7 @@ def class_names(kernel_type: str) -> tuple[str, str, str]:
 
 
 def kind_code(kernel_type: str) -> float:
-    """The number of a type's kind, in place of the type's own code."""
+    """The code of a type's kind, in place of the type's own code."""
     return CODES[operator_row(operator_in_type(kernel_type)).kind_or_class]
 
 
@@ -188,8 +188,8 @@ def _not_alone(kernel: Kernel) -> NoReturn:
     raise NotImplementedError(f"{kernel.id}: the features of a correction need the other device's predictors")
 
 
-# The features of a kernel and, last, log2(time there / roofline there). The tables that a kernel copies are in the time there
-# already, so their number is an ordinary feature here.
+# The features of a kernel and, last, log2(time there / roofline there). The time there already includes the tables that a
+# kernel copies, so their number is an ordinary feature here.
 CORRECTION_FEATURES = FeatureSchema("correction", 1, {
     **{group: tuple("table_copies" if name == TABLES else name for name in names)
        for group, names in KERNEL_FEATURES.groups.items()},

@@ -126,6 +126,9 @@ def times_beyond(schema: FeatureSchema, features: Floats, low: Floats, high: Flo
     doublings = np.where(beyond, np.maximum(sizes - most, least - sizes), 0.0).max(axis=1)
     return np.asarray(2.0 ** np.maximum(doublings, 0.0))
 
+
+# features of a form ------------------------------------------------------------------------------------------------------
+
 FORM_GROUPS: Mapping[str, tuple[str, ...]] = {
     "form": ("axes", "axis_size", "axis_size_out", "log_behind_axes", "broadcast_axes", "log_steps", "mode", "out_rank"),
     "volume": ("depth", "kernel_depth", "last_stride")}
@@ -133,7 +136,7 @@ FORM_CODES = frozenset({"axes", "broadcast_axes", "mode", "out_rank"})  # sets o
 MODES = ("constant", "reflect", "edge", "wrap", "nearest", "linear", "cubic", "asymmetric", "half_pixel", "align_corners",
          "pytorch_half_pixel", "reverse", "bidirectional")
 MODE_ATTRIBUTES = ("mode", "coordinate_transformation_mode", "direction")
-MOST_AXES = 8  # of a set of axes
+MOST_AXES = 8  # axes this far from the last one, or farther, share a bit of a mask
 
 
 def form_features(kernel: Kernel) -> list[float]:
@@ -144,12 +147,13 @@ def form_features(kernel: Kernel) -> list[float]:
     sizes, sizes_out = (math.prod(tensor[axis] for axis in axes) if axes and len(tensor) == len(shape) else 0
                         for tensor in (shape, out))
     steps = input_at(kernel.inputs, 4).values if kernel.op_type == "Slice" else None
-    return [float(_set(axes, len(shape))), float(sizes), float(sizes_out), math.log2(1 + math.prod(behind)) if axes else 0.0,
+    return [float(_mask(axes, len(shape))), float(sizes), float(sizes_out), math.log2(1 + math.prod(behind)) if axes else 0.0,
             float(_broadcast_axes(kernel, out)), math.log2(max((abs(step) for step in steps), default=1)) if steps else 0.0,
             _mode(kernel), float(len(out)), *_volume(kernel, shape)]
 
 
-def _set(axes: Iterable[int], rank: int) -> int:
+def _mask(axes: Iterable[int], rank: int) -> int:
+    """A set of axes as a bit mask; the last axis is 1."""
     return sum(1 << min(rank - 1 - axis, MOST_AXES) for axis in axes)
 
 
@@ -171,15 +175,15 @@ def _broadcast_axes(kernel: Kernel, out: Sequence[int]) -> int:
     """The axes along which some operand is repeated, as a bit mask."""
     if operator_row(kernel.op_type).operator_class not in ("elementwise", "product") or len(out) < 1:
         return 0
-    leads = 2 if operator_row(kernel.op_type).operator_class == "product" else 0
-    return _set({axis for tensor in kernel.inputs if tensor.present and tensor.shape
-                 for axis in range(len(out) - leads) if _repeated(tensor, axis, out)}, len(out))
+    matrix_axes = 2 if operator_row(kernel.op_type).operator_class == "product" else 0
+    return _mask({axis for tensor in kernel.inputs if tensor.present and tensor.shape
+                       for axis in range(len(out) - matrix_axes) if _repeated(tensor, axis, out)}, len(out))
 
 
 def _repeated(tensor: KernelInput, axis: int, out: Sequence[int]) -> bool:
     """Whether a tensor is repeated along an axis of the output."""
-    own = axis - (len(out) - len(tensor.shape))
-    return out[axis] > 1 and (own < 0 or tensor.shape[own] == 1)
+    own_axis = axis - (len(out) - len(tensor.shape))
+    return out[axis] > 1 and (own_axis < 0 or tensor.shape[own_axis] == 1)
 
 
 def _mode(kernel: Kernel) -> float:
@@ -194,6 +198,9 @@ def _volume(kernel: Kernel, shape: Sequence[int]) -> tuple[float, float, float]:
     deep = len(shape) == 5 and len(window) == 3
     return (float(shape[1 if channels_last(kernel) else 2]) if deep else 0.0, float(window[0]) if deep else 0.0,
             float(strides[-1]) if strides else 0.0)
+
+
+# features of language models ---------------------------------------------------------------------------------------------
 
 LANGUAGE_GROUPS: Mapping[str, tuple[str, ...]] = {
     "algorithm": ("algorithm", "splits"),
@@ -243,6 +250,9 @@ def _experts(kernel: Kernel) -> tuple[list[float], list[float]]:
     return ([float(attributes.get("expert_weight_bits", 4)) if quantised else 0.0, float(attributes.get("block_size", 0)), 0.0,
              math.log2(1 + rows)],
             [math.log2(1 + available), float(chosen), float(attributes.get("activation_type") == "swiglu")])
+
+
+# features of every kernel ------------------------------------------------------------------------------------------------
 
 OP_CLASSES = ("Conv", "Pool", "MatMul", "Gemm", "Attention", "Norm", "Softmax", "Reduce", "Arg", "Transpose", "Reorder",
               "Concat", "Split", "Slice", "Gather", "Scatter", "Pad", "Resize", "Cast", "Quantize", "Shape", "Expand", "Einsum")
@@ -443,8 +453,8 @@ def _behind_reduced(shape: Sequence[int], out: Sequence[int]) -> int:
     """How many elements are contiguous behind the last reduced axis; 0 if none is reduced. Reduced axes that vanish are found
     by their sizes, from the last axis on."""
     if len(shape) == len(out):
-        gone = [axis for axis, (size, kept) in enumerate(zip(shape, out, strict=True)) if size != kept]
-        return math.prod(shape[gone[-1] + 1:]) if gone else 0
+        reduced = [axis for axis, (size, kept) in enumerate(zip(shape, out, strict=True)) if size != kept]
+        return math.prod(shape[reduced[-1] + 1:]) if reduced else 0
     behind = 0
     while behind < min(len(shape), len(out)) and shape[-1 - behind] == out[-1 - behind]:
         behind += 1
@@ -456,16 +466,16 @@ def _permuted_blocks(kernel: Kernel, shape: Sequence[int]) -> list[tuple[int, in
     if kernel.op_type != "Transpose":
         return []
     perm = kernel.attributes.get("perm") or range(len(shape) - 1, -1, -1)
-    straight = [axis for axis in range(len(shape)) if shape[axis] != 1]  # axes of size 1 move no memory
-    follower = dict(itertools.pairwise(straight))
+    moving_axes = [axis for axis in range(len(shape)) if shape[axis] != 1]  # axes of size 1 move no memory
+    next_axis = dict(itertools.pairwise(moving_axes))
     blocks: list[tuple[int, int]] = []
-    follows: int | None = None
+    expected: int | None = None
     for axis in (axis for axis in perm if shape[axis] != 1):
-        if blocks and axis == follows:
+        if blocks and axis == expected:
             blocks[-1] = blocks[-1][0], blocks[-1][1] * shape[axis]
         else:
             blocks.append((axis, shape[axis]))
-        follows = follower.get(axis)
+        expected = next_axis.get(axis)
     return blocks
 
 

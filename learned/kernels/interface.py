@@ -84,7 +84,7 @@ class TrainingSet:
     A kernel has one row per machine that measured it; folds never separate these rows, and a look-up takes their median.
 
     Attributes:
-        groups, collections: those that have the row's kernel, or near whose shapes it was sampled.
+        groups, collections: those whose models have the row's kernel, or near whose shapes it was sampled.
         backgrounds: "" for none.
         features: rows × the schema's features.
         load: rows × `metrics`; all idle rows have `idle_load` (medians), so that the noise of idle metrics is not learned.
@@ -125,7 +125,7 @@ class TrainingSet:
                           load=self.load)
 
     def weights(self, label: str) -> Floats | None:
-        """The weight of each row for learning `label`, 1 in the mean; None if all are equal. Rows from an idle but unsteady
+        """The weight of each row for learning `label`, with a mean of 1; None if all are equal. Rows from an idle but unsteady
         device weigh less. Under load the canary itself varies, so its drift says little. A GPU's trace of a kernel hardly
         depends on the host, to which the canary is sensitive."""
         if label not in self.drifts or label in (GPU_LABEL, LAUNCHES) or not self.drifts[label][self.idle].any():
@@ -152,8 +152,8 @@ class Measured(KernelRows):
     """Kernels measured on an idle device, to which an estimator is fitted.
 
     Attributes:
-        label: which time of a kernel it is (records/measurement.py).
-        weights: of the rows, 1 in the mean: less for an unsteady machine. None: all equal.
+        label: which time of a kernel `times_ms` is (records/measurement.py).
+        weights: of the rows, with a mean of 1; lower for rows from an unsteady machine. None: all equal.
         all_rows: everything to learn from, including other types and rows under load.
     """
 
@@ -217,7 +217,7 @@ class Estimator(TimePredictor):
     methods.
 
     Attributes:
-        operators, classes: what it predicts, with whatever is fused into it; every kernel without both.
+        operators, classes: what it predicts, with whatever is fused into it; if both are empty, every kernel.
         environments: the targets that it is valid for.
     """
 

@@ -1,4 +1,4 @@
-"""Measured idle times of kernels, for look-up: taken from a dataset, and as a file from which a process reads a few lines."""
+"""Measured idle times of kernels, for look-up: from a dataset, and as a file of which a process reads only a few lines."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 
-from hase.learned.kernels.saved_form import (
-    write_hashed,
-)
+from hase.learned.kernels.saved_form import write_hashed
 from hase.learned.target_files import TRAIN_AGAIN
 from hase.records.dataset_files import read_header, run_ms
 from hase.records.dataset_tables import UNFINISHED, read_kernel_table
@@ -33,11 +31,11 @@ from hase.utils.lazy import pandas as pd
 from hase.utils.paths import Workspace
 
 TIMES_COMPRESSION = 6  # level of gzip for measured times; low, since the user waits for it
-INDEX_AFTER = 2000  # searches for kernels, from which on an index of line starts is worth its 20 ms
+INDEX_AFTER = 2000  # searches for kernels after which an index of line starts is worth its 20 ms
 Floats = npt.NDArray[np.float64]
 T = TypeVar("T")
-OF_KERNEL = TypeAdapter(dict[str, Milliseconds])  # by label
-OF_ALL = TypeAdapter(dict[str, dict[str, Milliseconds]])  # by kernel and label
+KERNEL_SCHEMA = TypeAdapter(dict[str, Milliseconds])  # by label
+FILE_SCHEMA = TypeAdapter(dict[str, dict[str, Milliseconds]])  # by kernel and label
 
 
 class MeasuredTimes(Mapping[str, dict[str, float]]):
@@ -61,7 +59,7 @@ class MeasuredTimes(Mapping[str, dict[str, float]]):
             end = text.index(b"\n", start)
             line = text[start:end]
             if line.startswith(key):
-                return self._checked(OF_KERNEL, line[len(key):].removesuffix(b","), kernel)
+                return self._checked(KERNEL_SCHEMA, line[len(key):].removesuffix(b","), kernel)
             low, high = (end + 1, high) if line < key else (low, start)
         raise KeyError(kernel)
 
@@ -75,7 +73,7 @@ class MeasuredTimes(Mapping[str, dict[str, float]]):
         if line == len(starts) or not text.startswith(key, starts[line]):
             raise KeyError(kernel)
         start = starts[line]
-        return self._checked(OF_KERNEL, text[start + len(key):text.index(b"\n", start)].removesuffix(b","), kernel)
+        return self._checked(KERNEL_SCHEMA, text[start + len(key):text.index(b"\n", start)].removesuffix(b","), kernel)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.whole())
@@ -85,15 +83,15 @@ class MeasuredTimes(Mapping[str, dict[str, float]]):
 
     def whole(self) -> dict[str, dict[str, float]]:
         """Parses all times at once."""
-        return self._checked(OF_ALL, self._text)
+        return self._checked(FILE_SCHEMA, self._text)
 
     def _checked(self, schema: TypeAdapter[T], text: bytes, *kernel: str) -> T:
         try:
             return schema.validate_json(text)
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(map(str, (*kernel, *first["loc"])))
-            raise UserError(f"{self._path or 'measured times'}: damaged at {where}: {first['msg']}; {TRAIN_AGAIN}") from None
+            location = ".".join(map(str, (*kernel, *first["loc"])))
+            raise UserError(f"{self._path or 'measured times'}: damaged at {location}: {first['msg']}; {TRAIN_AGAIN}") from None
 
     @staticmethod
     def text(times: Mapping[str, Mapping[str, float]]) -> bytes:

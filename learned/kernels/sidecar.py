@@ -1,4 +1,4 @@
-"""What training saves for a target, in training/predictors/<target>/.
+"""Saves and reads what training learns for a target, in training/predictors/<target>/.
 
 - `predictors.json`, the sidecar: the target, the predictors of each label (saved_form.py), their errors, and each file's
   SHA-256.
@@ -38,7 +38,7 @@ from hase.utils.paths import FileName
 
 SIDECAR_VERSION = 4
 DOUBT = "doubt"
-XGBOOST = ("xgboost-cpu", "xgboost")  # the names under which it is installed
+XGBOOST = ("xgboost-cpu", "xgboost")  # names of its packages
 
 
 class TypeErrors(Frozen):
@@ -139,8 +139,8 @@ def read_sidecar(folder: Path) -> Sidecar:
     """Reads the sidecar in a target's folder and checks that this Hase can use its predictors. Raises UserError: it is missing,
     damaged, or from another version of Hase or xgboost."""
     path, sidecar = target_files.PREDICTORS.path(folder), target_files.PREDICTORS.needed(folder)
-    for label, about in estimators_of(sidecar).items():
-        check_features(path, label, about)
+    for label, saved in estimators_of(sidecar).items():
+        check_features(path, label, saved)
     if len(sidecar.feature_range) != len(KernelModel.features.names):
         raise UserError(f"{path}: damaged at feature_range: it has {len(sidecar.feature_range)} features; {TRAIN_AGAIN}")
     trained_with = sidecar.packages.get("xgboost", "(not known)")
@@ -160,10 +160,11 @@ def check_features(path: Path, label: str, saved: Saved) -> None:
     """Checks that this Hase computes the features that the predictors of a label read."""
     if saved.features == (installed := features_of(KernelModel)):
         return
-    odd = sorted(set(saved.features[1:]) ^ set(installed[1:]))
+    different = sorted(set(saved.features[1:]) ^ set(installed[1:]))
     raise UserError(f"{path}: made by another version of Hase: the predictors of label {label} read feature schema "
                     f"{saved.features[0] if saved.features else 'none'}, this one {installed[0]} (they differ in: "
-                    f"{', '.join(odd[:3]) or 'what the values mean, or their order'}{', …' if len(odd) > 3 else ''}); "
+                    f"{', '.join(different[:3]) or 'what the values mean, or their order'}"
+                    f"{', …' if len(different) > 3 else ''}); "
                     f"{TRAIN_AGAIN}")
 
 
@@ -202,7 +203,7 @@ def renew_measured(folder: Path, measured: Mapping[str, Mapping[str, float]]) ->
     times = read_measured(folder, sidecar).whole()
     for kernel, new_times in measured.items():
         replaced = {key for label in new_times for key in (label, drift_key(label), inputs_key(label))}
-        times[kernel] = {key: kept for key, kept in times.get(kernel, {}).items() if key not in replaced} | dict(new_times)
+        times[kernel] = {key: value for key, value in times.get(kernel, {}).items() if key not in replaced} | dict(new_times)
     name, sha256 = write_measured(folder, times)
     sidecar = sidecar.model_copy(update={"measured": name, "measured_sha256": sha256})
     write_sidecar(folder, sidecar)
@@ -221,7 +222,7 @@ def write_sidecar(folder: Path, sidecar: Sidecar) -> None:
 
 def _files_of(sidecar: Sidecar) -> set[str]:
     """The names of the files that a sidecar names."""
-    return {sidecar.measured, *(about.file for about in estimators_of(sidecar).values() if about.file)}
+    return {sidecar.measured, *(saved.file for saved in estimators_of(sidecar).values() if saved.file)}
 
 
 def _files_named(folder: Path) -> set[str]:
@@ -245,8 +246,8 @@ def copy_predictors(source: Path, folder: Path, label: str | None = None) -> Non
     if label is not None:
         sidecar = read_sidecar(source)
         one_label = sidecar.model_copy(update={"labels": {label: sidecar.labels[label]}})
-    named = _files_of(one_label) if one_label else _files_named(source)
-    left_out = {path.name for path in _written_files(source)} - named
+    needed = _files_of(one_label) if one_label else _files_named(source)
+    left_out = {path.name for path in _written_files(source)} - needed
     paths = [path for path in source.iterdir()
              if not path.name.startswith(".") and path.name not in left_out]  # without locks and unfinished files
     for path in sorted(paths, key=lambda path: (path == target_files.PREDICTORS.path(source), path)):

@@ -11,8 +11,6 @@ other forms, the interval of a prediction is wider; its width is learned by leav
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field
@@ -22,9 +20,6 @@ from hase.records.kernel_types import kernel_form
 from hase.records.measurement import LAUNCHES
 from hase.records.operators import OperatorClass, operator_row
 from hase.utils.config import Frozen
-
-if TYPE_CHECKING:
-    pass  # needs pandas, which a prediction does not
 
 UNCERTAINTY_VERSION = 2  # 2: forms have groups, windows and axes
 Floats = npt.NDArray[np.float64]
@@ -43,21 +38,22 @@ class Range(Frozen):
         return Range(low=min(self.low, other_range.low), high=max(self.high, other_range.high), operators=self.operators)
 
 
-# True times over the scaled roofline, for classes of which few operators were measured. Choices, rather too wide: on an H200
-# this estimate was wrong by a factor of 2 to 100, most for recurrent layers while their steps were not counted yet.
+# True times over the scaled roofline, for classes of which few operators were measured. Chosen by hand, rather too wide: on an
+# H200 this estimate was wrong by a factor of 2 to 100, most for recurrent layers while their steps were not counted yet.
 DEFAULT_RANGES: dict[OperatorClass, Range] = {
     "elementwise": Range(low=0.2, high=4.0), "reduction": Range(low=0.3, high=10.0), "normalisation": Range(low=0.3, high=15.0),
     "recurrent": Range(low=0.3, high=10.0), "gather": Range(low=0.05, high=10.0), "movement": Range(low=0.2, high=30.0),
     "product": Range(low=0.2, high=5.0), "convolution": Range(low=0.3, high=15.0), "other": Range(low=0.1, high=100.0)}
-# The same for launches, which are estimated as one. Choices.
+# The same for launches, which are estimated as one. Chosen by hand.
 DEFAULT_LAUNCHES: dict[OperatorClass, Range] = {
     "elementwise": Range(low=1.0, high=2.0), "reduction": Range(low=1.0, high=4.0), "normalisation": Range(low=1.0, high=5.0),
     "recurrent": Range(low=0.5, high=6.0), "gather": Range(low=1.0, high=3.0), "movement": Range(low=1.0, high=5.0),
     "product": Range(low=1.0, high=6.0), "convolution": Range(low=1.0, high=8.0), "other": Range(low=1.0, high=20.0)}
-# Around a prediction for an operator that was measured in other forms only. A choice: on an H200, a 2-D BatchNormalization took
-# 15 times as long as predicted from 4-D ones, and the 1-D depthwise convolutions of a speech model about 70 times (by the error
-# of the whole model); all other cases stayed within a factor of 4. Elementwise operators and those that move data are bound by
-# memory at any rank: each form left out, nine of ten took 0.8 to 1.3 and 0.7 to 1.4 times as long as predicted.
+# Around a prediction for an operator that was measured in other forms only. Chosen by hand: on an H200, a 2-D
+# BatchNormalization took 15 times as long as predicted from 4-D ones, and the 1-D depthwise convolutions of a speech model
+# about 70 times (by the error of the whole model); all other cases stayed within a factor of 4. Elementwise operators and those
+# that move data are bound by memory at any rank: each form left out, nine of ten took 0.8 to 1.3 and 0.7 to 1.4 times as long
+# as predicted.
 OTHER_FORM = Range(low=0.25, high=4.0)
 OTHER_FORM_OF: dict[OperatorClass, Range] = {"normalisation": Range(low=0.25, high=15.0),
                                             "convolution": Range(low=0.25, high=60.0),
@@ -99,5 +95,3 @@ class Uncertainty(Frozen):
 
 
 NOTHING_LEARNED = Uncertainty(dataset_sha256="", ranges={})
-
-

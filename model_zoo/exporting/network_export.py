@@ -1,4 +1,6 @@
-"""Exports networks of the pool with dynamic dimensions, in several processes, and compares outputs with torch's."""
+"""Exports the networks of the collections (the pool) with dynamic dimensions, in several processes, and compares their outputs
+with torch's.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +45,14 @@ EXPORTER_VERSION = 1  # files of another version are exported again
 DATA_SIZED_KEY = "hase.data_sized"  # metadata: sizes in the graph depend on data
 POOL_SIZES_KEY = "hase.pool_sizes"  # metadata: the sizes of each dynamic dimension at which the pool is measured
 MOST_OF_A_DIMENSION = 65536
-NO_SPINNING = {"session.intra_op.allow_spinning": "0"}  # others may be exporting at the same time
+NO_SPINNING = {"session.intra_op.allow_spinning": "0"}  # other processes may be exporting at the same time
 LEAST_TRACED = 2  # a traced size of 1 would stay 1
 OLDER_OPSET = 17  # the last that torch's older exporter is meant for
-CHECKED_BESIDE = 3  # times the default size: a tracer can bake a size in unseen
-# Largest difference allowed, as for torchvision's models (onnx_export.py says why); of float32's rounding, a deep network with
-# random weights makes up to 0.003.
+SECOND_SIZE_FACTOR = 3  # outputs are checked at this multiple of the default size, too: a tracer may have fixed a size
+# Largest difference allowed, as for torchvision's models (onnx_export.py says why). In a deep network with random weights,
+# float32's rounding makes up to 0.003.
 TOLERANCE = {"fp32": 0.01, "reduced": 0.1}
-MODULES: dict[Collection, str] = {  # each with SOURCES by collection
+MODULES: dict[Collection, str] = {  # each has SOURCES, by collection
     "timm": "hase.model_zoo.networks.libraries", "transformers": "hase.model_zoo.networks.libraries",
     "torchvision": "hase.model_zoo.networks.libraries", "other": "hase.model_zoo.networks.other",
     "random": "hase.model_zoo.networks.drawn"}
@@ -91,8 +93,8 @@ class Network:
         family: models of one family are held out of training together.
         sizes: by dynamic dimension, the sizes to measure; the first is the default.
         data_sized: output sizes depend on data, as a detector's do; outputs are not compared with torch's.
-        traced: exported by torch's older exporter, which traces a run; needed for recurrent layers of any length, and
-            detectors.
+        traced: whether torch's older exporter, which traces a run, exports it; needed for recurrent layers of any length,
+            and detectors.
     """
 
     name: str
@@ -138,11 +140,11 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 def outputs_of(network: Network, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     """Torch's outputs for these inputs, computed in float32 on the CPU; the module's weights keep their type."""
     dtype = next((parameter.dtype for parameter in network.module.parameters() if parameter.is_floating_point()), torch.float32)
-    given = [torch.from_numpy(array.astype(np.float32) if array.dtype == np.float16 else array) for array in inputs.values()]
+    tensors = [torch.from_numpy(array.astype(np.float32) if array.dtype == np.float16 else array) for array in inputs.values()]
     network.module.float()
     try:
         with torch.inference_mode():
-            return [tensor.cpu().numpy() for tensor in tensors_in(network.module(*given))]
+            return [tensor.cpu().numpy() for tensor in tensors_in(network.module(*tensors))]
     finally:
         network.module.to(dtype)  # exact: the weights came from this type
 
@@ -178,10 +180,10 @@ def trace_network(network: Network, dtype: str) -> onnx.ModelProto:
 
 def _by_exporter(network: Network, examples: tuple[torch.Tensor, ...]) -> onnx.ModelProto:
     dims = {dim: torch.export.Dim(dim, min=1, max=MOST_OF_A_DIMENSION) for dim in network.dims}
-    each = [{axis: dims[size] for axis, size in enumerate(spec.shape) if isinstance(size, str)} for spec in network.inputs]
+    axes = [{axis: dims[size] for axis, size in enumerate(spec.shape) if isinstance(size, str)} for spec in network.inputs]
     kinds = [parameter.kind for parameter in inspect.signature(network.module.forward).parameters.values()]
-    single = len(kinds) - (inspect.Parameter.VAR_POSITIONAL in kinds)  # inputs for `*inputs` are adjacent
-    shapes: tuple[Any, ...] = (*each[:single], *([tuple(each[single:])] if single < len(each) else []))
+    singles = len(kinds) - (inspect.Parameter.VAR_POSITIONAL in kinds)  # inputs for `*inputs` are adjacent
+    shapes: tuple[Any, ...] = (*axes[:singles], *([tuple(axes[singles:])] if singles < len(axes) else []))
     program = torch.onnx.export(
         network.module, examples, dynamo=True, external_data=False, verbose=False,
         input_names=[spec.name for spec in network.inputs], dynamic_shapes=shapes if dims else None)
@@ -196,33 +198,33 @@ def _by_exporter(network: Network, examples: tuple[torch.Tensor, ...]) -> onnx.M
 
 
 def _by_older_exporter(network: Network, examples: tuple[torch.Tensor, ...]) -> onnx.ModelProto:
-    written = io.BytesIO()
+    buffer = io.BytesIO()
     axes = {spec.name: {axis: size for axis, size in enumerate(spec.shape) if isinstance(size, str)} for spec in network.inputs}
-    torch.onnx.export(network.module, examples, written, dynamo=False, dynamic_axes=axes,  # type: ignore[arg-type]
+    torch.onnx.export(network.module, examples, buffer, dynamo=False, dynamic_axes=axes,  # type: ignore[arg-type]
                       opset_version=OLDER_OPSET, input_names=[spec.name for spec in network.inputs])
-    return onnx.load_model_from_string(written.getvalue())
+    return onnx.load_model_from_string(buffer.getvalue())
 
 
 def check_network(path: Path, network: Network, dtype: str, device: str, sizes: Mapping[str, int]) -> float:
     """Runs the file at these sizes; returns the difference from torch's outputs, relative to the largest value of each."""
     inputs = network.draw(sizes, dtype)
     session = open_session(path, device, name="the exported graph", entries=NO_SPINNING)
-    taken = {graph_input.name for graph_input in session.get_inputs()}  # the exporter drops those that change nothing
+    accepted = {graph_input.name for graph_input in session.get_inputs()}  # the exporter drops those that change nothing
     with model_errors("the exported graph"):
-        outputs = session.run(None, {name: values for name, values in inputs.items() if name in taken})
-    wanted = outputs_of(network, inputs)
+        outputs = session.run(None, {name: values for name, values in inputs.items() if name in accepted})
+    expected = outputs_of(network, inputs)
     if network.data_sized:
-        return 0.0 if len(outputs) == len(wanted) else float("inf")
-    if len(outputs) != len(wanted):
-        raise UserError(f"it has {len(outputs)} outputs, torch's has {len(wanted)}")
+        return 0.0 if len(outputs) == len(expected) else float("inf")
+    if len(outputs) != len(expected):
+        raise UserError(f"it has {len(outputs)} outputs, torch's has {len(expected)}")
     worst = 0.0
-    for output, by_torch in zip(outputs, wanted, strict=True):
+    for output, by_torch in zip(outputs, expected, strict=True):
         if not np.isfinite(by_torch).all() or not by_torch.any():
             raise UserError(f"{network.name}: an output of torch's own is all zero or not finite, "
                             "so nothing can be compared with it")
         worst = max(worst, difference(output, by_torch))
     tolerance = TOLERANCE["fp32" if dtype == "fp32" and device == "cpu" else "reduced"]
-    if not worst <= tolerance:  # NaN, too
+    if not worst <= tolerance:  # also true for NaN
         raise UserError(f"its outputs differ from torch's by {worst:.2g} of the largest; {tolerance:g} is allowed")
     return worst
 
@@ -237,9 +239,9 @@ def write_network(network: Network, dtype: str, path: Path, device: str) -> floa
         onnx.save(proto, temporary)
         del proto
         onnx.checker.check_model(str(temporary))
-        others = {dim: CHECKED_BESIDE * size for dim, size in network.default_sizes.items()}
-        every = [network.default_sizes, *([others] if network.dims else [])]
-        return max(check_network(temporary, network, dtype, device, sizes) for sizes in every)
+        larger = {dim: SECOND_SIZE_FACTOR * size for dim, size in network.default_sizes.items()}
+        size_sets = [network.default_sizes, *([larger] if network.dims else [])]
+        return max(check_network(temporary, network, dtype, device, sizes) for sizes in size_sets)
 
 
 class NetworkSource(NamedTuple):
@@ -294,8 +296,8 @@ def export_network(folder: Path, collection: Collection, device: str, force: boo
 
 def _crashed(folder: Path, export: NetworkExport) -> list[dict[str, Any]]:
     path = folder / f"{stem_of(export.name, export.dtypes[0])}.onnx"
-    for left in folder.glob(f".{export.name}*.tmp.onnx"):
-        left.unlink(missing_ok=True)
+    for temporary in folder.glob(f".{export.name}*.tmp.onnx"):
+        temporary.unlink(missing_ok=True)
     return [_row(export, path, "failed", error="the exporting process died, most likely for lack of memory")]
 
 

@@ -32,9 +32,9 @@ def check_names(names: Iterable[str]) -> None:
     known = torchvision.models.list_models(module=torchvision.models)
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 4, 0.5)
+            similar = difflib.get_close_matches(name, known, 4, 0.5)
             raise UserError(f"{name}: torchvision has no such classification model"
-                            + (f"; did you mean {', '.join(near)}?" if near else f" (it has {', '.join(known)})"))
+                            + (f"; did you mean {', '.join(similar)}?" if similar else f" (it has {', '.join(known)})"))
 
 
 def is_sized(name: str) -> bool:

@@ -1,6 +1,7 @@
 """The collection `other`: networks of kinds that image and text collections lack, each in a few sizes.
 
-Recommenders, recurrent networks, U-Nets, super-resolution, convolutions over sequences and volumes, and those of on_host.py.
+Recommenders, recurrent networks, U-Nets, super-resolution, convolutions over sequences and volumes, and networks that a CUDA
+session runs partly on the host (on_host.py).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class OtherNetwork:
 
     Attributes:
         chooses: it chooses tokens, boxes or ids, so its outputs can't be compared with torch's.
-        traced: exported by torch's older exporter, which traces a run.
+        traced: whether torch's older exporter, which traces a run, exports it.
     """
 
     build: Callable[[], nn.Module]
@@ -53,7 +54,7 @@ def _samples(count: int) -> tuple[NetworkInput, ...]:
     return (NetworkInput("samples", ("batch", count)),)
 
 
-def _tables(count: int, rows: int) -> tuple[NetworkInput, ...]:
+def _recommender_inputs(count: int, rows: int) -> tuple[NetworkInput, ...]:
     return (NetworkInput("numbers", ("batch", 16)), NetworkInput("categories", ("batch", count), "indices", rows))
 
 
@@ -84,28 +85,28 @@ def _beams(width: int, words: int, beams: int) -> OtherNetwork:
     return OtherNetwork(lambda: BeamStep(width, words, beams), inputs, {}, chooses=True, traced=True)
 
 
-_BATCH = {"batch": (1, 8)}
-_ROWS = {"batch": (64, 2048)}
-_STEPS = {"batch": (1, 16), "steps": (50,)}
+_BATCH_SIZES = {"batch": (1, 8)}
+_ROW_COUNTS = {"batch": (64, 2048)}
+_STEP_COUNTS = {"batch": (1, 16), "steps": (50,)}
 NETWORKS: Mapping[str, OtherNetwork] = {
-    "recommender_crossed": OtherNetwork(lambda: Recommender(26, 10000, 64, True), _tables(26, 10000), _ROWS),
-    "recommender_wide": OtherNetwork(lambda: Recommender(40, 50000, 16, False), _tables(40, 50000), _ROWS),
-    "recommender_large": OtherNetwork(lambda: Recommender(12, 200000, 128, True), _tables(12, 200000), _ROWS),
-    "lstm_256": OtherNetwork(lambda: Recurrent("lstm", 256, 1, False), _vectors(128), _STEPS),
-    "lstm_512_both": OtherNetwork(lambda: Recurrent("lstm", 512, 3, True), _vectors(256), _STEPS),
-    "lstm_1024": OtherNetwork(lambda: Recurrent("lstm", 1024, 2, False), _vectors(512), _STEPS),
-    "gru_384": OtherNetwork(lambda: Recurrent("gru", 384, 2, False), _vectors(192), _STEPS),
-    "gru_128_both": OtherNetwork(lambda: Recurrent("gru", 128, 2, True), _vectors(64), _STEPS),
-    "rnn_512": OtherNetwork(lambda: Recurrent("rnn", 512, 2, False), _vectors(256), _STEPS),
-    "unet_16_grouped": OtherNetwork(lambda: UNet(16, 3, True), _image(128), _BATCH),
-    "unet_48_grouped": OtherNetwork(lambda: UNet(48, 4, True), _image(256), _BATCH),
-    "unet_32_batch": OtherNetwork(lambda: UNet(32, 4, False), _image(192), _BATCH),
-    "superresolution_64_x2": OtherNetwork(lambda: SuperResolution(64, 8, 2, False), _image(96), _BATCH),
-    "superresolution_32_x4": OtherNetwork(lambda: SuperResolution(32, 4, 4, True), _image(128), _BATCH),
-    "sequence_dilated_128": OtherNetwork(lambda: SequenceConvs(128, 8, False), _features(400), _BATCH),
-    "sequence_strided_256": OtherNetwork(lambda: SequenceConvs(256, 5, True), _features(1000), _BATCH),
-    "volume_16": OtherNetwork(lambda: VolumeConvs(16, 4, False), _volume(64, 64, 64), _BATCH),
-    "volume_24_instance": OtherNetwork(lambda: VolumeConvs(24, 3, True), _volume(32, 48, 48), _BATCH),
+    "recommender_crossed": OtherNetwork(lambda: Recommender(26, 10000, 64, True), _recommender_inputs(26, 10000), _ROW_COUNTS),
+    "recommender_wide": OtherNetwork(lambda: Recommender(40, 50000, 16, False), _recommender_inputs(40, 50000), _ROW_COUNTS),
+    "recommender_large": OtherNetwork(lambda: Recommender(12, 200000, 128, True), _recommender_inputs(12, 200000), _ROW_COUNTS),
+    "lstm_256": OtherNetwork(lambda: Recurrent("lstm", 256, 1, False), _vectors(128), _STEP_COUNTS),
+    "lstm_512_both": OtherNetwork(lambda: Recurrent("lstm", 512, 3, True), _vectors(256), _STEP_COUNTS),
+    "lstm_1024": OtherNetwork(lambda: Recurrent("lstm", 1024, 2, False), _vectors(512), _STEP_COUNTS),
+    "gru_384": OtherNetwork(lambda: Recurrent("gru", 384, 2, False), _vectors(192), _STEP_COUNTS),
+    "gru_128_both": OtherNetwork(lambda: Recurrent("gru", 128, 2, True), _vectors(64), _STEP_COUNTS),
+    "rnn_512": OtherNetwork(lambda: Recurrent("rnn", 512, 2, False), _vectors(256), _STEP_COUNTS),
+    "unet_16_grouped": OtherNetwork(lambda: UNet(16, 3, True), _image(128), _BATCH_SIZES),
+    "unet_48_grouped": OtherNetwork(lambda: UNet(48, 4, True), _image(256), _BATCH_SIZES),
+    "unet_32_batch": OtherNetwork(lambda: UNet(32, 4, False), _image(192), _BATCH_SIZES),
+    "superresolution_64_x2": OtherNetwork(lambda: SuperResolution(64, 8, 2, False), _image(96), _BATCH_SIZES),
+    "superresolution_32_x4": OtherNetwork(lambda: SuperResolution(32, 4, 4, True), _image(128), _BATCH_SIZES),
+    "sequence_dilated_128": OtherNetwork(lambda: SequenceConvs(128, 8, False), _features(400), _BATCH_SIZES),
+    "sequence_strided_256": OtherNetwork(lambda: SequenceConvs(256, 5, True), _features(1000), _BATCH_SIZES),
+    "volume_16": OtherNetwork(lambda: VolumeConvs(16, 4, False), _volume(64, 64, 64), _BATCH_SIZES),
+    "volume_24_instance": OtherNetwork(lambda: VolumeConvs(24, 3, True), _volume(32, 48, 48), _BATCH_SIZES),
     "greedy_256": _decoder(256, 8000, 12, (1,)),
     "drawn_256": _decoder(256, 8000, 12, (1, 4), drawn=True),
     "drawn_512": _decoder(512, 32000, 24, (1,), drawn=True),
@@ -119,12 +120,12 @@ NETWORKS: Mapping[str, OtherNetwork] = {
                       traced=True),
     "spectrum_400": OtherNetwork(lambda: SpectrumConvs(400, 256), _samples(16000), {"batch": (1, 4)}, traced=True),
     "spectrum_1024": OtherNetwork(lambda: SpectrumConvs(1024, 512), _samples(32000), {"batch": (1,)}, traced=True),
-    "fold_32": OtherNetwork(lambda: FoldedPatches(32, 4), _image(128), _BATCH),
+    "fold_32": OtherNetwork(lambda: FoldedPatches(32, 4), _image(128), _BATCH_SIZES),
     "fold_96": OtherNetwork(lambda: FoldedPatches(96, 3), _image(192), {"batch": (1,)}),
     "hashed_16": OtherNetwork(lambda: HashedRecommender(16, 10000, 32, False), _ids(16), {"batch": (4096,)}, traced=True),
     "distinct_16": OtherNetwork(lambda: HashedRecommender(16, 20000, 32, True), _ids(16), {"batch": (64, 4096)}, chooses=True,
                         traced=True),
-    "polar_32": OtherNetwork(lambda: PolarConvs(32), _image(256), _BATCH),
+    "polar_32": OtherNetwork(lambda: PolarConvs(32), _image(256), _BATCH_SIZES),
     "polar_64": OtherNetwork(lambda: PolarConvs(64), _image(512), {"batch": (1,)}),
 }
 
@@ -138,10 +139,10 @@ def check_names(names: Iterable[str]) -> None:
 
 def build_network(name: str, family: str) -> Network:
     """One of NETWORKS, in float32."""
-    made = NETWORKS[name]
+    described = NETWORKS[name]
     torch.manual_seed(SEED)
-    network = Network(name, "other", family, made.build(), made.inputs, made.sizes,
-                      data_sized=made.chooses, traced=made.traced or "steps" in made.sizes)
+    network = Network(name, "other", family, described.build(), described.inputs, described.sizes,
+                      data_sized=described.chooses, traced=described.traced or "steps" in described.sizes)
     make_like_trained(network.module, network.example)
     return network
 

@@ -132,7 +132,7 @@ class Tcn(nn.Module):
 
 
 class RmsNorm(nn.Module):
-    """The norm of llama-like decoders."""
+    """Root-mean-square normalisation, as in llama-like decoders."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

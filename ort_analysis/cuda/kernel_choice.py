@@ -1,4 +1,4 @@
-"""Which CUDA kernels run an operator: ONNX Runtime's choice for language models, and cuBLAS's slow-to-launch kernels.
+"""Predicts which CUDA kernels run an operator: ONNX Runtime's for language models, and cuBLAS's slow-to-launch ones.
 
 The rules for language models are those of ONNX Runtime 1.31, in contrib_ops/cuda: bert/group_query_attention.cc
 (ComputeInternal), bert/attention.cc, bert/multihead_attention.cc and bert/packed_multihead_attention.cc (ComputeInternal),
@@ -43,19 +43,19 @@ ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 XQA_GROUPS, XQA_HEAD_SIZES = (1, 2, 4, 5, 8, 16, 32), (64, 128, 256)
 MOST_HEAD_SIZE = 256  # of flash attention and of cuDNN's
 MOST_EFFICIENT_HEAD_SIZE = 1024  # of memory-efficient attention
-FLASH_FROM = 513  # tokens, where queries, keys and values lie in one tensor
+FLASH_FROM = 513  # tokens, if queries, keys and values are in one tensor
 EFFICIENT_FROM = 256  # queries or keys, in single precision
 HALF = ("float16", "bfloat16")
 MOST_SPLITS = 128
 TILE, DECODING_TILE = 128, 64  # queries that a block of threads computes
 COLUMNS = 8  # that a block of threads computes, and numbers that a thread reads at a time
 MOST_ROWS = {4: 16, 8: 5}  # of a product without dequantising the matrix, by bits
-ROUTER = (32, 2880)  # columns and depth that have a kernel of their own
+ROUTER = (32, 2880)  # columns and depth of the product that has a kernel of its own
 PART_COLUMNS, WHOLE_BYTES = 32768, 256 << 20  # of a large matrix, a part at a time is dequantised
 TABLE = Path(__file__).with_name("slow_launches.json")
 VERSION = 1
 LEARN = "python recipes/cuda_kernels/learn_slow_launches.py"
-PRODUCTS = ("gemm", "product")  # how the costs of an operator are counted that is one product of matrices
+PRODUCTS = ("gemm", "product")  # cost rules of operators that are one product of matrices
 RECURRENT = ("GRU", "LSTM", "RNN")
 PRODUCT_FEATURES = ("matrices", "m", "n", "k", "transposed", "element_bytes", "m_alignment", "n_alignment", "k_alignment")
 RECURRENT_FEATURES = ("rows", "hidden_size", "columns", "directions", "element_bytes", "rows_times_columns")
@@ -155,16 +155,16 @@ def product_algorithm(kernel: Kernel, gpu: Gpu = H200) -> Algorithm:
     depth, columns, block, bits = (int(attributes.get(name, default)) for name, default in (
         ("K", 0), ("N", 0), ("block_size", 32), ("bits", 4)))
     rows = product_rows(kernel)
-    zeros, reordered = input_at(kernel.inputs, 3), input_at(kernel.inputs, 4).present
-    has_zeros = zeros.present
+    zero_points, reordered = input_at(kernel.inputs, 3), input_at(kernel.inputs, 4).present
+    has_zero_points = zero_points.present
     element = int(DTYPE_BYTES.get(kernel.dtype, 4))
     fits = (rows <= MOST_ROWS.get(bits, 0) and columns % COLUMNS == 0 and depth % COLUMNS == 0 and not reordered
-            and not (has_zeros and zeros.dtype != "uint8"))
+            and not (has_zero_points and zero_points.dtype != "uint8"))
     if bits == 8:
         fits = fits and 256 % max(block, 1) == 0 and depth % max(block, 1) == 0
     blocks = math.ceil(depth / max(block, 1))
-    shared_bytes = COLUMNS * (element * blocks + (has_zeros and (2 * math.ceil(blocks / 2) if bits == 4 else blocks)))
-    if fits and bits == 4 and rows == 1 and not has_zeros and block in (32, 64) and (columns, depth) == ROUTER:
+    shared_bytes = COLUMNS * (element * blocks + (has_zero_points and (2 * math.ceil(blocks / 2) if bits == 4 else blocks)))
+    if fits and bits == 4 and rows == 1 and not has_zero_points and block in (32, 64) and (columns, depth) == ROUTER:
         return "router"
     if fits and rows > 1 and (kernel.dtype != "float32" or bits == 8 or shared_bytes <= gpu.shared_bytes):
         return "rows"
@@ -187,6 +187,8 @@ def language_algorithm(kernel: Kernel, gpu: Gpu = H200) -> Algorithm:
         return plain_algorithm(kernel, sizes, gpu)
     return product_algorithm(kernel, gpu) if kernel.op_type == "MatMulNBits" else ""
 
+
+# kernels that are slow to launch -----------------------------------------------------------------------------------------
 
 class DecisionTree(Frozen):
     """A decision tree with yes or no at its leaves; one entry per node in each tuple, the root first."""

@@ -35,11 +35,12 @@ def _with_value(graph: ParsedGraph, node: ParsedNode, index: int, name: str) -> 
 
 def _attended_tokens(graph: ParsedGraph, node: ParsedNode, inputs: Sequence[KernelInput]) -> int:
     """The number of tokens that a GroupQueryAttention attends to. It is the second dimension of the mask from which they are
-    counted, or a value that the graph computes from shapes. If it depends on input values, the new tokens follow a full cache.
+    counted, or a value that the graph computes from shapes. If it depends on input values, a full cache is assumed before the
+    new tokens.
     """
-    maker = {name: each for each in graph.nodes for name in each.outputs if name}
+    producers = {name: producer for producer in graph.nodes for name in producer.outputs if name}
     for index in (attention.TOTAL, attention.LAST_PLACES):
-        mask = graph.tensors[counted_tensor(node.inputs[index], maker)]
+        mask = graph.tensors[counted_tensor(node.inputs[index], producers)]
         if len(mask.shape) == 2:
             return mask.shape[1]
     values = inputs[attention.TOTAL].values or graph.computed.get(node.inputs[attention.TOTAL])

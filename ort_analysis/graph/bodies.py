@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 TRIPS = "trips"  # the name, for --dim, of the number of trips of all loops for which the model gives none
 DEFAULT_TRIPS = 10
-GUESS_RANGE = (0.1, 10.0)  # range of a guessed number of trips, as multiples of DEFAULT_TRIPS: a choice
+GUESS_RANGE = (0.1, 10.0)  # range of a guessed number of trips, as multiples of DEFAULT_TRIPS; chosen by hand
 MOST_TRIPS = 10**9  # exporters write the largest integer for a loop that only its condition ends
 FIRST_SCAN_OPSET = 9  # older versions of Scan had a batch and sequence lengths
 PASSED_ON = VIEWS | {"Cast"}  # operators that keep the value of a single number
 # Operations per ms, bytes per ms, and ms per node of a slow CPU and of a large GPU. Two branches are compared on both: a branch
-# with fewer operations may take longer if it moves more bytes or has more nodes. The figures are a choice.
+# with fewer operations may take longer if it moves more bytes or has more nodes. The figures are chosen by hand.
 RATES = ((50e6, 5e6, 0.001), (2e10, 2e9, 0.008))
 
 
@@ -113,11 +113,11 @@ def steering_inputs(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[str
     (`known_words`), and inputs of a decoder's attention get lengths (`attention_lengths`).
     """
     inputs = {value.name for value in graph.input} - {tensor.name for tensor in graph.initializer}
-    maker = {out: node for node in graph.node for out in node.output if out}
+    producer = {out: node for node in graph.node for out in node.output if out}
 
     def source(tensor: str) -> str:
-        while tensor in maker and maker[tensor].op_type in PASSED_ON:
-            tensor = maker[tensor].input[0]
+        while tensor in producer and producer[tensor].op_type in PASSED_ON:
+            tensor = producer[tensor].input[0]
         return tensor
 
     values: dict[str, Any] = {**known_words(graph), **attention_lengths(graph, dims)}
@@ -143,11 +143,11 @@ def given_branch(name: str, dims: Mapping[str, int]) -> str:
 
 def captured(graph: onnx.GraphProto) -> list[str]:
     """The tensors that a body and its inner bodies take from the graphs around it."""
-    made = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
-    made |= {out for node in graph.node for out in node.output}
-    read = [name for node in graph.node for name in (
+    defined = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
+    defined |= {out for node in graph.node for out in node.output}
+    used = [name for node in graph.node for name in (
         *node.input, *(name for body in bodies_of(node).values() for name in captured(body)))]
-    return [name for name in dict.fromkeys([*read, *(value.name for value in graph.output)]) if name and name not in made]
+    return [name for name in dict.fromkeys([*used, *(value.name for value in graph.output)]) if name and name not in defined]
 
 
 def body_model(body: onnx.GraphProto, given: Sequence[KernelInput], outer: onnx.ModelProto,
@@ -185,8 +185,8 @@ def _value_info(name: str, tensor: KernelInput) -> onnx.ValueInfoProto:
 
 
 def analyse_bodies(node: onnx.NodeProto, outer: onnx.ModelProto, tensors: Mapping[str, KernelInput],
-         values: Mapping[str, Sequence[int | float | bool]], dims: Mapping[str, int],
-         infer: Callable[[onnx.ModelProto, str], InferredTensors]) -> AnalysedBodies | None:
+                   values: Mapping[str, Sequence[int | float | bool]], dims: Mapping[str, int],
+                   infer: Callable[[onnx.ModelProto, str], InferredTensors]) -> AnalysedBodies | None:
     """The analysed bodies of a node; None for a node without bodies, and for a Scan older than FIRST_SCAN_OPSET.
 
     Args:
@@ -204,7 +204,7 @@ def analyse_bodies(node: onnx.NodeProto, outer: onnx.ModelProto, tensors: Mappin
         proto = body_model(bodies[attribute], given, outer, tensors)
         return Body(attribute, proto, frozenset(captured(bodies[attribute])), infer(proto, node.name))
 
-    def made(body: Body) -> list[tuple[int, ...]]:
+    def output_shapes(body: Body) -> list[tuple[int, ...]]:
         return [body.inferred.tensors[value.name].shape for value in body.proto.graph.output]
 
     if node.op_type == "If":
@@ -212,19 +212,19 @@ def analyse_bodies(node: onnx.NodeProto, outer: onnx.ModelProto, tensors: Mappin
         branches = tuple(_branches(sorted(bodies, reverse=True), chosen, analysed))
         larger = max(branches, key=lambda body: (body.attribute == chosen, sum(
             body.inferred.tensors[value.name].elements for value in body.proto.graph.output)))
-        return AnalysedBodies(Trips(1), branches, chosen, dict(zip(node.output, made(larger), strict=False)))
+        return AnalysedBodies(Trips(1), branches, chosen, dict(zip(node.output, output_shapes(larger), strict=False)))
     if node.op_type == "Scan":
-        return _scan_bodies(node, tensors, analysed, made)
+        return _scan_bodies(node, tensors, analysed, output_shapes)
     trips = trips_of(node, bodies["body"], tensors, values, dims)
     given = [KernelInput(dtype="int64"), KernelInput(dtype="bool"), *(tensors[name] for name in node.input[2:])]
     body = analysed("body", given)
-    states = list(zip((tensor.shape for tensor in given[2:]), made(body)[1:], strict=False))
+    states = list(zip((tensor.shape for tensor in given[2:]), output_shapes(body)[1:], strict=False))
     grown = [_shape_after(before, after, trips.count) for before, after in states]
     if any(before != after for before, after in states) and trips.count > 1:  # the shapes are those of the middle trip
         halfway = [_shape_after(before, after, (trips.count - 1) // 2) for before, after in states]
         body = analysed("body", [*given[:2], *(tensor.model_copy(update={"shape": shape, "values": None})
                                                for tensor, shape in zip(given[2:], halfway, strict=True))])
-    kept = [(trips.count, *shape) for shape in made(body)[1 + len(states):]]
+    kept = [(trips.count, *shape) for shape in output_shapes(body)[1 + len(states):]]
     return AnalysedBodies(trips, (body,), "", dict(zip(node.output, [*grown, *kept], strict=False)))
 
 
@@ -248,7 +248,7 @@ def _shape_after(before: tuple[int, ...], after: tuple[int, ...], trips: int) ->
 
 def _scan_bodies(node: onnx.NodeProto, tensors: Mapping[str, KernelInput],
                   analysed: Callable[[str, Sequence[KernelInput]], Body],
-                  made: Callable[[Body], list[tuple[int, ...]]]) -> AnalysedBodies:
+                  output_shapes: Callable[[Body], list[tuple[int, ...]]]) -> AnalysedBodies:
     attributes = {attribute.name: attribute for attribute in node.attribute}
     scanned = attributes["num_scan_inputs"].i
     states = len(node.input) - scanned
@@ -262,7 +262,7 @@ def _scan_bodies(node: onnx.NodeProto, tensors: Mapping[str, KernelInput],
         trips = sizes.pop(axis)
         items.append(tensors[name].model_copy(update={"shape": tuple(sizes), "constant": False, "values": None}))
     body = analysed("body", [*(tensors[name] for name in node.input[:states]), *items])
-    shapes = made(body)
+    shapes = output_shapes(body)
     kept = []
     for shape, axis in zip(shapes[states:], axes("scan_output_axes", len(shapes) - states), strict=True):
         position = axis % (len(shape) + 1)
@@ -288,25 +288,27 @@ def trips_of(node: onnx.NodeProto, body: onnx.GraphProto, tensors: Mapping[str, 
 
 def _always_goes_on(body: onnx.GraphProto) -> bool:
     """Whether a Loop's condition never ends it: the body returns it unchanged, or as a constant."""
-    maker = {out: node for node in body.node for out in node.output if out}
+    producer = {out: node for node in body.node for out in node.output if out}
     tensor = body.output[0].name
-    while tensor in maker and maker[tensor].op_type == "Identity":
-        tensor = maker[tensor].input[0]
+    while tensor in producer and producer[tensor].op_type == "Identity":
+        tensor = producer[tensor].input[0]
     constant = next((initializer for initializer in body.initializer if initializer.name == tensor), None)
-    if constant is None and tensor in maker and maker[tensor].op_type == "Constant":
-        constant = next((attribute.t for attribute in maker[tensor].attribute if attribute.name == "value"), None)
+    if constant is None and tensor in producer and producer[tensor].op_type == "Constant":
+        constant = next((attribute.t for attribute in producer[tensor].attribute if attribute.name == "value"), None)
     if constant is not None:
         return bool(tensor_array(constant).all())
-    return tensor not in maker and tensor in [value.name for value in body.input][1:2]
+    return tensor not in producer and tensor in [value.name for value in body.input][1:2]
 
+
+# the flat graph ----------------------------------------------------------------------------------------------------------
 
 @dataclass
 class FlatGraph:
     """The nodes of a graph and its bodies; a body's nodes follow its node."""
 
     nodes: list[ParsedNode] = field(default_factory=list)
-    # tensors, computed, assumed: those of `InferredTensors` for the graph and its bodies together; tensors that a body makes
-    # are named `<node>/<tensor>`
+    # tensors, computed, assumed: those of `InferredTensors` for the graph and its bodies together; tensors that a body
+    # computes are named `<node>/<tensor>`
     tensors: dict[str, KernelInput] = field(default_factory=dict)
     computed: dict[str, Values] = field(default_factory=dict)
     assumed: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -331,20 +333,21 @@ def flat_bodies(nodes: Sequence[onnx.NodeProto], assigned: Sequence[str], held: 
                 original: onnx.GraphProto, finish: Finish) -> FlatGraph:
     """The nodes of a graph and its bodies, with facts about the bodies' tensors."""
     flat = FlatGraph()
-    before = {(node.op_type, out): node for node in original.node if bodies_of(node) for out in node.output if out}
+    original_nodes = {(node.op_type, out): node for node in original.node if bodies_of(node) for out in node.output if out}
     for node, provider in zip(nodes, assigned, strict=True):
         parsed = parsed_node(node, provider)
         inside = held.get(node.name)
         if inside is None:
             flat.nodes.append(parsed)
             continue
-        same = next((before[node.op_type, out] for out in node.output if (node.op_type, out) in before), node)
-        variants = {body.attribute: _flat_body(node.name, body, bodies_of(same)[body.attribute], inside.trips, finish)
+        keys = [(node.op_type, out) for out in node.output]
+        original_node = next((original_nodes[key] for key in keys if key in original_nodes), node)
+        variants = {body.attribute: _flat_body(node.name, body, bodies_of(original_node)[body.attribute], inside.trips, finish)
                     for body in inside.bodies}
         chosen, guess = _chosen(inside, variants)
         flat.nodes.append(replace(parsed, runs=float(inside.trips.count)))
         flat.add(variants[chosen])
-        flat.originals[node.name] = bodies_of(same)[chosen]
+        flat.originals[node.name] = bodies_of(original_node)[chosen]
         if guess is not None:
             flat.guessed[node.name] = guess
         for attribute in variants.keys() - {chosen}:  # the weights of the other branch are loaded too
@@ -358,18 +361,19 @@ def _flat_body(node: str, body: Body, original: onnx.GraphProto, trips: Trips, f
     tensors, assigned = finish(body, original)
     flat = flat_bodies(body.proto.graph.node, assigned, body.inferred.held, original, finish)
 
-    def here(name: str) -> str:
+    def full_name(name: str) -> str:
         return name if not name or name in body.captured or name.startswith(f"{node}/") else f"{node}/{name}"
 
     nodes = [replace(inner, runs=inner.runs * trips.count, inside=inner.inside or node,
-                     inputs=tuple(map(here, inner.inputs)), outputs=tuple(map(here, inner.outputs))) for inner in flat.nodes]
-    every = {**tensors, **flat.tensors}
-    made_here = {name: tensor for name, tensor in every.items() if name and name not in body.captured}
+                     inputs=tuple(map(full_name, inner.inputs)), outputs=tuple(map(full_name, inner.outputs)))
+             for inner in flat.nodes]
+    every_tensor = {**tensors, **flat.tensors}
+    own_tensors = {name: tensor for name, tensor in every_tensor.items() if name and name not in body.captured}
     return FlatGraph(
-        nodes, {here(name): tensor for name, tensor in made_here.items()},
-        {here(name): values for name, values in {**body.inferred.computed, **flat.computed}.items()},
-        {here(name): shape for name, shape in {**body.inferred.assumed, **flat.assumed}.items()}, flat.guessed,
-        flat.originals, _costs(flat.nodes, every))
+        nodes, {full_name(name): tensor for name, tensor in own_tensors.items()},
+        {full_name(name): values for name, values in {**body.inferred.computed, **flat.computed}.items()},
+        {full_name(name): shape for name, shape in {**body.inferred.assumed, **flat.assumed}.items()}, flat.guessed,
+        flat.originals, _costs(flat.nodes, every_tensor))
 
 
 def _chosen(held: AnalysedBodies, variants: Mapping[str, FlatGraph]) -> tuple[str, GuessedRuns | None]:
@@ -381,12 +385,12 @@ def _chosen(held: AnalysedBodies, variants: Mapping[str, FlatGraph]) -> tuple[st
     if held.chosen:
         return held.chosen, None
     costs = {attribute: flat.costs for attribute, flat in variants.items()}
-    dear, cheap = sorted(costs, key=lambda attribute: costs[attribute], reverse=True)
-    taken = next(branch for branch, attribute in BRANCHES.items() if attribute == dear)
-    if costs[dear] == costs[cheap]:
-        return dear, None
-    ratios = [_time_ms(costs[cheap], rates) / max(_time_ms(costs[dear], rates), 1e-9) for rates in RATES]
-    return dear, GuessedRuns(taken=taken, low=min(1.0, *ratios), high=max(1.0, *ratios))
+    costlier, cheaper = sorted(costs, key=lambda attribute: costs[attribute], reverse=True)
+    taken = next(branch for branch, attribute in BRANCHES.items() if attribute == costlier)
+    if costs[costlier] == costs[cheaper]:
+        return costlier, None
+    ratios = [_time_ms(costs[cheaper], rates) / max(_time_ms(costs[costlier], rates), 1e-9) for rates in RATES]
+    return costlier, GuessedRuns(taken=taken, low=min(1.0, *ratios), high=max(1.0, *ratios))
 
 
 def _time_ms(costs: tuple[float, float, float], rates: tuple[float, float, float]) -> float:
@@ -397,11 +401,11 @@ def _time_ms(costs: tuple[float, float, float], rates: tuple[float, float, float
 
 def _costs(nodes: Sequence[ParsedNode], tensors: Mapping[str, KernelInput]) -> tuple[float, float, float]:
     """Operations, bytes moved, and runs of some nodes."""
-    left_out = KernelInput(dtype="")
+    absent = KernelInput(dtype="")
     operations = moved = 0.0
     for node in nodes:
-        inputs, outputs = ([tensors.get(name, left_out) for name in names] for names in (node.inputs, node.outputs))
-        about = node.op_type, node.attributes, inputs, outputs
-        operations += node.runs * flops(*about)
-        moved += node.runs * (bytes_read(*about) + bytes_written(*about))
+        inputs, outputs = ([tensors.get(name, absent) for name in names] for names in (node.inputs, node.outputs))
+        arguments = node.op_type, node.attributes, inputs, outputs
+        operations += node.runs * flops(*arguments)
+        moved += node.runs * (bytes_read(*arguments) + bytes_written(*arguments))
     return operations, moved, sum(node.runs for node in nodes)

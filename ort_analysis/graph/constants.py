@@ -17,7 +17,7 @@ FLOATING = {1, 10, 11, 16}  # ONNX's numbers of float32, float16, float64 and bf
 WEIGHTED = {"Attention", "Conv", "ConvTranspose", "Einsum", "EmbedLayerNormalization", "FusedConv", "FusedMatMul", "GRU",
             "Gather", "GatherBlockQuantized", "Gemm", "GroupQueryAttention", "LSTM", "MatMul", "MatMulNBits", "MoE",
             "MultiHeadAttention", "NhwcConv", "QMoE", "RNN"}
-# What ONNX Runtime may compute from constants, in bytes; beyond that, large results get a type and a shape, but no values.
+# Bytes that ONNX Runtime may compute from constants; beyond that, large results get a type and a shape, but no values.
 MOST_FOLDED_BYTES = 1 << 28
 LARGE_RESULT_BYTES = 1 << 20
 MOVES = {"Concat", "Expand", "Flatten", "Pad", "Reshape", "Slice", "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze"}
@@ -44,13 +44,13 @@ def _decides_by_value(node: onnx.NodeProto) -> bool:
 
 def decisive_constants(graph: onnx.GraphProto) -> set[str]:
     """The constants of a graph whose values, directly or indirectly, decide what is computed."""
-    made_from: dict[str, set[str]] = {}
-    judged: set[str] = set()
+    sources_of: dict[str, set[str]] = {}
+    decisive: set[str] = set()
     for node in constant_nodes(graph):
-        sources = set().union(*({name} | made_from.get(name, set()) for name in node.input))
-        judged |= sources if _decides_by_value(node) else set()
-        made_from |= dict.fromkeys(node.output, sources)
-    return judged
+        sources = set().union(*({name} | sources_of.get(name, set()) for name in node.input))
+        decisive |= sources if _decides_by_value(node) else set()
+        sources_of |= dict.fromkeys(node.output, sources)
+    return decisive
 
 
 def seen_by_optimisers(graph: onnx.GraphProto) -> set[str]:
@@ -75,16 +75,16 @@ def fold_large(model: onnx.ModelProto, most_bytes: int = MOST_FOLDED_BYTES) -> N
     A Transpose before a Gemm stays: ONNX Runtime makes it an attribute of the Gemm.
     """
     graph = model.graph
-    kept = seen_by_optimisers(graph)
-    kept |= {name for node in graph.node if node.op_type == "Gemm" for name in node.input}
-    made = {node.output[0]: results for node, results in _large_results(model) if kept.isdisjoint(node.output)}
-    if sum(tensor_bytes(tensor) for results in made.values() for tensor in results) <= most_bytes:
+    unfolded = seen_by_optimisers(graph)
+    unfolded |= {name for node in graph.node if node.op_type == "Gemm" for name in node.input}
+    folded = {node.output[0]: results for node, results in _large_results(model) if unfolded.isdisjoint(node.output)}
+    if sum(tensor_bytes(tensor) for results in folded.values() for tensor in results) <= most_bytes:
         return
-    left = [node for node in graph.node if node.output[0] not in made]
-    for results in made.values():
+    remaining = [node for node in graph.node if node.output[0] not in folded]
+    for results in folded.values():
         graph.initializer.extend(results)
     del graph.node[:]
-    graph.node.extend(left)
+    graph.node.extend(remaining)
 
 
 def _large_results(model: onnx.ModelProto) -> Iterator[tuple[onnx.NodeProto, list[onnx.TensorProto]]]:
@@ -94,7 +94,7 @@ def _large_results(model: onnx.ModelProto) -> Iterator[tuple[onnx.NodeProto, lis
     known = {tensor.name: tensor for tensor in model.graph.initializer}
     known |= {node.output[0]: attribute.t for node in model.graph.node if node.op_type == "Constant"
               for attribute in node.attribute if attribute.HasField("t")}
-    whole = {onnx.TensorProto.BOOL, onnx.TensorProto.INT32, onnx.TensorProto.INT64}
+    integers = {onnx.TensorProto.BOOL, onnx.TensorProto.INT32, onnx.TensorProto.INT64}
     for node in constant_nodes(model.graph):
         inputs = {name: known[name] for name in node.input if name in known}
         if node.domain not in ONNX_DOMAINS or set(node.input) - {"", *inputs}:
@@ -102,16 +102,16 @@ def _large_results(model: onnx.ModelProto) -> Iterator[tuple[onnx.NodeProto, lis
         results = _results(node, inputs, opset)
         known |= {tensor.name: tensor for tensor in results}
         if results and _is_folded(node, inputs, results) and all(
-                tensor.data_type not in whole and tensor_bytes(tensor) > LARGE_RESULT_BYTES for tensor in results):
+                tensor.data_type not in integers and tensor_bytes(tensor) > LARGE_RESULT_BYTES for tensor in results):
             yield node, results
 
 
 def _is_folded(node: onnx.NodeProto, inputs: dict[str, onnx.TensorProto], results: Sequence[onnx.TensorProto]) -> bool:
     """Whether ONNX Runtime computes a node's outputs beforehand, and does not remove it in another way."""
-    given, made = ({tensor.data_type for tensor in tensors} for tensors in (inputs.values(), results))
+    input_types, output_types = ({tensor.data_type for tensor in tensors} for tensors in (inputs.values(), results))
     if node.op_type == "Cast":
-        return given != made
-    return node.op_type in MOVES or (node.op_type in ARITHMETIC and given <= COMPUTED_IN)
+        return input_types != output_types
+    return node.op_type in MOVES or (node.op_type in ARITHMETIC and input_types <= COMPUTED_IN)
 
 
 def _results(node: onnx.NodeProto, inputs: dict[str, onnx.TensorProto], opset: int) -> list[onnx.TensorProto]:
@@ -120,12 +120,12 @@ def _results(node: onnx.NodeProto, inputs: dict[str, onnx.TensorProto], opset: i
     values = {name: tensor for name, tensor in inputs.items() if not locations(tensor)}
     try:
         schema = onnx.defs.get_schema(node.op_type, opset, "")
-        made = onnx.shape_inference.infer_node_outputs(schema, node, types, values,
-                                                       opset_imports=[onnx.helper.make_opsetid("", opset)])
+        types_of_outputs = onnx.shape_inference.infer_node_outputs(schema, node, types, values,
+                                                                   opset_imports=[onnx.helper.make_opsetid("", opset)])
     except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError, onnx.defs.SchemaError):  # ORT says what is wrong
         return []
     results = []
-    for name, kind in made.items():
+    for name, kind in types_of_outputs.items():
         dims = kind.tensor_type.shape.dim
         if not kind.tensor_type.HasField("shape") or not all(dim.HasField("dim_value") for dim in dims):
             return []

@@ -63,7 +63,7 @@ _kept: Path | None = None  # the folder of cached optimised graphs (`kept_in`)
 log = get_logger("parser")
 SHOWN_SIZES = 3  # in a warning
 PACKED_AXES = 5  # batch, token, head, which of queries, keys and values, and number
-TOO_LARGE = "Protobuf serialization failed"  # ORT's message if it created constants of more than 2 GiB
+TOO_LARGE = "Protobuf serialization failed"  # in ORT's message if it created constants of more than 2 GiB
 NO_PREPACKING = {"session.disable_prepacking": "1"}  # a session that only optimises need not lay weights out again
 
 
@@ -72,11 +72,11 @@ def kept_in(folder: Path) -> Iterator[None]:
     """Caches optimised graphs of models with dynamic dimensions in a folder while the block runs."""
     global _kept
     folder.mkdir(exist_ok=True)
-    before, _kept = _kept, folder
+    outer, _kept = _kept, folder
     try:
         yield
     finally:
-        _kept = before
+        _kept = outer
 
 
 def optimise_once(model: str, save_to: Path, optimize: Callable[[], None]) -> None:
@@ -85,18 +85,18 @@ def optimise_once(model: str, save_to: Path, optimize: Callable[[], None]) -> No
     if _kept is None:
         optimize()
         return
-    kept, beside = _kept / model, weights_beside(save_to)
-    if kept.exists():
-        _link(kept / save_to.name, save_to)
-        _link(kept / beside.name, beside)
+    cached, beside = _kept / model, weights_beside(save_to)
+    if cached.exists():
+        _link(cached / save_to.name, save_to)
+        _link(cached / beside.name, beside)
         return
     optimize()
-    unfinished = kept.with_name(f"{kept.name}.unfinished")  # left over by a process that was killed before the rename
+    unfinished = cached.with_name(f"{cached.name}.unfinished")  # left over by a process that was killed before the rename
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
     _link(save_to, unfinished / save_to.name)
     _link(beside, unfinished / beside.name)
-    unfinished.rename(kept)
+    unfinished.rename(cached)
 
 
 def _link(source: Path, to: Path) -> None:
@@ -149,14 +149,14 @@ def optimize(source: Source, flavour: Flavour, save_to: Path, static: bool) -> o
     """Makes ORT optimise `source` and save the graph, with named nodes, to `save_to`; returns it. With `static`, dynamic
     dimensions are fixed first, so that ORT folds computations on them. Constants over 1 KiB are written to a second file."""
     open_session(source.loadable, flavour.device, optimize=flavour.optimization, dims=source.dims if static else {},
-                 save_to=save_to, name=source.name, entries=_beside(save_to))
+                 save_to=save_to, name=source.name, entries=_external_weights(save_to))
     proto = onnx.load(str(save_to), load_external_data=False)
     name_nodes(proto.graph)
     onnx.save(proto, str(save_to))
     return read_graph(save_to)
 
 
-def _beside(save_to: Path) -> dict[str, str]:
+def _external_weights(save_to: Path) -> dict[str, str]:
     """The session entries that put large constants into a file beside the graph."""
     return {"session.optimized_model_external_initializers_file_name": weights_beside(save_to).name,
             "session.optimized_model_external_initializers_min_size_in_bytes": str(LARGE_BYTES)}
@@ -185,7 +185,7 @@ def _optimized(source: Source, changed: onnx.ModelProto, flavour: Flavour, deriv
         except UserError as error:
             if TOO_LARGE not in str(error):
                 raise
-            open_at(entries={**entries, **_beside(path)})
+            open_at(entries={**entries, **_external_weights(path)})
 
     def write() -> None:
         dims = source.dims if static else {}
@@ -217,10 +217,10 @@ def _is_untouched(path: Path, before: onnx.ModelProto) -> bool:
 def _restore_bodies(path: Path, before: onnx.ModelProto) -> None:
     """Restores the original bodies of a saved graph's nodes, and removes the extra input that made ORT rewrite them."""
     proto = onnx.load(str(path), load_external_data=False)
-    had = {(node.op_type, out): bodies_of(node) for node in before.graph.node for out in node.output if out}
+    original_bodies = {(node.op_type, out): bodies_of(node) for node in before.graph.node for out in node.output if out}
     for node in proto.graph.node:
         for attribute, body in bodies_of(node).items():
-            body.CopyFrom(had[node.op_type, next(filter(None, node.output))][attribute])
+            body.CopyFrom(original_bodies[node.op_type, next(filter(None, node.output))][attribute])
     remove_fresh_input(proto.graph)
     onnx.save(proto, str(path))
 
@@ -252,7 +252,7 @@ def parse_graph(model: Path | onnx.ModelProto, device: str = "auto", dims: Mappi
 
     For `cuda` without a GPU, or with more weights than a GPU should load only for this, the graph comes from the CPU provider
     with the optimisers of the CUDA provider, and is marked as derived. `name` is that of a model in memory. Large constants
-    that ORT created are in a file in `folder`, otherwise lost.
+    that ORT created are in a file in `folder`; without a folder they are lost.
     """
     provider = graph_device(device)
     flavour, source = flavour_of(provider), read_source(model, dims, name)
@@ -260,8 +260,8 @@ def parse_graph(model: Path | onnx.ModelProto, device: str = "auto", dims: Mappi
     reduced = as_single(source.graph_only, source.name) if derived and holds_reduced(source.graph_only.graph) else None
     changed = onnx.ModelProto()
     changed.CopyFrom(reduced.model if reduced else source.graph_only)
-    with nullcontext(folder) if folder else temporary_folder() as written:
-        return _parsed(source, _optimized(source, changed, flavour, derived, static, written), flavour, reduced, derived,
+    with nullcontext(folder) if folder else temporary_folder() as weights_folder:
+        return _parsed(source, _optimized(source, changed, flavour, derived, static, weights_folder), flavour, reduced, derived,
                        static)
 
 

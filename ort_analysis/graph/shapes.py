@@ -55,21 +55,21 @@ def shapes_when_run(node: onnx.NodeProto, proto: onnx.ModelProto, tensors: Mappi
     """The output shapes of a node, from running it alone on zeros."""
     constants = {tensor.name: tensor for tensor in proto.graph.initializer
                  if tensor.name in node.input and tensor.data_location != onnx.TensorProto.EXTERNAL}
-    fed = [value for value in dict.fromkeys(node.input) if value and value not in constants]
-    if not all(tensors[value].is_tensor for value in fed):
+    inputs_fed = [value for value in dict.fromkeys(node.input) if value and value not in constants]
+    if not all(tensors[value].is_tensor for value in inputs_fed):
         raise UserError(f"{name}: the rank of tensor {node.output[0]} is not known, and its node {node.name} ({node.op_type}) "
                         "takes more than tensors, so that it can't be tried alone")
-    inputs = [onnx.helper.make_tensor_value_info(value, type_code(tensors[value].dtype),
-                                            tensors[value].shape) for value in fed]
+    inputs = [onnx.helper.make_tensor_value_info(value, type_code(tensors[value].dtype), tensors[value].shape)
+              for value in inputs_fed]
     graph = onnx.helper.make_graph([node], "node", inputs, [onnx.helper.ValueInfoProto(name=out) for out in node.output if out],
                               list(constants.values()))
     model = onnx.helper.make_model(graph, opset_imports=list(proto.opset_import), ir_version=proto.ir_version)
     session = open_session(model.SerializeToString(), "cpu", optimize="none", name=f"{name}: node {node.name}",
                            entries=at_root())
-    feed = {value: zeros(tensors[value].shape, tensors[value].dtype) for value in fed}
+    feed = {value: zeros(tensors[value].shape, tensors[value].dtype) for value in inputs_fed}
     with model_errors(f"{name}: node {node.name}"):
-        made = session.run(None, feed)
-    return {out.name: tuple(value.shape) for out, value in zip(session.get_outputs(), made, strict=True)
+        results = session.run(None, feed)
+    return {out.name: tuple(value.shape) for out, value in zip(session.get_outputs(), results, strict=True)
             if isinstance(value, np.ndarray)}
 
 
@@ -126,7 +126,7 @@ def _most_boxes(node: onnx.NodeProto, tensors: Mapping[str, KernelInput],
 
 @dataclass
 class GivenSizes:
-    """The user's sizes of data-dependent tensors of one graph."""
+    """The user's sizes of data-dependent tensors in one graph."""
 
     dims: Mapping[str, int]  # all given sizes, by name
     prefix: str  # of the names of a body's tensors
@@ -166,16 +166,16 @@ class GivenSizes:
 
     def refusal(self, name: str, tensor: str, shape: Shape) -> SizeNotKnown:
         """The error for a tensor with unknown shape; it says how to give the sizes."""
-        whole = f"{self.prefix}{tensor}"
+        full = f"{self.prefix}{tensor}"
         if shape is None:
             return SizeNotKnown(
-                f"{name}: the rank of tensor {whole} is not known; export the model with the shapes of its inputs, or give all "
-                f"sizes of this tensor, for example, where it has two axes, {_options(whole, range(2))}", whole)
+                f"{name}: the rank of tensor {full} is not known; export the model with the shapes of its inputs, or give all "
+                f"sizes of this tensor, for example, where it has two axes, {_options(full, range(2))}", full)
         sizes = ", ".join(str(size) or "?" for size in shape)
-        options = _options(whole, [axis for axis, size in enumerate(shape) if not isinstance(size, int)])
+        options = _options(full, [axis for axis, size in enumerate(shape) if not isinstance(size, int)])
         boxes = f", or --dim {DETECTIONS}=100 for all such sizes" if self.selects else ""
-        return SizeNotKnown(f"{name}: the shape of tensor {whole} ([{sizes}]) depends on data or on an open dimension; give "
-                            f"its size, for example {options}{boxes} (benchmark/sizes_of_a_run.py shows those of a run)", whole)
+        return SizeNotKnown(f"{name}: the shape of tensor {full} ([{sizes}]) depends on data or on an open dimension; give "
+                            f"its size, for example {options}{boxes} (benchmark/sizes_of_a_run.py shows those of a run)", full)
 
 
 def _options(tensor: str, axes: Iterable[int]) -> str:
@@ -313,9 +313,9 @@ def infer_shapes(query: onnx.ModelProto, device: str, name: str, fold: bool) -> 
         dtypes[value.name] = value_type(value.type)
         shapes[value.name] = shape_of(value.type)
     for tensor in graph.initializer:  # a tensor that was folded keeps its name
-        made = constant_input(tensor, keep_floats=True)
-        if made.values is not None:
-            values[tensor.name] = made.values
+        constant = constant_input(tensor, keep_floats=True)
+        if constant.values is not None:
+            values[tensor.name] = constant.values
         if tensor.name in shapes:
             shapes[tensor.name] = tuple(tensor.dims)
     return ShapeAnswer(dtypes, shapes, values, dict(assignments(session)))
@@ -335,16 +335,16 @@ def shapes_of_any_size(proto: onnx.ModelProto, name: str) -> dict[str, Shape]:
 
 def value_type(kind: onnx.TypeProto) -> str:
     """A tensor's element type; for other values the type as text: `sequence(map(int64,float32))`."""
-    which = kind.WhichOneof("value")
-    if which == "tensor_type":
+    field = kind.WhichOneof("value")
+    if field == "tensor_type":
         return type_name(kind.tensor_type.elem_type)
-    if which == "sparse_tensor_type":
+    if field == "sparse_tensor_type":
         return f"sparse({type_name(kind.sparse_tensor_type.elem_type)})"
-    if which == "map_type":
+    if field == "map_type":
         return f"map({type_name(kind.map_type.key_type)},{value_type(kind.map_type.value_type)})"
-    if which in ("sequence_type", "optional_type"):
-        return f"{which.removesuffix('_type')}({value_type(getattr(kind, which).elem_type)})"
-    return f"{which or 'unknown'}()"
+    if field in ("sequence_type", "optional_type"):
+        return f"{field.removesuffix('_type')}({value_type(getattr(kind, field).elem_type)})"
+    return f"{field or 'unknown'}()"
 
 
 def shape_of(kind: onnx.TypeProto) -> Shape:
@@ -399,7 +399,7 @@ def infer_tensors(proto: onnx.ModelProto, device: str, name: str, dims: Mapping[
     tensors = constants | _known_tensors(answer, constants.keys())
     computed = {tensor: values for tensor, values in answer.values.items() if tensor in tensors and tensor not in constants}
     held = {node.name: held_body for node in proto.graph.node if (held_body := held_by(node, tensors, computed)) is not None}
-    used = sizes.used.union(*(body.inferred.used for each in held.values() for body in each.bodies))
+    used = sizes.used.union(*(body.inferred.used for node_bodies in held.values() for body in node_bodies.bodies))
     return InferredTensors(tensors, computed, providers, assumed, plain, held, frozenset(used))
 
 
@@ -434,8 +434,8 @@ def _derived_shapes(answer: ShapeAnswer, proto: onnx.ModelProto, constants: Mapp
 
 def _check_inputs(answer: ShapeAnswer, proto: onnx.ModelProto, waiting: set[str], name: str) -> None:
     """Refuses a graph with an input of unknown shape."""
-    made = {out for node in proto.graph.node for out in node.output}
-    for tensor in sorted(waiting - made):
+    computed = {out for node in proto.graph.node for out in node.output}
+    for tensor in sorted(waiting - computed):
         what = "rank" if answer.shapes[tensor] is None else "shape"
         raise UserError(f"{name}: the {what} of tensor {tensor}, an input, is not known; export the model with the shapes of "
                         "its inputs")

@@ -24,7 +24,6 @@ from hase.utils.lazy import onnx
 if TYPE_CHECKING:
     import onnx
 
-
 Size = int | str  # an unknown one is its name, or ""
 TRIED_SIZES = (1, 32, 224, 512)  # for an unknown dimension: tokens, samples, an image side
 CACHES = {  # by attention operator: its cache inputs (keys, values), and the attribute with their number of heads
@@ -34,7 +33,7 @@ CACHES = {  # by attention operator: its cache inputs (keys, values), and the at
     ("", "Attention"): ((4, 5), "kv_num_heads"),
 }
 QUERY_HEADS = ("q_num_heads", "num_heads")  # attributes
-BROADCASTING = ("Add", "Sub", "Mul", "Div")  # a size of 1 fits too, but is seldom meant
+BROADCASTING = ("Add", "Sub", "Mul", "Div")  # a size of 1 fits too, but is rarely meant
 REBATCH = "rebatch"  # the name, among the sizes of a model, of its new batch
 RESHAPING = ("Reshape", "Expand")  # their second input is a shape
 RECURRENT = ("LSTM", "GRU", "RNN")
@@ -71,16 +70,16 @@ class _Sizes:
 
 def cache_sizes(node: onnx.NodeProto, shapes: Mapping[str, Shape]) -> list[CacheSize]:
     """The sizes that an attention requires of its caches (batch, heads, length, head size)."""
-    row = CACHES.get((node.domain.removeprefix("ai.onnx"), node.op_type))
-    if row is None:
+    entry = CACHES.get((node.domain.removeprefix("ai.onnx"), node.op_type))
+    if entry is None:
         return []
-    sizes, (indices, heads_attribute) = _Sizes(node, shapes), row
+    sizes, (indices, heads_attribute) = _Sizes(node, shapes), entry
     query_heads = next((sizes.attributes[name] for name in QUERY_HEADS if name in sizes.attributes), 0)
     heads, query = sizes.attributes.get(heads_attribute, 0), sizes.at(0, -1)
-    several_in_a_byte = sizes.attributes.get("kv_cache_bit_width", 0)
-    if sizes.rank(0) != 3 or not isinstance(query, int) or not query_heads or not heads or several_in_a_byte:
+    has_packed_cache = sizes.attributes.get("kv_cache_bit_width", 0)
+    if sizes.rank(0) != 3 or not isinstance(query, int) or not query_heads or not heads or has_packed_cache:
         return []
-    packed = len(node.input) < 2 or not node.input[1]  # keys and values lie beside the query
+    packed = len(node.input) < 2 or not node.input[1]  # keys and values are in the same tensor as the query
     key_head = query // (query_heads + 2 * heads if packed else query_heads)
     value = sizes.at(2, -1)
     value_head = value // heads if sizes.rank(2) == 3 and isinstance(value, int) else key_head
@@ -93,7 +92,7 @@ def refuse_other_caches(nodes: Sequence[onnx.NodeProto], tensors: Mapping[str, K
     """Refuses sizes of dynamic dimensions (`open_names`, by input and axis) that contradict an attention."""
     if not open_names:
         return
-    shapes: dict[str, Shape] = {tensor: about.shape for tensor, about in tensors.items()}
+    shapes: dict[str, Shape] = {tensor: entry.shape for tensor, entry in tensors.items()}
     for node in nodes:
         for cache in cache_sizes(node, shapes):
             given, dim = tensors[cache.tensor].shape[cache.axis], open_names.get((cache.tensor, cache.axis))
@@ -105,16 +104,16 @@ def refuse_other_caches(nodes: Sequence[onnx.NodeProto], tensors: Mapping[str, K
 
 def fitting_sizes(proto: onnx.ModelProto, missing: Sequence[str], given: Mapping[str, int], name: str) -> dict[str, int]:
     """Sizes for the dynamic dimensions `missing` with which ONNX Runtime can open a model; empty if none are known."""
-    light = without_weights(proto)
-    set_by_model = _set_without_weights(light, name)
+    without_values = without_weights(proto)
+    set_by_model = _set_without_weights(without_values, name)
     if set_by_model is None:
         return {}
     batch = {dim.dim_param for value in proto.graph.input for dim in value.type.tensor_type.shape.dim[:1]}
     fitting: dict[str, int] = {}
     fewest: int | None = None
-    for tried in TRIED_SIZES:
-        sizes = {dim: set_by_model.get(dim, 1 if dim in batch else tried) for dim in missing}
-        unknown = _unknown(light, {**given, **sizes}, name)
+    for size in TRIED_SIZES:
+        sizes = {dim: set_by_model.get(dim, 1 if dim in batch else size) for dim in missing}
+        unknown = _unknown(without_values, {**given, **sizes}, name)
         if unknown is not None and (fewest is None or unknown < fewest):
             fitting, fewest = sizes, unknown
         if not fewest and fitting:
@@ -221,19 +220,19 @@ def at_batch(proto: onnx.ModelProto, batch: int, shown: str) -> onnx.ModelProto:
     if batch == old:
         return proto
     obstacle = next((f"{_node_name(node)} holds a graph of its own" for node in proto.graph.node if bodies_of(node)), "")
-    made = onnx.ModelProto()
-    made.CopyFrom(proto)
+    changed = onnx.ModelProto()
+    changed.CopyFrom(proto)
     if not obstacle:
         before = _shapes(proto, shown)
-        _change(made.graph, before, old, batch)
+        _change(changed.graph, before, old, batch)
         try:
-            obstacle = _obstacle(made.graph, before, _shapes(made, shown), old, batch)
+            obstacle = _obstacle(changed.graph, before, _shapes(changed, shown), old, batch)
         except UserError as error:
             obstacle = str(error).removeprefix(f"{shown}: ")
     if obstacle:
         raise UserError(f"{shown}: it was exported at batch {old}, and its graph does not allow {batch}: {obstacle}; export it "
                         "with an open batch, or at this one")
-    return made
+    return changed
 
 
 def _shapes(proto: onnx.ModelProto, shown: str) -> dict[str, Shape]:
@@ -256,7 +255,7 @@ def _change(graph: onnx.GraphProto, before: Mapping[str, Shape], old: int, batch
         if value.name not in constants and sizes and sizes[0].dim_value == old:
             sizes[0].dim_value = batch
             changed.add(value.name)
-    for number, node in enumerate(graph.node):
+    for index, node in enumerate(graph.node):
         if node.op_type in ("Shape", "Size") or not changed.intersection(node.input):
             continue
         changed.update(filter(None, node.output))
@@ -266,7 +265,7 @@ def _change(graph: onnx.GraphProto, before: Mapping[str, Shape], old: int, batch
             continue
         first, *rest = onnx.numpy_helper.to_array(target).tolist()
         if first == shape[0] and first % old == 0 and (first == old or -1 not in rest):
-            name = f"{node.input[1]}/{REBATCH}/{number}"
+            name = f"{node.input[1]}/{REBATCH}/{index}"
             graph.initializer.append(onnx.numpy_helper.from_array(
                 onnx.numpy_helper.to_array(target) * ([batch] + [old] * len(rest)) // old, name))
             node.input[1] = name
@@ -277,10 +276,10 @@ def _obstacle(graph: onnx.GraphProto, before: Mapping[str, Shape], after: Mappin
 
     def grows(tensor: str) -> bool:
         """Whether one dimension of a tensor grew with the batch."""
-        was, now = before.get(tensor) or (), after.get(tensor) or ()
-        grown = [(size, larger) for size, larger in zip(was, now, strict=False) if size != larger]
-        return len(was) == len(now) and len(grown) == 1 and all(
-            isinstance(size, int) and isinstance(larger, int) and size * batch == larger * old for size, larger in grown)
+        old_shape, new_shape = before.get(tensor) or (), after.get(tensor) or ()
+        grown = [(size, new_size) for size, new_size in zip(old_shape, new_shape, strict=False) if size != new_size]
+        return len(old_shape) == len(new_shape) and len(grown) == 1 and all(
+            isinstance(size, int) and isinstance(new_size, int) and size * batch == new_size * old for size, new_size in grown)
 
     for node in graph.node:
         for tensor in filter(None, node.output):

@@ -47,7 +47,7 @@ MOST_CALLED = 50_000  # nodes; ONNX Runtime takes half a minute to inline so man
 DEEPEST_CALLS = 100  # functions; ONNX Runtime runs out of stack at some thousands
 SHOWN_SIZES = 3  # inputs and axes of an open dimension, in an error
 NO_SIZE = "SIZE"  # in place of one, where none is known to fit
-OWN_ENDING = re.compile(r"_token_\d+$")  # of names that ONNX Runtime derives from other names
+DERIVED_ENDING = re.compile(r"_token_\d+$")  # of names that ONNX Runtime derives from other names
 HALF_SUFFIX = "_fp16"  # of the model's name
 KERNEL_KEY = "hase.kernel"  # metadata of a built model: its Kernel as JSON
 
@@ -131,7 +131,7 @@ class Source:
 def open_dims(proto: onnx.ModelProto) -> dict[str, list[str]]:
     """The dynamic dimensions of a graph's inputs by name, each with its inputs and axes. Gives unnamed ones in `proto` the name
     `<input>.<axis>`."""
-    places: dict[str, list[str]] = {}
+    locations_of: dict[str, list[str]] = {}
     constants = {tensor.name for tensor in proto.graph.initializer}
     for value in proto.graph.input:
         if value.name in constants or not value.type.HasField("tensor_type"):
@@ -141,16 +141,16 @@ def open_dims(proto: onnx.ModelProto) -> dict[str, list[str]]:
                 continue
             if not dim.dim_param:
                 dim.dim_param = f"{value.name}.{axis}"
-            places.setdefault(dim.dim_param, []).append(f"{value.name}, axis {axis}")
-    return places
+            locations_of.setdefault(dim.dim_param, []).append(f"{value.name}, axis {axis}")
+    return locations_of
 
 
 def dynamic_names(model: Path, names: Iterable[str]) -> set[str]:
     """The `names` that are dynamic dimensions of the file `model`, or may be sizes inside its graph."""
     proto = read_as_written(model)
     check_sound(proto, str(model))
-    own = set(open_dims(proto)) | ({REBATCH} if fixed_batch(proto) else set())
-    return (own & set(names)) | _sizes_by_data(proto, names)
+    own_names = set(open_dims(proto)) | ({REBATCH} if fixed_batch(proto) else set())
+    return (own_names & set(names)) | _sizes_by_data(proto, names)
 
 
 def _sizes_by_data(proto: onnx.ModelProto, names: Iterable[str]) -> set[str]:
@@ -160,17 +160,17 @@ def _sizes_by_data(proto: onnx.ModelProto, names: Iterable[str]) -> set[str]:
     of an If. If ORT moves tensors out of a branch or function, their longer names end in the model's own.
     """
     graph = proto.graph
-    named = {dim.dim_param for value in (*graph.output, *graph.value_info) for dim in value.type.tensor_type.shape.dim}
-    named |= body_sizes(graph)
+    size_names = {dim.dim_param for value in (*graph.output, *graph.value_info) for dim in value.type.tensor_type.shape.dim}
+    size_names |= body_sizes(graph)
     if selects_boxes(graph):
-        named.add(DETECTIONS)
-    made = (*outputs_within(graph.node), *(out for function in proto.functions for out in outputs_within(function.node)))
+        size_names.add(DETECTIONS)
+    tensors = (*outputs_within(graph.node), *(out for function in proto.functions for out in outputs_within(function.node)))
 
     def stands_for_a_size(name: str) -> bool:
         tensor = tensor_of_size(name)
-        return bool(tensor) and OWN_ENDING.sub("", tensor).endswith(made)
+        return bool(tensor) and DERIVED_ENDING.sub("", tensor).endswith(tensors)
 
-    return {name for name in names if name in named or stands_for_a_size(name)}
+    return {name for name in names if name in size_names or stands_for_a_size(name)}
 
 
 def tensor_of_size(name: str) -> str:
@@ -266,27 +266,27 @@ def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = 
     dynamic = open_dims(proto)
     if REBATCH in given and REBATCH not in dynamic:
         proto, digest = at_batch(proto, given[REBATCH], shown), f"{digest}_{REBATCH}{given[REBATCH]}"
-    unread = {tensor.name for tensor in proto.graph.initializer if is_hollow(tensor)}
-    if unread and (decisive := sorted(unread & decisive_constants(proto.graph))):
+    missing_weights = {tensor.name for tensor in proto.graph.initializer if is_hollow(tensor)}
+    if missing_weights and (decisive := sorted(missing_weights & decisive_constants(proto.graph))):
         raise UserError(f"{shown}: what it computes depends on its {decisive[0]}, whose file is missing")
     unknown = sorted(set(given) - set(dynamic) - {REBATCH} - _sizes_by_data(proto, given))
     if unknown:
         available = f"its dynamic dimensions are {', '.join(sorted(dynamic))}" if dynamic else (
             "all its dimensions are fixed (--rebatch 8 takes it at a batch of 8, where its graph allows that)")
-        within = sorted(body_sizes(proto.graph))
-        available += f"; of Loops and Ifs {', '.join(within)} can be given" if within else ""
+        body_names = sorted(body_sizes(proto.graph))
+        available += f"; of Loops and Ifs {', '.join(body_names)} can be given" if body_names else ""
         raise UserError(f"{shown}: no dynamic dimension {', '.join(unknown)}; {available}")
-    stamped = {dim: size for dim, size in default_dims(proto, shown).items() if dim in dynamic and dim not in given}
-    if stamped:
+    defaults = {dim: size for dim, size in default_dims(proto, shown).items() if dim in dynamic and dim not in given}
+    if defaults:
         log.info("%s: %s, as its file suggests (--dim says otherwise)", stem,
-                 ", ".join(f"{dim}={size}" for dim, size in stamped.items()))
-    given |= stamped
+                 ", ".join(f"{dim}={size}" for dim, size in defaults.items()))
+    given |= defaults
     if missing := [dim for dim in dynamic if dim not in given]:
         fitting = fitting_sizes(proto, missing, given, stem)
         options = " ".join(f"--dim {shlex.quote(f'{dim}={fitting.get(dim, NO_SIZE)}')}" for dim in missing)
-        one = f"dimension {missing[0]} ({'; '.join(dynamic[missing[0]][:SHOWN_SIZES])}) is open; give its size"
-        several = f"{len(missing)} dimensions are open ({first_and_count(missing)}); give their sizes"
-        raise OpenSizes(f"{shown}: {one if len(missing) == 1 else several}", options)
+        single = f"dimension {missing[0]} ({'; '.join(dynamic[missing[0]][:SHOWN_SIZES])}) is open; give its size"
+        plural = f"{len(missing)} dimensions are open ({first_and_count(missing)}); give their sizes"
+        raise OpenSizes(f"{shown}: {single if len(missing) == 1 else plural}", options)
     group, collection = origin_in(proto)
     return Source(name=name or stem, group=group, collection=collection, graph_only=proto, given=model, sha256=digest,
                   dims=given)
@@ -302,45 +302,45 @@ def in_half_precision(proto: onnx.ModelProto, shown: str) -> onnx.ModelProto:
     if not any(value.type.tensor_type.elem_type == single for value in (*proto.graph.input, *proto.graph.output)) and not any(
             tensor.data_type == single for tensor in proto.graph.initializer):
         raise UserError(f"{shown}: nothing in it is float32, so it can't be predicted in half precision; leave --dtype out")
-    made = onnx.ModelProto()
-    made.CopyFrom(proto)
-    far = [tensor for tensor in proto.graph.initializer if any(locations(tensor))]  # the converter would read their values
-    in_files = {tensor.name for tensor in far}
-    near = [tensor for tensor in made.graph.initializer if tensor.name not in in_files]
-    declared = [value for value in made.graph.input if value.name not in in_files]
-    _set_messages(made.graph.initializer, near)
-    _set_messages(made.graph.input, [*declared, *(onnx.helper.make_tensor_value_info(
-        tensor.name, tensor.data_type, list(tensor.dims)) for tensor in far)])
-    made = convert_float_to_float16(made, keep_io_types=False)
-    types = {value.name: value.type.tensor_type.elem_type for value in made.graph.input}
-    _set_messages(made.graph.input, [value for value in made.graph.input if value.name not in in_files])
-    _set_messages(made.graph.node, _once_each(made.graph.node))
-    for tensor in far:
-        added = made.graph.initializer.add()
+    converted = onnx.ModelProto()
+    converted.CopyFrom(proto)
+    external = [tensor for tensor in proto.graph.initializer if any(locations(tensor))]  # the converter would read their values
+    external_names = {tensor.name for tensor in external}
+    inside = [tensor for tensor in converted.graph.initializer if tensor.name not in external_names]
+    declared = [value for value in converted.graph.input if value.name not in external_names]
+    _set_messages(converted.graph.initializer, inside)
+    _set_messages(converted.graph.input, [*declared, *(onnx.helper.make_tensor_value_info(
+        tensor.name, tensor.data_type, list(tensor.dims)) for tensor in external)])
+    converted = convert_float_to_float16(converted, keep_io_types=False)
+    types = {value.name: value.type.tensor_type.elem_type for value in converted.graph.input}
+    _set_messages(converted.graph.input, [value for value in converted.graph.input if value.name not in external_names])
+    _set_messages(converted.graph.node, _without_repeated_casts(converted.graph.node))
+    for tensor in external:
+        added = converted.graph.initializer.add()
         added.CopyFrom(tensor)
         if types[tensor.name] != tensor.data_type:
             added.data_type = types[tensor.name]
             hollow(added)  # its file holds numbers of another length
-    return made
+    return converted
 
 
-def _once_each(nodes: Iterable[onnx.NodeProto]) -> list[onnx.NodeProto]:
+def _without_repeated_casts(nodes: Iterable[onnx.NodeProto]) -> list[onnx.NodeProto]:
     """The nodes without repeated Casts: the converter adds one for each single-precision operator that reads a tensor."""
-    casts, kept = set[bytes](), []
+    casts, unique = set[bytes](), []
     for node in nodes:
         if node.op_type == "Cast":
             if (same := node.SerializeToString(deterministic=True)) in casts:
                 continue
             casts.add(same)
-        kept.append(node)
-    return kept
+        unique.append(node)
+    return unique
 
 
 def _set_messages(repeated: Any, values: Iterable[Any]) -> None:
     """Replaces the messages in a repeated protobuf field."""
-    kept = [type(value).FromString(value.SerializeToString()) for value in values]
+    copies = [type(value).FromString(value.SerializeToString()) for value in values]
     del repeated[:]
-    repeated.extend(kept)
+    repeated.extend(copies)
 
 
 def interface_of(model: Path) -> Interface:

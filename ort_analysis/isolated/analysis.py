@@ -45,16 +45,15 @@ from hase.utils.processes import CRASHED, TooMuchMemory, WorkerFailed, WorkerPro
 if TYPE_CHECKING:
     import onnx
 
-
 ModelAtSize = tuple[Path, dict[str, int]]  # a model's file, and the sizes of its dynamic dimensions
 MODULE = "hase.ort_analysis.isolated.worker"
 
-# No file may cost more than a minute and 4 GiB unless it is that large itself. A bit less, since the process is looked at from
-# time to time only.
+# No file may cost more than a minute and 4 GiB unless it is that large itself. The limits are a bit lower, since the process is
+# checked only from time to time.
 LIMIT_S, LIMIT_S_PER_GIB = 50.0, 50.0  # for a file of no size, and for each GiB of it and of its weights
 LIMIT_MIB, LIMIT_SIZES = 3584.0, 8.0  # for a small file, and as a multiple of a large one's size: weights are copied
 KEPT_MIB = 1024.0  # a child that still holds more than this after a model is replaced
-FACTOR = "HASE_LIMITS"  # in the environment: a factor for both limits
+LIMITS = "HASE_LIMITS"  # in the environment: a factor for both limits
 NAMELESS = "the model in memory"
 KEPT = ("record", "sizes", "weights", "interface")  # questions asked repeatedly about a file
 
@@ -113,13 +112,13 @@ class Analyst:
 
 def _factor() -> float:
     """The user's factor for the limits."""
-    text = os.environ.get(FACTOR, "1")
+    text = os.environ.get(LIMITS, "1")
     try:
         factor = float(text)
     except ValueError:
         factor = math.nan
     if not 0 < factor < math.inf:
-        raise UserError(f"{FACTOR}={text}: not a positive number; it says how many times as much time and memory as usual the "
+        raise UserError(f"{LIMITS}={text}: not a positive number; it says how many times as much time and memory as usual the "
                         "analysis of a model may take")
     return factor
 
@@ -127,13 +126,13 @@ def _factor() -> float:
 def _reason(error: WorkerFailed) -> str:
     """Why the child failed, as a message for the user."""
     if error.status == "timeout" or isinstance(error, TooMuchMemory):
-        return (f"its analysis was ended: {error}; if you trust this model, {FACTOR}=4 in the environment gives it four times "
+        return (f"its analysis was ended: {error}; if you trust this model, {LIMITS}=4 in the environment gives it four times "
                 "as much time and memory")
     return CRASHED
 
 
 _analyst = Analyst()
-_kept: Path | None = None  # where the children keep optimised graphs
+_graphs_folder: Path | None = None  # where the children cache optimised graphs
 _inherited: list[Analyst] = []  # of the process that this one was forked from; never dropped, which would end their children
 
 
@@ -158,16 +157,16 @@ def prepare(models: Iterable[Path | None]) -> None:
 @contextmanager
 def optimized_once() -> Iterator[None]:
     """Caches optimised graphs of models with dynamic dimensions while the block runs."""
-    global _kept
-    if _kept is not None:
+    global _graphs_folder
+    if _graphs_folder is not None:
         yield
         return
     with temporary_folder() as folder:
-        _kept = folder
+        _graphs_folder = folder
         try:
             yield
         finally:
-            _kept = None
+            _graphs_folder = None
 
 
 def record_of(model: Path | onnx.ModelProto, flavour: Flavour, dims: Mapping[str, int], static: bool,
@@ -175,7 +174,7 @@ def record_of(model: Path | onnx.ModelProto, flavour: Flavour, dims: Mapping[str
     """The record of a model, made in the child. `weights` are its weight files (`weight_files`), which may be missing with
     `no_weights`. `half` treats an ONNX model's floats as half precision."""
     task = partial(AnalysisTask, do="record", folder=Path.cwd(), runtime=flavour.runtime, flavour=flavour, dims=dict(dims),
-                   static=static, kept=_kept, no_weights=no_weights, half=half)
+                   static=static, kept=_graphs_folder, no_weights=no_weights, half=half)
     if isinstance(model, Path):
         return _ask(task(model=model), weights).records[0]
     with temporary_folder() as folder:
@@ -212,10 +211,10 @@ def own_sizes(model: Path, dims: Mapping[str, Sequence[int]]) -> list[dict[str, 
 
 def own_names(model: Path, names: Iterable[str]) -> frozenset[str]:
     """The `names` that are names of sizes in the file `model`."""
-    if not (asked := tuple(names)):
+    if not (requested := tuple(names)):
         return frozenset()
     check_plain_file(model)
-    return frozenset(_ask(AnalysisTask(do="sizes", folder=Path.cwd(), model=model, names=asked)).names)
+    return frozenset(_ask(AnalysisTask(do="sizes", folder=Path.cwd(), model=model, names=requested)).names)
 
 
 def graph_of(model: Path, device: str, dims: Mapping[str, int], static: bool, no_weights: bool = False) -> dict[str, Any]:
@@ -277,7 +276,7 @@ def analyze_all(workspace: Workspace, runtime: str, work: Sequence[ModelAtSize],
     threads = ThreadPoolExecutor(len(analysts) or 1)
     try:
         pending = [threads.submit(analyze, model, dims) for model, dims in work]
-        return [done.result() for done in (progress(pending, "analysing") if len(pending) > 1 else pending)]
+        return [future.result() for future in (progress(pending, "analysing") if len(pending) > 1 else pending)]
     finally:
         threads.shutdown(wait=False, cancel_futures=True)
         for analyst in analysts:
@@ -310,7 +309,7 @@ def kept_reply(key: str | None, task: AnalysisTask) -> AnalysisReply | None:
         return None
     try:
         reply = AnalysisReply.model_validate_json(data)
-    except ValidationError:  # of a Hase whose records were others, though nothing else in the key
+    except ValidationError:  # from a Hase with other records, though nothing else in the key differs
         return None
     return reply if all(_is_where_found(task.folder / path, task) for path in reply.files) else None
 
@@ -336,8 +335,8 @@ def _digest(model: Path) -> str | None:
     if before is None or not model.is_file():
         return None
     key = _digest_key(before)
-    if kept := read_entry(key):
-        return kept.decode("ascii", "replace")
+    if cached := read_entry(key):
+        return cached.decode("ascii", "replace")
     try:
         digest = kept_sha256(model)
     except OSError:

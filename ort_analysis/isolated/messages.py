@@ -24,7 +24,7 @@ AnyPath = Annotated[Path, PlainSerializer(lambda path: quote_from_bytes(os.fsenc
 class AnalysisTask(Frozen):
     """The task of the child for one model."""
 
-    # `record` takes it apart, `write` also writes its records, `sizes` says which `names` are dynamic dimensions of it,
+    # `record` analyses it, `write` also writes its records, `sizes` says which `names` are dynamic dimensions of it,
     # `weights` names the files of its weights, `interface` reads its inputs and outputs, `graph` describes the graph that
     # ONNX Runtime runs, `opens` checks that ONNX Runtime loads it; `prepare` only loads what the others need
     do: Literal["record", "write", "sizes", "weights", "interface", "graph", "opens", "prepare"]
@@ -40,7 +40,7 @@ class AnalysisTask(Frozen):
     dims: dict[str, int] = {}
     static: bool = False
     names: tuple[str, ...] = ()  # for `sizes`
-    # the folder of optimised graphs that are used again (see `optimized_once`); None: none are kept
+    # the folder of cached optimised graphs (see `optimized_once`); None: no cache
     kept: AnyPath | None = None
     no_weights: bool = False  # whether files of its weights may be missing
     half: bool = False  # whether it is read in half precision (`hase.ort_analysis.graph.source`)

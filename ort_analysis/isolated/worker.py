@@ -1,6 +1,6 @@
 """The process that analyses models, so that a damaged one crashes nothing else (`hase.ort_analysis.isolated.analysis`).
 
-Reads tasks from standard input and writes replies to standard output, one per line. Ends with its input. By hand:
+Reads tasks from standard input and writes replies to standard output, one per line, and ends at end of input. By hand:
 echo '{"do": "weights", "model": "resnet18.onnx"}' | python -m hase.ort_analysis.isolated.worker
 """
 
@@ -87,11 +87,11 @@ def logged() -> Iterator[list[LoggedLine]]:
     """Collects what is logged while the block runs."""
     notes: list[LoggedLine] = []
 
-    class Keep(logging.Handler):
+    class Collector(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             notes.append(LoggedLine(logger=record.name, level=record.levelno, text=printable(record.getMessage())))
 
-    logger, handler = logging.getLogger("hase"), Keep()
+    logger, handler = logging.getLogger("hase"), Collector()
     logger.setLevel(logging.DEBUG)
     logger.propagate = False
     logger.addHandler(handler)

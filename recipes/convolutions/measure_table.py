@@ -1,9 +1,9 @@
-"""The full table of models × convolution algorithms × input sizes, in one process: about 14 minutes on an H200 for five sizes.
+"""Measures all models × convolution algorithms × input sizes in one process: about 14 minutes on an H200 for five sizes.
 
-Each model is built once, and each combination is profiled as extras/convolutions/run_profile.py does with --fallback, so that
-every layer that can run under an algorithm is timed. Energy is measured only where all layers can. Models of more than 0.1 s
-are run less often. Writes to extras/convolutions/results/4_table_b<batch>/<model>_<algorithm>_<gpu>/. Started again, it goes
-on, on another machine of the same kind too; with --minutes it begins no combination after that time. Prints one row for each
+Each model is built once, and each combination is profiled as by extras/convolutions/run_profile.py --fallback, so that every
+layer that can run under an algorithm is timed. Energy is measured only where all layers can. Models of more than 0.1 s are run
+less often. Writes to extras/convolutions/results/4_table_b<batch>/<model>_<algorithm>_<gpu>/. Started again, it goes
+on, also on another machine of the same kind; with --minutes it begins no combination after that time. Prints one row for each
 model and algorithm, with five of its sizes (--json: all).
 """
 
@@ -42,20 +42,20 @@ python recipes/convolutions/measure_table.py --workspace out/convolutions --num-
 python recipes/convolutions/measure_table.py --model alexnet --algorithm default --sizes 64 --device cpu --json
 """
 LONGEST_S = 1.0  # of the runs of a model that are timed together; a model of 0.1 s is still run ten times
-AT_ONCE = Steadiness(attempts=1, patience_s=0.0)  # time is short; a block that was unsteady says so
+AT_ONCE = Steadiness(attempts=1, patience_s=0.0)  # time is short; an unsteady block is marked as such
 log = get_logger("convolutions")
 
 
 def combinations(args: argparse.Namespace, device: str) -> Iterator[ProfileSettings]:
     """The settings to profile: model by model, each under all algorithms."""
     check_names(args.model or MODELS)
-    described = machine(device).device_name
-    names = args.algorithm or [name for name in algorithms_of(device) if device == "cpu" or name != DEFAULT]
-    chosen = [algorithm_named(name, device) for name in names]
+    device_name = machine(device).device_name
+    algorithm_names = args.algorithm or [name for name in algorithms_of(device) if device == "cpu" or name != DEFAULT]
+    algorithms = [algorithm_named(name, device) for name in algorithm_names]
     for model in args.model or MODELS:
-        for algorithm in chosen:
+        for algorithm in algorithms:
             yield ProfileSettings(
-                model=model, algorithm=algorithm.name, gpu=gpu_name(device), device=device, device_name=described,
+                model=model, algorithm=algorithm.name, gpu=gpu_name(device), device=device, device_name=device_name,
                 batch=args.batch, dtype=args.dtype, tf32=device == "cuda", fallback=True, warmup=args.warmup,
                 measure=args.measure, input_sizes=tuple(sorted(args.sizes)))
 
@@ -63,21 +63,22 @@ def combinations(args: argparse.Namespace, device: str) -> Iterator[ProfileSetti
 def measure(workspace: Workspace, args: argparse.Namespace, device: str) -> list[Path]:
     """Profiles what is missing; returns the folders of everything requested."""
     until_s = time.monotonic() + 60 * args.minutes
-    folders, built, left = [], "", 0
+    folders, built, skipped = [], "", 0
     model: torch.nn.Module | None = None
-    asked = list(combinations(args, device))
-    by = replace(open_instruments(device, args.energy_seconds), energy_of_mixed=False, longest_s=LONGEST_S)
-    for settings in progress(asked, "profiling", len(asked)):
+    requested = list(combinations(args, device))
+    instruments = replace(open_instruments(device, args.energy_seconds), energy_of_mixed=False, longest_s=LONGEST_S)
+    for settings in progress(requested, "profiling", len(requested)):
         folder = workspace.convolution_results / f"4_table_b{settings.batch}" / f"{settings.name}_{settings.gpu}"
         folders.append(folder)
         if time.monotonic() > until_s:
-            left += 1
+            skipped += 1
             continue
         if built != settings.model:
             model, built = build(settings.model, settings.dtype, (SIZES[0], SIZES[0])), settings.model
-        UnifiedProfiler(settings, args.energy_seconds, AT_ONCE).profile(folder, model, by)
-    if left:
-        log.warning("time limit reached, %d of %d combinations are left; run the same command again to go on", left, len(asked))
+        UnifiedProfiler(settings, args.energy_seconds, AT_ONCE).profile(folder, model, instruments)
+    if skipped:
+        log.warning("time limit reached, %d of %d combinations are left; run the same command again to go on", skipped,
+                    len(requested))
     return folders
 
 

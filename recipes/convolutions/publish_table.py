@@ -1,4 +1,4 @@
-"""Packs what was measured of convolution algorithms, or writes a page of it: a table for each model, a row an algorithm.
+"""Packs the measurements of convolution algorithms, or writes a page of them: a table per model, a row per algorithm.
 
 Reads what run_profile.py or measure_table.py measured. No GPU is needed. `pack` first writes the tables in
 extras/convolutions/results/ again from their journals, so that they have today's columns, then puts the tables into
@@ -45,7 +45,7 @@ model's own time is far longer than its convolutions', it is the host's.
 own choice. A star: layers waited for the host, or CUPTI's time of their kernels differs from theirs by more than a quarter, so
 the time is not the GPU's alone.
 """
-APART = 0.25  # between a run's layers and CUPTI's time of the same kernels: more is marked
+LARGEST_DIFFERENCE = 0.25  # between a run's layers and CUPTI's time of the same kernels; a larger one is marked
 
 
 def cell(run: Any) -> str:
@@ -55,12 +55,12 @@ def cell(run: Any) -> str:
     if run.status != "ok":
         return str(run.status)
     energy = "" if pd.isna(run.energy_per_inference_j) else f", {run.power_mean_w:.0f} W, {run.energy_per_inference_j:.3g} J"
-    star = "*" if run.late_layers > 0 or abs(run.layers_to_cupti - 1.0) > APART else ""
-    return f"{shown(run.layers_ms)}{star} ({shown(run.mean)}{energy})"
+    star = "*" if run.late_layers > 0 or abs(run.layers_to_cupti - 1.0) > LARGEST_DIFFERENCE else ""
+    return f"{time_text(run.layers_ms)}{star} ({time_text(run.mean)}{energy})"
 
 
-def shown(time_ms: float) -> str:
-    """A time with three digits, and all digits before the point."""
+def time_text(time_ms: float) -> str:
+    """A time with three significant digits, or more if it has more before the point."""
     return f"{time_ms:.0f}" if time_ms >= 100.0 else f"{time_ms:.3g}"
 
 
@@ -72,12 +72,12 @@ def refusals(runs: pd.DataFrame, layers: pd.DataFrame) -> str:
         return "0"
     if least == count:
         return "every layer"
-    refused, which = layers[layers.status != "ok"], []
-    for (kernel, stride), layers_alike in refused.groupby(["kernel_size", "stride"]):
+    refused, descriptions = layers[layers.status != "ok"], []
+    for (kernel, stride), group in refused.groupby(["kernel_size", "stride"]):
         smaller = layers[(layers.status == "ok") & (layers.kernel_size == kernel) & (layers.stride == stride)]
-        which.append(str(kernel) + ("" if stride == "1x1" else f" stride {str(stride).partition('x')[0]}")
-                     + (f" from {layers_alike.height.min():.0f} pixels on" if len(smaller) else ""))
-    return f"{least if least == most else f'{least} to {most}'} of {count}: {', '.join(which)}"
+        descriptions.append(str(kernel) + ("" if stride == "1x1" else f" stride {str(stride).partition('x')[0]}")
+                            + (f" from {group.height.min():.0f} pixels on" if len(smaller) else ""))
+    return f"{least if least == most else f'{least} to {most}'} of {count}: {', '.join(descriptions)}"
 
 
 def model_rows(overall: pd.DataFrame, layers: pd.DataFrame) -> list[dict[str, Any]]:

@@ -35,7 +35,7 @@ from hase.utils.ort_sessions import open_session
 SIZES = tuple(4 << power for power in (0, 4, 8, 10, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 24, 26))  # bytes; to 256 MiB
 WAITING_ELEMENTS = (256, 4096, 65536)
 WAITING = ("NonZero", "Compress", "NonMaxSuppression")
-BESIDE = (1, 4, 8)  # nodes that wait, in one graph
+WAITING_NODES = (1, 4, 8)  # in one graph
 ROUNDS = 3
 RUNS = 30
 LONGEST_S = 0.1  # limit per graph, size and round
@@ -78,18 +78,18 @@ def graphs_of(elements: int, gpu: Side) -> dict[str, TimedGraph]:
 
 def waiting_graph(operator: str, elements: int, count: int, gpu: Side) -> TimedGraph:
     """`count` nodes of an operator whose output size depends on data, all with the same inputs."""
-    kind, helper = onnx.TensorProto, onnx.helper
+    types, helper = onnx.TensorProto, onnx.helper
     boxes = elements // 16
-    shapes = {"NonZero": {"x": (kind.FLOAT, [elements])},
-              "Compress": {"x": (kind.FLOAT, [elements]), "kept": (kind.BOOL, [elements])},
-              "NonMaxSuppression": {"boxes": (kind.FLOAT, [1, boxes, 4]), "scores": (kind.FLOAT, [1, 1, boxes])}}
+    shapes = {"NonZero": {"x": (types.FLOAT, [elements])},
+              "Compress": {"x": (types.FLOAT, [elements]), "kept": (types.BOOL, [elements])},
+              "NonMaxSuppression": {"boxes": (types.FLOAT, [1, boxes, 4]), "scores": (types.FLOAT, [1, 1, boxes])}}
     limits = [onnx.numpy_helper.from_array(np.array(100, np.int64), "most"),
               onnx.numpy_helper.from_array(np.array(0.5, np.float32), "overlap")] if operator == "NonMaxSuppression" else []
-    inputs = [helper.make_tensor_value_info(name, *what) for name, what in shapes[operator].items()]
+    inputs = [helper.make_tensor_value_info(name, *type_and_shape) for name, type_and_shape in shapes[operator].items()]
     names = [*shapes[operator], *(limit.name for limit in limits)]
     outs = [f"y{number}" for number in range(count)]
     nodes = [helper.make_node(operator, names, [out], f"n{out}") for out in outs]
-    outputs = [helper.make_tensor_value_info(out, kind.FLOAT if operator == "Compress" else kind.INT64, None) for out in outs]
+    outputs = [helper.make_tensor_value_info(out, types.FLOAT if operator == "Compress" else types.INT64, None) for out in outs]
     return TimedGraph(_model(nodes, inputs, outputs, limits), gpu, gpu, gpu)
 
 
@@ -100,7 +100,7 @@ def _model(nodes: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any], 
 
 
 def runner(timed: TimedGraph) -> Callable[[], Any]:
-    """A function that runs a graph once, with inputs and outputs in the stated places."""
+    """A function that runs a graph once, with inputs and outputs on their devices."""
     session = open_session(timed.model, timed.device, optimize="none", name="copies")
     binding, generator = session.io_binding(), np.random.default_rng(0)
     for value in session.get_inputs():
@@ -143,7 +143,7 @@ def measure(gpu: Side, sizes: Sequence[int]) -> tuple[tuple[CopyTimes, ...], tup
     copies = tuple(CopyTimes(bytes=size, samples_ms=samples_ms(graphs_of(size // 4, gpu)))
                    for size in progress(sizes, "copies"))
     waits = tuple(WaitTimes(operator=operator, elements=elements, samples_ms=samples_ms(
-        {str(count): waiting_graph(operator, elements, count, gpu) for count in BESIDE}))
+        {str(count): waiting_graph(operator, elements, count, gpu) for count in WAITING_NODES}))
         for operator in WAITING for elements in WAITING_ELEMENTS)
     return copies, waits
 
@@ -152,7 +152,7 @@ def row(copy: CopyTimes) -> dict[str, Any]:
     return {"bytes": copy.bytes, **{name: round(1e3 * min(samples), 1) for name, samples in copy.samples_ms.items()}}
 
 
-def options() -> argparse.ArgumentParser:
+def option_parser() -> argparse.ArgumentParser:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--out", type=Path, help="where the samples go (default: next to the target's dataset)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda",
@@ -162,7 +162,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    args = options().parse_args()
+    args = option_parser().parse_args()
     workspace = cli.start(args)
     if args.device == "cuda" and not has_cuda():
         raise UserError("copies between host and GPU need an NVIDIA GPU, and the driver of this machine finds none")

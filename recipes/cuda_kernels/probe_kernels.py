@@ -1,4 +1,4 @@
-"""Finds the operators that ONNX Runtime's CUDA provider runs, by trying them: one small graph per operator, version and types.
+"""Finds the operators that ONNX Runtime's CUDA provider runs, with one small graph per operator, version and types.
 
 Needs an NVIDIA GPU. Reads the operator schemas of the installed ONNX Runtime and writes the answers; `--table` turns them into
 the table by which `ort_analysis` assigns nodes to providers on machines without a GPU (no GPU needed, but the same version).
@@ -38,19 +38,17 @@ DOMAINS = ("", "com.microsoft", "ai.onnx.ml")
 OLDEST_OPSET = 7  # ONNX Runtime does not support older ones
 BATCH = 64  # graphs opened in one session, as long as all of them load
 PROVIDERS = ["CUDAExecutionProvider", "CPUExecutionProvider"]
-SKIPPED = {"Constant", "ATen", "If", "Loop", "Scan", "BeamSearch", "GreedySearch", "Sampling", "WhisperBeamSearch", "Optional",
-           "SequenceMap", "ExpandDims"}
+UNTRIED = {"Constant", "ATen", "If", "Loop", "Scan", "BeamSearch", "GreedySearch", "Sampling", "WhisperBeamSearch", "Optional",
+           "SequenceMap", "ExpandDims"}  # operators without a probe
 EXAMPLES = """
 python recipes/cuda_kernels/probe_kernels.py --out answers.json
 python recipes/cuda_kernels/probe_kernels.py --table answers.json --out ort_analysis/cuda/cuda_kernels.json
 """
-
-
 ONNX_OPSET = 21  # of a graph with an operator of another domain: its Identity takes all element types
 MOST_COMBINATIONS = 300  # up to this many combinations of types are all tried; beyond, two type variables at a time
 TYPES = ("float", "float16", "bfloat16", "double", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8",
          "bool", "string", "int4", "uint4", "float8e4m3fn", "float8e5m2")
-LEFT_OUT = {("LSTM", "P")}  # with these optional inputs the CUDA provider refuses an operator although it has a kernel
+REFUSED_OPTIONALS = {("LSTM", "P")}  # with these optional inputs the CUDA provider refuses an operator although it has a kernel
 # Values of attributes for which the usual value would not load.
 ATTRIBUTES: dict[str, dict[str, Any]] = {
     "Einsum": {"equation": "ij->ij"}, "BiasSoftmax": {"is_inner_broadcast": 1}, "LRN": {"size": 3},
@@ -145,7 +143,7 @@ def probes_of(schema: Any, with_optional: bool) -> Iterator[Probe]:
         type_names: list[str] = []
         for parameter in parameters:
             option = str(parameter.option).rsplit(".", 1)[-1]
-            left_out = option == "Optional" and (not with_optional or (schema.name, parameter.name) in LEFT_OUT)
+            left_out = option == "Optional" and (not with_optional or (schema.name, parameter.name) in REFUSED_OPTIONALS)
             type_names += [""] if left_out else [parameter.typeStr] * (2 if option == "Variadic" and most > 1 else 1)
         while type_names and not type_names[-1]:
             type_names.pop()
@@ -186,21 +184,21 @@ def graph_of(probes: Sequence[Probe], opset: int) -> bytes:
         def kind(name: str, types: dict[str, str] = types) -> str:
             return types.get(name, name)
 
-        fed = []
+        read = []
         for index, name in enumerate(probe.inputs):
             if not name:
-                fed.append("")
+                read.append("")
                 continue
             tensor = f"x{number}_{index}"
             inputs.append(onnx.helper.make_tensor_value_info(tensor, element_type(kind(name)), None))
             nodes.append(onnx.helper.make_node("Identity", [tensor], [f"i{number}_{index}"], name=f"in{number}_{index}"))
-            fed.append(f"i{number}_{index}")
+            read.append(f"i{number}_{index}")
         attributes: dict[str, Any] = {name: element_type(value) if name in ("to", "dtype") and isinstance(value, str) else value
-                      for name, value in probe.attributes}
-        made = [f"o{number}_{index}" if name else "" for index, name in enumerate(probe.outputs)]
-        nodes.append(onnx.helper.make_node(probe.op_type, fed, made, name=f"op{number}", domain=probe.domain, **attributes))
-        for index in (index for index, name in enumerate(made) if name):
-            nodes.append(onnx.helper.make_node("Identity", [made[index]], [f"y{number}_{index}"], name=f"out{number}_{index}"))
+                                      for name, value in probe.attributes}
+        outs = [f"o{number}_{index}" if name else "" for index, name in enumerate(probe.outputs)]
+        nodes.append(onnx.helper.make_node(probe.op_type, read, outs, name=f"op{number}", domain=probe.domain, **attributes))
+        for index in (index for index, name in enumerate(outs) if name):
+            nodes.append(onnx.helper.make_node("Identity", [outs[index]], [f"y{number}_{index}"], name=f"out{number}_{index}"))
             outputs.append(onnx.helper.ValueInfoProto(name=f"y{number}_{index}"))
     graph = onnx.helper.make_graph(nodes, "probe", inputs, outputs)
     domains = {"": ONNX_OPSET if probes[0].domain else opset, "com.microsoft": 1}
@@ -209,6 +207,8 @@ def graph_of(probes: Sequence[Probe], opset: int) -> bytes:
     opsets = [onnx.helper.make_opsetid(domain, version) for domain, version in domains.items()]
     return bytes(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString())
 
+
+# the table ---------------------------------------------------------------------------------------------------------------
 
 def products(accepted: Sequence[Mapping[str, str]]) -> list[dict[str, list[str]]]:
     """Combinations of types as few products of sets: two that differ in one variable are merged."""
@@ -228,17 +228,18 @@ def accepted_types(answer: Mapping[str, Any], schema: Any) -> list[dict[str, lis
     for types in answer["cuda"]:
         for name, kind in types.items():
             sets[name].add(kind)
-    taken = [dict(zip(sets, kinds, strict=True)) for types in answer["cuda"]  # without optional inputs, their types are free
-             for kinds in itertools.product(*([types[name]] if name in types else sorted(sets[name]) for name in sets))]
+    accepted = [dict(zip(sets, kinds, strict=True)) for types in answer["cuda"]  # without optional inputs, their types are free
+                for kinds in itertools.product(*([types[name]] if name in types else sorted(sets[name]) for name in sets))]
     tried = [dict(probe.types) for probe in probes_of(schema, with_optional=True)]
     inside = [types for types in tried if all(types.get(name) in kinds for name, kinds in sets.items())]
-    if all(types in taken for types in inside):
+    if all(types in accepted for types in inside):
         return [{name: sorted(map(session_dtype, kinds)) for name, kinds in sorted(sets.items())}]
-    return products(taken)
+    return products(accepted)
 
 
-def union(positions: Sequence[Sequence[int]]) -> list[int]:
-    return sorted({index for of_probe in positions for index in of_probe})
+def sorted_union(positions: Sequence[Sequence[int]]) -> list[int]:
+    """All indices that occur, in ascending order."""
+    return sorted({index for indices in positions for index in indices})
 
 
 def table_of(answers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
@@ -251,8 +252,8 @@ def table_of(answers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[s
         if answer["cuda"]:
             kernel = {"inputs": answer["inputs"], "outputs": answer["outputs"],
                       "variadic": any(str(parameter.option).endswith("Variadic") for parameter in schema.inputs),
-                      "types": accepted_types(answer, schema), "host_inputs": union(answer["host_inputs"]),
-                      "host_outputs": [] if answer["op_type"] == "MemcpyToHost" else union(answer["host_outputs"])}
+                      "types": accepted_types(answer, schema), "host_inputs": sorted_union(answer["host_inputs"]),
+                      "host_outputs": [] if answer["op_type"] == "MemcpyToHost" else sorted_union(answer["host_outputs"])}
         table[answer["domain"]][answer["op_type"]][str(answer["version"])] = kernel
     return {domain: {name: versions for name, versions in operators.items() if any(versions.values())}
             for domain, operators in table.items()}
@@ -270,8 +271,10 @@ def write_table(answers_path: Path, out: Path) -> None:
     files.write_text(out, "\n".join(lines) + "\n" + ",\n".join(domains) + "}}\n")
 
 
+# trying the probes -------------------------------------------------------------------------------------------------------
+
 @dataclass
-class Found:
+class ProbeResult:
     """Result of a probe: whether CUDA ran it, and which inputs and outputs were in host memory."""
 
     cuda: bool
@@ -279,7 +282,7 @@ class Found:
     host_outputs: list[int] = field(default_factory=list)
 
 
-def read_session(model: bytes, probes: Sequence[Probe], folder: Path) -> list[Found]:
+def read_session(model: bytes, probes: Sequence[Probe], folder: Path) -> list[ProbeResult]:
     """Opens the graph of some probes and reads each result; exceptions of ONNX Runtime pass through."""
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -299,7 +302,7 @@ def read_session(model: bytes, probes: Sequence[Probe], folder: Path) -> list[Fo
     results = []
     for number, probe in enumerate(probes):
         cuda = providers.get(f"op{number}") == "CUDAExecutionProvider"
-        result = Found(cuda)
+        result = ProbeResult(cuda)
         if cuda:
             node = by_name[f"op{number}"]
             result.host_inputs = [index for index in range(len(probe.inputs)) if node.input[index] in copies]
@@ -313,7 +316,7 @@ def read_session(model: bytes, probes: Sequence[Probe], folder: Path) -> list[Fo
     return results
 
 
-def ask(probes: Sequence[Probe], opset: int, folder: Path) -> list[tuple[Probe, Found | str]]:
+def ask(probes: Sequence[Probe], opset: int, folder: Path) -> list[tuple[Probe, ProbeResult | str]]:
     """The result of each probe, or the error if no provider runs it. Probes that fail together are tried one by one."""
     try:
         return list(zip(probes, read_session(graph_of(probes, opset), probes, folder), strict=True))
@@ -331,7 +334,7 @@ def one_schema(name: str, domain: str, version: int, opset: int) -> dict[str, An
         onnxruntime.preload_dlls()
     schema = next(candidate for candidate in schemas()
                   if (candidate.name, candidate.domain, candidate.since_version) == (name, domain, version))
-    answers: dict[tuple[tuple[str, str], ...], Found | str] = {}
+    answers: dict[tuple[tuple[str, str], ...], ProbeResult | str] = {}
     shapes: dict[str, tuple[str, ...]] = {}
     with tempfile.TemporaryDirectory(prefix="hase-probe-") as folder:
         for with_optional in (True, False):
@@ -342,15 +345,15 @@ def one_schema(name: str, domain: str, version: int, opset: int) -> dict[str, An
                     answers[probe.types] = answer
                     if with_optional or not isinstance(answer, str):
                         shapes["inputs"], shapes["outputs"] = probe.inputs, probe.outputs
-    cuda = [dict(types) for types, answer in answers.items() if isinstance(answer, Found) and answer.cuda]
-    hosts = [answer for answer in answers.values() if isinstance(answer, Found) and answer.cuda]
+    cuda = [dict(types) for types, answer in answers.items() if isinstance(answer, ProbeResult) and answer.cuda]
+    hosts = [answer for answer in answers.values() if isinstance(answer, ProbeResult) and answer.cuda]
     errors = sorted({answer for answer in answers.values() if isinstance(answer, str)
                      and "Could not find an implementation" not in answer})
     formal = {"inputs": [parameter.typeStr for parameter in schema.inputs],
               "outputs": [parameter.typeStr for parameter in schema.outputs]}
     return {
         "domain": domain, "op_type": name, "version": version, **formal, "tried": len(answers),
-        "loaded": sum(isinstance(answer, Found) for answer in answers.values()),
+        "loaded": sum(isinstance(answer, ProbeResult) for answer in answers.values()),
         "cuda": cuda, "host_inputs": sorted({tuple(answer.host_inputs) for answer in hosts}),
         "host_outputs": sorted({tuple(answer.host_outputs) for answer in hosts}), "errors": errors[:3],
         "error_count": len(errors),
@@ -362,13 +365,13 @@ def versions_in_use() -> list[tuple[str, str, int, int]]:
     """Operator, domain, version, and an opset that uses it, for all versions in opsets from OLDEST_OPSET on."""
     versions: dict[tuple[str, str], list[int]] = defaultdict(list)
     for schema in schemas():
-        if schema.domain in DOMAINS and not schema.deprecated and schema.name not in SKIPPED:
+        if schema.domain in DOMAINS and not schema.deprecated and schema.name not in UNTRIED:
             versions[schema.domain, schema.name].append(schema.since_version)
     used = []
-    for (domain, name), of_operator in sorted(versions.items()):
-        of_operator.sort()
-        for index, version in enumerate(of_operator):
-            last = of_operator[index + 1] - 1 if index + 1 < len(of_operator) else 10_000
+    for (domain, name), operator_versions in sorted(versions.items()):
+        operator_versions.sort()
+        for index, version in enumerate(operator_versions):
+            last = operator_versions[index + 1] - 1 if index + 1 < len(operator_versions) else 10_000
             if domain or last >= OLDEST_OPSET:
                 used.append((name, domain, version, max(version, OLDEST_OPSET) if not domain else version))
     return used
@@ -388,11 +391,11 @@ def main() -> int:
     answers, failed = [], []
     with process_pool(args.jobs) as pool:
         pending = {pool.submit(one_schema, *version): version for version in work}
-        for done in progress(list(pending), "asking"):
+        for future in progress(list(pending), "asking"):
             try:
-                answers.append(done.result())
+                answers.append(future.result())
             except Exception as error:  # noqa: BLE001 - one operator must not cost the others
-                failed.append([*pending[done], repr(error)[:300]])
+                failed.append([*pending[future], repr(error)[:300]])
     files.write_json(args.out, {"ort_version": ort_version(), "answers": answers, "failed": failed})
     log.info("%d operator versions, %d with CUDA kernels, %d failed", len(work),
              sum(bool(answer["cuda"]) for answer in answers), len(failed))

@@ -2,8 +2,8 @@
 
 Public: matrix products and attention in bf16 on six cards (ai-dynamo/aiconfigurator, Apache-2.0, commit 095f58a), and
 operators in fp32 on ten (sitar-lab/NeuSight, MIT, commit 6945927), as files of the folder --external. Own: kernels that were
-measured with ONNX Runtime on an H100 and on an H200 (--own WORKSPACE TARGET, twice). Of the large tables a sample is taken, by
-a fixed seed. Writes --out: a line for each kernel on each card.
+measured with ONNX Runtime on an H100 and on an H200 (--own WORKSPACE TARGET, twice). Large tables are sampled with a fixed
+seed. Writes --out: a line for each kernel on each card.
 """
 
 from __future__ import annotations
@@ -31,14 +31,12 @@ EXAMPLES = """
 python recipes/gpus/derive_tables.py --external external --out recipes/gpus/tables.csv.xz \\
   --own out/h200 nvidia-h200-cuda-ort1.31-all --own out/h100 nvidia-h100-80gb-hbm3-cuda-ort1.31-all  # needs both
 """
-
-
 CARDS = {"a100_sxm": "a100", "h100_sxm": "h100", "h200_sxm": "h200", "b200_sxm": "b200", "b300_sxm": "b300", "l40s": "l40s"}
 NEUSIGHT_CARDS = {
     "NVIDIA A100-PCIE-40GB": "a100-pcie-40gb", "NVIDIA A100-SXM4-40GB": "a100-40gb", "NVIDIA A100 80GB PCIe": "a100-pcie",
     "NVIDIA H100 80GB HBM3": "h100", "NVIDIA L4": "l4", "Tesla P100-PCIE-16GB": "p100", "Tesla P4": "p4", "Tesla T4": "t4",
     "Tesla V100-PCIE-32GB": "v100-pcie"}
-SHAPES = {"gemm": 7000, "context attention": 3500, "generation attention": 3500, "neusight": 2500, "neusight products": 5000}
+SAMPLES = {"gemm": 7000, "context attention": 3500, "generation attention": 3500, "neusight": 2500, "neusight products": 5000}
 HALF, SINGLE = 2, 4  # bytes
 ROW_OPERATORS = ("ln", "softmax", "add", "addu", "div", "divu", "gelu", "mul", "mulu", "pow", "powu", "relu", "tanh")
 TWO_OPERANDS = ("add", "div", "mul", "pow")
@@ -65,6 +63,7 @@ def sampled(rows: pd.DataFrame, count: int, least_cards: int = 2) -> pd.DataFram
 
 
 def shape_text(frame: pd.DataFrame, columns: list[str]) -> pd.Series:
+    """Identifies the shape of each row by the values of some columns."""
     return frame[columns].astype(str).agg("x".join, axis=1)
 
 
@@ -74,7 +73,7 @@ def products(folder: Path) -> Iterator[pd.DataFrame]:
     m, n, k = (frame[name].astype(float) for name in "mnk")
     frame = frame.assign(shape=shape_text(frame, ["m", "n", "k"]), flops=2 * m * n * k,
                          moved_bytes=HALF * (m * k + k * n + m * n), outputs=m * n)
-    yield sampled(rows_of(frame, "products", "product", "bfloat16", "MatMul", CARDS, "gpu", "latency"), SHAPES["gemm"], 6)
+    yield sampled(rows_of(frame, "products", "product", "bfloat16", "MatMul", CARDS, "gpu", "latency"), SAMPLES["gemm"], 6)
     for name in ("context", "generation"):
         frame = pd.read_csv(folder / f"aiconfigurator_{name}_attention_perf.csv.xz")
         frame = frame[~(frame["window_size"] > 0)]
@@ -88,7 +87,7 @@ def products(folder: Path) -> Iterator[pd.DataFrame]:
             flops=4 * pairs * size, outputs=batch * queries * heads * size,
             moved_bytes=HALF * batch * size * (2 * queries * heads + 2 * keys * kv))
         yield sampled(rows_of(frame, "attention", "attention", "bfloat16", f"{name} attention", CARDS, "gpu", "latency"),
-                      SHAPES[f"{name} attention"], 5)
+                      SAMPLES[f"{name} attention"], 5)
 
 
 def neusight_lines(frame: pd.DataFrame, kind: str, dtype: str, operator: str) -> pd.DataFrame:
@@ -98,7 +97,7 @@ def neusight_lines(frame: pd.DataFrame, kind: str, dtype: str, operator: str) ->
 def neusight(folder: Path) -> Iterator[pd.DataFrame]:
     """A sample of kernels for each of NeuSight's operators."""
     for rows in neusight_rows(folder):
-        yield sampled(rows, SHAPES["neusight" if rows["operator"].iloc[0] in ROW_OPERATORS else "neusight products"])
+        yield sampled(rows, SAMPLES["neusight" if rows["operator"].iloc[0] in ROW_OPERATORS else "neusight products"])
 
 
 def neusight_rows(folder: Path) -> Iterator[pd.DataFrame]:
@@ -131,13 +130,13 @@ def own(datasets: list[list[str]]) -> pd.DataFrame:
     """Kernels measured on the cards of all these datasets."""
     times = [(target, measured_times(Workspace(Path(folder)), target)) for folder, target in datasets]
     shared = set.intersection(*(set(times_under(GPU_LABEL, measured)) for _, measured in times))
-    listed = [entry.kernel for entry in read_kernels(Workspace(Path(datasets[0][0])).dataset(datasets[0][1]), shared)]
-    work = work_of(listed, [times[0][1][kernel.id].get(LAUNCHES, 1.0) for kernel in listed])
-    about = pd.DataFrame({
+    kernels = [entry.kernel for entry in read_kernels(Workspace(Path(datasets[0][0])).dataset(datasets[0][1]), shared)]
+    work = work_of(kernels, [times[0][1][kernel.id].get(LAUNCHES, 1.0) for kernel in kernels])
+    facts = pd.DataFrame({
         "table": "onnxruntime", "kind": [KINDS[kind] for kind in work.kinds], "dtype": [DTYPES[dtype] for dtype in work.dtypes],
-        "operator": [kernel.op_type for kernel in listed], "shape": [kernel.id for kernel in listed], "flops": work.flops,
+        "operator": [kernel.op_type for kernel in kernels], "shape": [kernel.id for kernel in kernels], "flops": work.flops,
         "moved_bytes": work.moved_bytes, "outputs": work.outputs, "launches": work.launches, "split": ""})
-    return pd.concat([about.assign(gpu=target.split("-")[1], ms=[measured[kernel.id]["gpu"] for kernel in listed])
+    return pd.concat([facts.assign(gpu=target.split("-")[1], ms=[measured[kernel.id]["gpu"] for kernel in kernels])
                       for target, measured in times])
 
 

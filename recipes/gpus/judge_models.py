@@ -3,8 +3,8 @@
 Reads a dataset of that card (--workspace, --target) and learns from the tables without it, so that nothing of the card is known
 but its sheet. Each model is predicted from its record, its kernels as on the H200 (or, with --strict, all predicted), at the
 host pace that was measured with it. Prints a line for each model, and the errors. --base carries over from another card, whose
-predictors are in a workspace. With --replay, the errors again once so many kernels of the card are measured: those that tell
-most of the models' kernels, and that none of the models has.
+predictors are in a workspace. With --replay, also prints the errors once so many kernels of the card are measured: those that
+are most useful for the models' kernels, and that no model has.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from hase.utils.errors import UserError
 from hase.utils.logger import progress
 from hase.utils.paths import Workspace
 
-CANDIDATES, WANTED = 3000, 2500  # kernels to choose from, and kernels of the models that they shall tell of
+CANDIDATES, WANTED = 3000, 2500  # kernels to choose from, and kernels of the models for which they should be useful
 EXAMPLES = """
 python recipes/gpus/judge_models.py --workspace out/h100 --target nvidia-h100-80gb-hbm3-cuda-ort1.31-all --gpu h100  # needs it
 python recipes/gpus/judge_models.py --workspace out/h200 --target nvidia-h200-cuda-ort1.31-all --gpu h200 \\
@@ -66,8 +66,8 @@ def measured_models(workspace: Workspace, target: str, fitted: Fitted, most: int
                      float(row["Probe_us"])) for name, row in chosen.iterrows()]
 
 
-def working(kernels: Sequence[Kernel]) -> list[Kernel]:
-    """Kernels that give the GPU work."""
+def with_gpu_work(kernels: Sequence[Kernel]) -> list[Kernel]:
+    """The kernels that give the GPU work."""
     return [kernel for kernel in kernels if not leaves_gpu_idle(kernel, GPU_LABEL)]
 
 
@@ -75,15 +75,15 @@ def corrected(ratios: CardRatios, models: Sequence[CardModel], workspace: Worksp
               strict: bool, gpu: GpuDataSheet, counts: Sequence[int]) -> dict[int, AdjustedRatios]:
     """The ratios after measuring some of the card's kernels, by their number."""
     generator, base_gpu = np.random.default_rng(0), card(base.sidecar.target.device_name)
-    of_models = {kernel.id: kernel for model in models for kernel in working(list(model.record.kernels.values()))}
+    model_kernels = {kernel.id: kernel for model in models for kernel in with_gpu_work(list(model.record.kernels.values()))}
     times_ms = times_under(GPU_LABEL, measured_times(workspace, target))
-    names = sorted(times_ms.keys() - of_models.keys())
-    drawn = set(generator.choice(names, min(CANDIDATES, len(names)), replace=False).tolist())
-    candidates = working([entry.kernel for entry in read_kernels(workspace.dataset(target), drawn)])
+    names = sorted(times_ms.keys() - model_kernels.keys())
+    candidate_ids = set(generator.choice(names, min(CANDIDATES, len(names)), replace=False).tolist())
+    candidates = with_gpu_work([entry.kernel for entry in read_kernels(workspace.dataset(target), candidate_ids)])
     work, base_ms = on_base(candidates, base, strict)
-    of_model, of_model_ms = on_base(list(of_models.values()), base, strict)
-    counted = generator.choice(len(of_model_ms), WANTED, p=of_model_ms / of_model_ms.sum())
-    order = most_useful(work, base_ms, of_model.rows(counted), of_model_ms[counted], base_gpu, max(counts))
+    model_work, model_ms = on_base(list(model_kernels.values()), base, strict)
+    drawn_rows = generator.choice(len(model_ms), WANTED, p=model_ms / model_ms.sum())
+    order = most_useful(work, base_ms, model_work.rows(drawn_rows), model_ms[drawn_rows], base_gpu, max(counts))
     seen_ms = np.array([times_ms[kernel.id] for kernel in candidates])
     return {count: adjust(ratios, work.rows(chosen), base_ms[chosen], seen_ms[chosen], base_gpu, gpu)
             for count in counts if len(chosen := np.array(order[:count]))}
@@ -102,7 +102,7 @@ def judge(predictor: Predictor, fitted: Fitted, base: Fitted, models: Sequence[C
 
 
 def summary(predicted: str, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Errors in percent."""
+    """The errors of some predictions, in per cent."""
     errors = np.array([abs(row["error_%"]) for row in rows])
     held = [row["low_ms"] <= row["measured_ms"] <= row["high_ms"] for row in rows]
     widths = [row["high_ms"] / row["low_ms"] for row in rows]
@@ -124,8 +124,8 @@ def main() -> int:
     parser.add_argument("--most", type=cli.count, default=300, help="models, drawn by a fixed seed (default: 300)")
     args = parser.parse_args()
     workspace, gpu = cli.start(args), card(args.gpu)
-    of_base, base_name = (Workspace(Path(args.base[0])), args.base[1]) if args.base else (workspace, "h200")
-    base = fitted_for(of_base, base_name)
+    base_workspace, base_name = (Workspace(Path(args.base[0])), args.base[1]) if args.base else (workspace, "h200")
+    base = fitted_for(base_workspace, base_name)
     base_gpu = card(base.target.device_name)
     if base_gpu.slug == gpu.slug:
         raise UserError(f"--gpu {args.gpu}: is the card that times are carried over from; name another one with --base")
@@ -133,17 +133,17 @@ def main() -> int:
     known = sheet.model_copy(update={"cards": tuple(name for name in sheet.cards if name != gpu.slug)})
     ratios = learn(read_tables(args.tables), without=(gpu.slug,), base=base_gpu.slug)
     models, target = measured_models(workspace, args.target, base, args.most), carried_over(base, gpu).target
-    alone = replace(base, target=target, predictors=carried_predictors(base.predictors, target, gpu, ratios),
-                    sheet_range=sheet_range(gpu, known))
-    ways = {"from the data sheet": alone}
+    from_sheet = replace(base, target=target, predictors=carried_predictors(base.predictors, target, gpu, ratios),
+                         sheet_range=sheet_range(gpu, known))
+    ways = {"from the data sheet": from_sheet}
     if args.replay:
         for count, adjusted in corrected(ratios, models, workspace, args.target, base.predictors, args.strict, gpu,
                                          args.replay).items():
             ways[f"with {count} kernels"] = replace(
-                alone, predictors=carried_predictors(base.predictors, target, gpu, adjusted),
+                from_sheet, predictors=carried_predictors(base.predictors, target, gpu, adjusted),
                 sheet_range=SheetRange(low=adjusted.low, high=adjusted.high))
     ways[f"as on {base_gpu.name}"] = base
-    predictor = Predictor(target=base.target.name, workspace=of_base, strict=args.strict)
+    predictor = Predictor(target=base.target.name, workspace=base_workspace, strict=args.strict)
     judged = {way: judge(predictor, fitted, base, models) for way, fitted in progress(list(ways.items()), "judging")}
     summaries = [summary(way, rows) for way, rows in judged.items()]
     if args.json:

@@ -1,4 +1,4 @@
-"""Writes kinds of graphs that no exporter writes (control flow, scikit-learn pipelines, …), and converts models to int8, half
+"""Writes graphs of kinds that no exporter writes (control flow, scikit-learn pipelines, …), and converts models to int8, half
 precision, and ONNX Runtime's saved form.
 """
 
@@ -117,7 +117,7 @@ def write_gated_if(path: Path, width: int = 512) -> None:
 
 def write_nms_detector(path: Path, side: int = 128, width: int = 32, classes: int = 8) -> None:
     """Writes a one-stage detector: convolutions, boxes and scores per position, NonMaxSuppression, selected boxes."""
-    places = (side // 8) ** 2
+    positions = (side // 8) ** 2
     conv: dict[str, Any] = {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1]}
     nodes = []
     last = "image"
@@ -137,8 +137,8 @@ def write_nms_detector(path: Path, side: int = 128, width: int = 32, classes: in
     save(path, nodes, [value("image", [1, 3, side, side])], [value("found", ["detections", 4]),
                                                             value("kept", ["detections", 3], "int64")],
          [weight("w0", width, 3, 3, 3), weight("w1", 2 * width, width, 3, 3), weight("w2", 4 * width, 2 * width, 3, 3),
-          weight("wb", 4, 4 * width, 3, 3), weight("ws", classes, 4 * width, 3, 3), numbers("box_shape", [1, 4, places]),
-          numbers("score_shape", [1, classes, places]), numbers("most", [50]), numbers("overlap", [0.5], "float32"),
+          weight("wb", 4, 4 * width, 3, 3), weight("ws", classes, 4 * width, 3, 3), numbers("box_shape", [1, 4, positions]),
+          numbers("score_shape", [1, classes, positions]), numbers("most", [50]), numbers("overlap", [0.5], "float32"),
           numbers("least", [0.4], "float32"), numbers("two", 2), numbers("zero", [0])])
 
 
@@ -172,13 +172,13 @@ def write_bf16(path: Path, width: int = 1024, whole: bool = False) -> None:
         last = "x16"
     for number in range(4):
         plain = onnx.numpy_helper.to_array(weight(f"w{number}", width, width))
-        high = (np.ascontiguousarray(plain).view(np.uint32) >> 16).astype(np.uint16)  # bfloat16: float32's upper half
-        constants.append(onnx.helper.make_tensor(f"w{number}", type_code("bfloat16"), plain.shape, high.tobytes(), raw=True))
-        used = f"w{number}"
+        bits = (np.ascontiguousarray(plain).view(np.uint32) >> 16).astype(np.uint16)  # the bits of bfloat16
+        constants.append(onnx.helper.make_tensor(f"w{number}", type_code("bfloat16"), plain.shape, bits.tobytes(), raw=True))
+        weight_name = f"w{number}"
         if not whole:
-            nodes.append(node("Cast", [used], [f"f{number}"], to=onnx.TensorProto.FLOAT))
-            used = f"f{number}"
-        nodes += [node("MatMul", [last, used], [f"p{number}"]), node("Relu", [f"p{number}"], [f"r{number}"])]
+            nodes.append(node("Cast", [weight_name], [f"f{number}"], to=onnx.TensorProto.FLOAT))
+            weight_name = f"f{number}"
+        nodes += [node("MatMul", [last, weight_name], [f"p{number}"]), node("Relu", [f"p{number}"], [f"r{number}"])]
         last = f"r{number}"
     nodes.append(node("Cast", [last], ["y"], to=onnx.TensorProto.FLOAT))
     save(path, nodes, [value("x", [16, width])], [value("y", [16, width])], constants)
@@ -187,23 +187,23 @@ def write_bf16(path: Path, width: int = 1024, whole: bool = False) -> None:
 def _trees(trees: int, depth: int, features: int, targets: int) -> dict[str, Any]:
     """Full binary trees as attributes of TreeEnsembleClassifier."""
     generator = np.random.default_rng(0)
-    inner, whole = 2**depth - 1, 2 ** (depth + 1) - 1
-    made: dict[str, Any] = {key: [] for key in (
+    split_nodes, all_nodes = 2**depth - 1, 2 ** (depth + 1) - 1
+    attributes: dict[str, Any] = {key: [] for key in (
         "nodes_treeids", "nodes_nodeids", "nodes_featureids", "nodes_modes", "nodes_values", "nodes_truenodeids",
         "nodes_falsenodeids", "class_treeids", "class_nodeids", "class_ids", "class_weights")}
     for tree in range(trees):
-        for index in range(whole):
-            split = index < inner
-            for key, what in (("treeids", tree), ("nodeids", index), ("modes", "BRANCH_LEQ" if split else "LEAF"),
-                              ("featureids", int(generator.integers(features)) if split else 0),
-                              ("values", float(generator.standard_normal()) if split else 0.0),
-                              ("truenodeids", 2 * index + 1 if split else 0), ("falsenodeids", 2 * index + 2 if split else 0)):
-                made[f"nodes_{key}"].append(what)
+        for index in range(all_nodes):
+            split = index < split_nodes
+            for key, entry in (("treeids", tree), ("nodeids", index), ("modes", "BRANCH_LEQ" if split else "LEAF"),
+                               ("featureids", int(generator.integers(features)) if split else 0),
+                               ("values", float(generator.standard_normal()) if split else 0.0),
+                               ("truenodeids", 2 * index + 1 if split else 0), ("falsenodeids", 2 * index + 2 if split else 0)):
+                attributes[f"nodes_{key}"].append(entry)
             if not split:
-                for key, what in (("treeids", tree), ("nodeids", index), ("ids", tree % targets),
-                                  ("weights", float(generator.standard_normal()) / trees)):
-                    made[f"class_{key}"].append(what)
-    return made
+                for key, entry in (("treeids", tree), ("nodeids", index), ("ids", tree % targets),
+                                   ("weights", float(generator.standard_normal()) / trees)):
+                    attributes[f"class_{key}"].append(entry)
+    return attributes
 
 
 def write_forest(path: Path, trees: int = 200, depth: int = 8, features: int = 40, classes: int = 3) -> None:
@@ -214,10 +214,10 @@ def write_forest(path: Path, trees: int = 200, depth: int = 8, features: int = 4
              post_transform="SOFTMAX", **_trees(trees, depth, features, classes)),
         node("ZipMap", ["odds"], ["probabilities"], domain=ML, classlabels_int64s=list(range(classes))),
     ]
-    of_map = onnx.helper.make_sequence_type_proto(onnx.helper.make_map_type_proto(
+    probability_maps = onnx.helper.make_sequence_type_proto(onnx.helper.make_map_type_proto(
         onnx.TensorProto.INT64, onnx.helper.make_tensor_type_proto(onnx.TensorProto.FLOAT, [])))
     save(path, nodes, [value("x", ["rows", features])],
-         [value("label", ["rows"], "int64"), onnx.helper.make_value_info("probabilities", of_map)], opset=17, ml=3)
+         [value("label", ["rows"], "int64"), onnx.helper.make_value_info("probabilities", probability_maps)], opset=17, ml=3)
 
 
 def write_linear_pipeline(path: Path, features: int = 64, classes: int = 10) -> None:
@@ -262,14 +262,17 @@ def write_large(path: Path, width: int = 5000, layers: int = 24) -> None:
     graph = onnx.helper.make_graph(nodes, path.stem, [value("x", [1, width])], [value(last, [1, width])], constants)
     onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=IR_VERSION), path)
 
+
+# conversions of models ---------------------------------------------------------------------------------------------------
+
 Write = Callable[[Path], None]
 IN_SINGLE = ("Softmax", "LayerNormalization", "GlobalAveragePool", "ReduceMean", "Resize")  # operators that stay in float32
 HALF_LIMIT = 65504.0  # the largest number of float16
 
 
 @contextlib.contextmanager
-def written(write: Write) -> Iterator[Path]:
-    """Path of the model that `write` writes; removed at the end of the block."""
+def temporary_model(write: Write) -> Iterator[Path]:
+    """Writes a model with `write` to a temporary file, which is removed at the end of the block; gives its path."""
     with tempfile.TemporaryDirectory(prefix="hase-kinds-") as folder:
         path = Path(folder) / "model.onnx"
         write(path)
@@ -293,7 +296,7 @@ class RandomFeeds:
 def write_static_int8(path: Path, write: Write, as_qdq: bool) -> None:
     """Quantises a model to 8 bits with calibration, by QuantizeLinear and DequantizeLinear or by integer operators."""
     logging.disable(logging.WARNING)
-    with written(write) as plain:
+    with temporary_model(write) as plain:
         prepared = plain.with_name("prepared.onnx")
         onnxruntime.quantization.shape_inference.quant_pre_process(plain, prepared, skip_symbolic_shape=True)
         reader: Any = RandomFeeds(prepared)
@@ -306,24 +309,24 @@ def write_static_int8(path: Path, write: Write, as_qdq: bool) -> None:
 def write_dynamic_int8(path: Path, write: Write) -> None:
     """Quantises a model's weights to 8 bits; activations are quantised at run time."""
     logging.disable(logging.WARNING)
-    with written(write) as plain:
+    with temporary_model(write) as plain:
         onnxruntime.quantization.quantize_dynamic(plain, path, weight_type=onnxruntime.quantization.QuantType.QUInt8)
 
 
 def write_mixed_fp16(path: Path, write: Write, single: Sequence[str] = IN_SINGLE) -> None:
     """Converts a model to float16, except inputs, outputs and the operators in `single`, which compute in float32."""
-    with written(write) as plain:
+    with temporary_model(write) as plain:
         proto = onnx.shape_inference.infer_shapes(onnx.load(plain))
     graph = proto.graph
-    single_typed = {value.name for value in [*graph.value_info, *graph.input, *graph.output]
-                    if value.type.tensor_type.elem_type == onnx.TensorProto.FLOAT}
+    single_typed = {info.name for info in [*graph.value_info, *graph.input, *graph.output]
+                    if info.type.tensor_type.elem_type == onnx.TensorProto.FLOAT}
     weights = {tensor.name: tensor for tensor in graph.initializer if tensor.data_type == onnx.TensorProto.FLOAT}
     nodes: list[onnx.NodeProto] = []
     renamed: dict[str, str] = {}
-    for value in graph.input:
-        if value.name in single_typed and value.name not in weights:
-            renamed[value.name] = f"{value.name}_half"
-            nodes.append(onnx.helper.make_node("Cast", [value.name], [renamed[value.name]], to=onnx.TensorProto.FLOAT16))
+    for info in graph.input:
+        if info.name in single_typed and info.name not in weights:
+            renamed[info.name] = f"{info.name}_half"
+            nodes.append(onnx.helper.make_node("Cast", [info.name], [renamed[info.name]], to=onnx.TensorProto.FLOAT16))
     for number, node in enumerate(graph.node):
         names = [renamed.get(name, name) for name in node.input]
         outputs = list(node.output)
@@ -334,21 +337,21 @@ def write_mixed_fp16(path: Path, write: Write, single: Sequence[str] = IN_SINGLE
                     half_name = renamed.get(name, name)
                     nodes.append(onnx.helper.make_node("Cast", [half_name], [single_name], to=onnx.TensorProto.FLOAT))
             outputs = [f"{name}_single" if name in single_typed else name for name in node.output]
-        made = onnx.helper.make_node(node.op_type, names, outputs, name=node.name, domain=node.domain)
-        made.attribute.extend(node.attribute)
-        for attribute in made.attribute:
+        converted = onnx.helper.make_node(node.op_type, names, outputs, name=node.name, domain=node.domain)
+        converted.attribute.extend(node.attribute)
+        for attribute in converted.attribute:
             if node.op_type == "Constant" and attribute.t.data_type == onnx.TensorProto.FLOAT:
                 attribute.t.CopyFrom(_half(attribute.t))
             if node.op_type == "Cast" and attribute.name == "to" and attribute.i == onnx.TensorProto.FLOAT:
                 attribute.i = onnx.TensorProto.FLOAT16
-        nodes.append(made)
+        nodes.append(converted)
         if node.op_type in single:
             nodes += [onnx.helper.make_node("Cast", [f"{name}_single"], [name], to=onnx.TensorProto.FLOAT16)
                       for name in node.output if name in single_typed]
-    for value in graph.output:
-        if value.name in single_typed:
-            nodes = [_with_output(node, value.name, f"{value.name}_half") for node in nodes]
-            nodes.append(onnx.helper.make_node("Cast", [f"{value.name}_half"], [value.name], to=onnx.TensorProto.FLOAT))
+    for info in graph.output:
+        if info.name in single_typed:
+            nodes = [_with_renamed(node, info.name, f"{info.name}_half") for node in nodes]
+            nodes.append(onnx.helper.make_node("Cast", [f"{info.name}_half"], [info.name], to=onnx.TensorProto.FLOAT))
     for tensor in weights.values():
         tensor.CopyFrom(_half(tensor))
     del graph.node[:], graph.value_info[:]
@@ -361,7 +364,7 @@ def _half(tensor: onnx.TensorProto) -> onnx.TensorProto:
     return onnx.numpy_helper.from_array(values, tensor.name)
 
 
-def _with_output(node: onnx.NodeProto, old: str, new: str) -> onnx.NodeProto:
+def _with_renamed(node: onnx.NodeProto, old: str, new: str) -> onnx.NodeProto:
     """Renames a tensor of the node in place, and returns the node."""
     for names in (node.input, node.output):
         for index, name in enumerate(names):
@@ -372,5 +375,5 @@ def _with_output(node: onnx.NodeProto, old: str, new: str) -> onnx.NodeProto:
 
 def write_saved_by_ort(path: Path, write: Write, optimize: str, dims: dict[str, int] | None = None) -> None:
     """Writes the graph that ONNX Runtime's CPU provider saves: at `all` with its own layouts, at `extended` with fusions."""
-    with written(write) as plain:
+    with temporary_model(write) as plain:
         open_session(plain, "cpu", optimize=optimize, dims=dims, save_to=path)

@@ -1,8 +1,8 @@
 """Writes small models of every kind that people run with ONNX Runtime, to check how Hase handles them.
 
-Networks are made here or by torchvision, with random weights that are the same each time; nothing is downloaded. Writes one
+Networks are built here or by torchvision, with random weights that are the same each time; nothing is downloaded. Writes one
 file per model into --out, and kinds.json with the kind, operator set and sizes of dynamic dimensions of each. A model that
-can't be made is listed with the reason; the others go on. A second run makes what is missing.
+can't be made is listed with the reason, and the others are still made. A second run makes what is missing.
 The next step is evaluator.py --manifest.
 """
 
@@ -52,7 +52,7 @@ class Recipe:
 
     Attributes:
         name, kind, dims, tiny: see `MadeModel`.
-        sized_by_run: sizes depend on data; the manifest gives those of a run.
+        sized_by_run: some sizes depend on data; the manifest gives those of a run.
         large: it takes gigabytes of disk, so it is made only on request.
     """
 
@@ -68,11 +68,11 @@ class Recipe:
 def recipes() -> list[Recipe]:
     """Every model, grouped by kind."""
     return [*_classifiers(), *_transformers(), *_sequences(), *_quantized(), *_detectors(), *_images(), *_control_flow(),
-            *_tables(), *_operator_sets(), *_sizes()]
+            *_tables(), *_operator_sets(), *_extremes()]
 
 
-def by(write: Callable[[Any, Path], None]) -> Write:
-    """A writer that gets the module `exporting`, imported only when a model is made, after setting a fixed seed."""
+def with_exporting(write: Callable[[Any, Path], None]) -> Write:
+    """A writer that sets a fixed seed and calls `write` with the module `exporting`, imported only when a model is made."""
     def seeded(path: Path) -> None:
         from hase.recipes.kinds import exporting  # noqa: PLC0415 - needs a package that the options do not
 
@@ -83,49 +83,49 @@ def by(write: Callable[[Any, Path], None]) -> Write:
     return seeded
 
 
-def of(make: Callable[[Any], Any], opset: int = 17, **shapes: tuple[int, ...]) -> Write:
+def exported(make: Callable[[Any], Any], opset: int = 17, **shapes: tuple[int, ...]) -> Write:
     """A writer that exports the network built by `make`, with float inputs of these shapes."""
-    return by(lambda n, path: n.export(make(n), n.random_inputs(shapes), path, opset))
+    return with_exporting(lambda n, path: n.export(make(n), n.random_inputs(shapes), path, opset))
 
 
 def classifier(name: str, opset: int = 17, size: int = 224) -> Write:
-    return by(lambda n, path: n.write_classifier(path, name, opset, size))
+    return with_exporting(lambda n, path: n.write_classifier(path, name, opset, size))
 
 
 def encoder(opset: int) -> Write:
-    return by(lambda n, path: n.write_encoder(path, opset))
+    return with_exporting(lambda n, path: n.write_encoder(path, opset))
 
 
 def decoder_prefill(opset: int) -> Write:
-    return by(lambda n, path: n.write_decoder_prefill(path, opset))
+    return with_exporting(lambda n, path: n.write_decoder_prefill(path, opset))
 
 
 def decoder_token(opset: int) -> Write:
-    return by(lambda n, path: n.write_decoder_token(path, opset))
+    return with_exporting(lambda n, path: n.write_decoder_token(path, opset))
 
 
 def bert(opset: int, dynamic: bool = True) -> Write:
-    return by(lambda n, path: n.write_bert(path, opset, dynamic))
+    return with_exporting(lambda n, path: n.write_bert(path, opset, dynamic))
 
 
 def segmentation(name: str, size: int) -> Write:
-    return by(lambda n, path: n.write_segmentation(path, name, size))
+    return with_exporting(lambda n, path: n.write_segmentation(path, name, size))
 
 
 def detector(name: str, size: int, **options: int) -> Write:
-    return by(lambda n, path: n.write_detector(path, name, size, **options))
+    return with_exporting(lambda n, path: n.write_detector(path, name, size, **options))
 
 
 def video(name: str, frames: int, size: int) -> Write:
-    return by(lambda n, path: n.write_video(path, name, frames, size))
+    return with_exporting(lambda n, path: n.write_video(path, name, frames, size))
 
 
 def recurrent(kind: str) -> Write:
-    return of(lambda n: n.vectors.Recurrent(kind, 256, 2, False, 64, 32, last_step=True), x=(1, 50, 64))
+    return exported(lambda n: n.vectors.Recurrent(kind, 256, 2, False, 64, 32, last_step=True), x=(1, 50, 64))
 
 
 def mlp() -> Write:
-    return of(lambda n: n.vectors.Mlp(512, 2048, 2048, 2048, 256), x=(8, 512))
+    return exported(lambda n: n.vectors.Mlp(512, 2048, 2048, 2048, 256), x=(8, 512))
 
 
 def _classifiers() -> list[Recipe]:
@@ -144,20 +144,21 @@ def _transformers() -> list[Recipe]:
         Recipe("bert_mask", "BERT with mask", bert(18), TEXT),
         Recipe("bert_mask_opset14", "BERT with mask", bert(14), TEXT),
         Recipe("bert_mask_static", "BERT with mask", bert(17, dynamic=False)),
-        Recipe("einsum_attention", "Einsum", of(lambda n: n.vectors.EinsumAttention(), x=(1, 96, 256))),
+        Recipe("einsum_attention", "Einsum", exported(lambda n: n.vectors.EinsumAttention(), x=(1, 96, 256))),
     ]
 
 
 def _sequences() -> list[Recipe]:
     """Speech, 1-D convolutions and recurrent networks."""
     return [
-        Recipe("speech_conformer", "speech", of(lambda n: n.vectors.Conformer(), features=(1, 400, 80))),
-        Recipe("speech_whisper_encoder", "speech", of(lambda n: n.vectors.WhisperEncoder(), 18, spectrogram=(1, 80, 200))),
-        Recipe("speech_wave_encoder", "speech", of(lambda n: n.vectors.WaveEncoder(), samples=(1, 16000))),
-        Recipe("speech_tcn", "1-D convolutions", of(lambda n: n.vectors.Tcn(), x=(1, 128, 512))),
+        Recipe("speech_conformer", "speech", exported(lambda n: n.vectors.Conformer(), features=(1, 400, 80))),
+        Recipe("speech_whisper_encoder", "speech",
+               exported(lambda n: n.vectors.WhisperEncoder(), 18, spectrogram=(1, 80, 200))),
+        Recipe("speech_wave_encoder", "speech", exported(lambda n: n.vectors.WaveEncoder(), samples=(1, 16000))),
+        Recipe("speech_tcn", "1-D convolutions", exported(lambda n: n.vectors.Tcn(), x=(1, 128, 512))),
         *(Recipe(f"recurrent_{kind}", kind.upper(), recurrent(kind)) for kind in ("lstm", "gru", "rnn")),
         Recipe("recurrent_bilstm", "LSTM",
-               of(lambda n: n.vectors.Recurrent("lstm", 128, 2, True, 64, 32, last_step=True), x=(4, 40, 64))),
+               exported(lambda n: n.vectors.Recurrent("lstm", 128, 2, True, 64, 32, last_step=True), x=(4, 40, 64))),
     ]
 
 
@@ -198,20 +199,20 @@ def _detectors() -> list[Recipe]:
 def _images() -> list[Recipe]:
     """Networks of images and volumes."""
     return [
-        Recipe("unet", "U-Net", of(lambda n: n.images.UNet(32, 2, True, channels=3), image=(1, 3, 128, 128))),
-        Recipe("unet_opset20", "U-Net", of(lambda n: n.images.UNet(32, 2, True, channels=3), 20, image=(1, 3, 96, 96))),
+        Recipe("unet", "U-Net", exported(lambda n: n.images.UNet(32, 2, True, channels=3), image=(1, 3, 128, 128))),
+        Recipe("unet_opset20", "U-Net", exported(lambda n: n.images.UNet(32, 2, True, channels=3), 20, image=(1, 3, 96, 96))),
         Recipe("video_r3d_18", "3-D", video("r3d_18", 4, 64)),
         Recipe("video_mc3_18", "3-D", video("mc3_18", 4, 64)),
-        Recipe("volume_unet", "3-D", of(lambda n: n.images.VolumeNet(), volume=(1, 1, 32, 32, 32))),
+        Recipe("volume_unet", "3-D", exported(lambda n: n.images.VolumeNet(), volume=(1, 1, 32, 32, 32))),
         Recipe("group_norm_opset21", "GroupNorm", graph_kinds.write_group_norm_21),
-        Recipe("instance_norm_style", "InstanceNorm", of(lambda n: n.images.StyleNet(), image=(1, 3, 128, 128))),
-        Recipe("diffusion_attention", "diffusion attention", by(lambda n, p: n.write_diffusion(p))),
+        Recipe("instance_norm_style", "InstanceNorm", exported(lambda n: n.images.StyleNet(), image=(1, 3, 128, 128))),
+        Recipe("diffusion_attention", "diffusion attention", with_exporting(lambda n, p: n.write_diffusion(p))),
         Recipe("super_resolution", "super-resolution",
-               of(lambda n: n.images.SuperResolution(48, 4, 3, plain=True), image=(1, 3, 64, 64))),
-        Recipe("grid_sample", "GridSample", of(lambda n: n.images.SpatialTransformer(), image=(1, 3, 128, 128))),
-        Recipe("scalar_outputs", "scalar outputs", of(lambda n: n.images.ScalarLoss(), image=(1, 3, 96, 96))),
+               exported(lambda n: n.images.SuperResolution(48, 4, 3, plain=True), image=(1, 3, 64, 64))),
+        Recipe("grid_sample", "GridSample", exported(lambda n: n.images.SpatialTransformer(), image=(1, 3, 128, 128))),
+        Recipe("scalar_outputs", "scalar outputs", exported(lambda n: n.images.ScalarLoss(), image=(1, 3, 96, 96))),
         Recipe("several_in_and_out", "several inputs and outputs",
-               of(lambda n: n.images.Pyramid(), left=(1, 3, 128, 128), right=(1, 3, 128, 128), extra=(1, 16))),
+               exported(lambda n: n.images.Pyramid(), left=(1, 3, 128, 128), right=(1, 3, 128, 128), extra=(1, 16))),
     ]
 
 
@@ -229,9 +230,9 @@ def _control_flow() -> list[Recipe]:
 def _tables() -> list[Recipe]:
     """Recommenders, pipelines of scikit-learn, linear layers."""
     return [
-        Recipe("scatter_nd", "ScatterND", by(lambda n, p: n.write_memory_update(p))),
-        Recipe("experts_topk", "ScatterElements and TopK", of(lambda n: n.vectors.Experts(), x=(64, 128))),
-        Recipe("recommender_dlrm", "recommender", by(lambda n, p: n.write_recommender(p)), {"batch": 64}),
+        Recipe("scatter_nd", "ScatterND", with_exporting(lambda n, p: n.write_memory_update(p))),
+        Recipe("experts_topk", "ScatterElements and TopK", exported(lambda n: n.vectors.Experts(), x=(64, 128))),
+        Recipe("recommender_dlrm", "recommender", with_exporting(lambda n, p: n.write_recommender(p)), {"batch": 64}),
         Recipe("sklearn_forest", "scikit-learn pipeline", graph_kinds.write_forest, {"rows": 64}),
         Recipe("sklearn_linear", "scikit-learn pipeline", graph_kinds.write_linear_pipeline, {"rows": 256}, tiny=True),
         Recipe("mlp", "MLP", mlp()),
@@ -254,11 +255,11 @@ def _operator_sets() -> list[Recipe]:
     ]
 
 
-def _sizes() -> list[Recipe]:
+def _extremes() -> list[Recipe]:
     """The smallest and the largest models."""
     return [
         Recipe("tiny_add", "tiny", graph_kinds.write_tiny, tiny=True),
-        Recipe("tiny_mlp", "tiny", of(lambda n: n.vectors.Mlp(16, 32, 4), x=(1, 16)), tiny=True),
+        Recipe("tiny_mlp", "tiny", exported(lambda n: n.vectors.Mlp(16, 32, 4), x=(1, 16)), tiny=True),
         Recipe("external_2_4_gb", "2.4 GB of external data", graph_kinds.write_large, large=True),
     ]
 
@@ -283,16 +284,17 @@ def make(name: str, folder: Path) -> MadeModel | str:
 
 def make_all(folder: Path, only: list[str], large: bool, jobs: int) -> Manifest:
     """Makes the requested models that are missing, and writes the manifest after each."""
-    every = recipes()
-    names = [recipe.name for recipe in every]
+    all_recipes = recipes()
+    names = [recipe.name for recipe in all_recipes]
     if unknown := sorted(set(only) - set(names)):
         raise UserError(f"--only {' '.join(unknown)}: no such model; there are {', '.join(names)}")
     folder.mkdir(parents=True, exist_ok=True)
-    wanted = [recipe.name for recipe in every if (not only or recipe.name in only) and (large or not recipe.large)]
-    before = read_manifest(folder) if (folder / MANIFEST).exists() else None
-    made = {model.name: model for model in before.models
-            if model.name in names and (folder / model.file).exists()} if before else {}
-    skipped = {name: why for name, why in before.skipped.items() if name in names and name not in wanted} if before else {}
+    wanted = [recipe.name for recipe in all_recipes if (not only or recipe.name in only) and (large or not recipe.large)]
+    earlier = read_manifest(folder) if (folder / MANIFEST).exists() else None
+    made = {model.name: model for model in earlier.models
+            if model.name in names and (folder / model.file).exists()} if earlier else {}
+    skipped = {name: reason for name, reason in earlier.skipped.items()
+               if name in names and name not in wanted} if earlier else {}
     versions = {name: package_version(name) for name in PACKAGES}
 
     def manifest() -> Manifest:
@@ -302,18 +304,18 @@ def make_all(folder: Path, only: list[str], large: bool, jobs: int) -> Manifest:
         running = {name: pool.submit(make, name, folder) for name in wanted if name not in made}
         for name, future in progress(list(running.items()), "making"):
             try:
-                done = future.result()
+                outcome = future.result()
             except BrokenProcessPool:
-                done = "its process, or another one, died; run the same command again to make the others"
-            if isinstance(done, MadeModel):
-                made[name] = done
+                outcome = "its process, or another one, died; run the same command again to make the others"
+            if isinstance(outcome, MadeModel):
+                made[name] = outcome
             else:
-                skipped[name] = done
-                log.warning("%s: %s", name, done)
+                skipped[name] = outcome
+                log.warning("%s: %s", name, outcome)
             files.write_json(folder / MANIFEST, manifest())
-    written = manifest()
-    files.write_json(folder / MANIFEST, written)
-    return written
+    complete = manifest()
+    files.write_json(folder / MANIFEST, complete)
+    return complete
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
-"""Learns what onnxruntime-genai's loop takes on a CPU beside a model's runs: choosing tokens, new memory for a prompt's logits.
+"""Learns the time of onnxruntime-genai's loop on a CPU besides a model's runs: choosing tokens, memory for a prompt's logits.
 
-Reads small decoders of --loops and what was measured of them with onnxruntime-genai (recipes/llm/measure_genai.py), and their
+Reads the small decoders of --loops, their measurements with onnxruntime-genai (recipes/llm/measure_genai.py), and their
 measured kernels (judge.py --measure-missing). Writes generation.json beside this machine's predictors in --workspace, so that
 predict_llm.py there counts the loop. Prints what was learned, and the errors of the decoders, each held out in turn.
 """
@@ -60,11 +60,11 @@ def main() -> int:
     if not workspace.predictors(target.name).is_dir():
         raise UserError(f"{workspace.predictors(target.name)}: no such folder; measure kernels there first: python "
                         "recipes/llm/judge.py --measure-missing")
-    found = [of_step for name in progress(measured_models(loops), "models")
-             for of_step in loop_steps(predictor, loops, name)]
-    if len({step.family for step, _ in found}) < 2:
+    steps = [step for name in progress(measured_models(loops), "models")
+             for step in loop_steps(predictor, loops, name)]
+    if len({step.family for step, _ in steps}) < 2:
         raise UserError(f"{loops.root}: measurements of two decoders at least are needed; do: recipes/llm/on_cpu.sh")
-    fitted = fit_on_cpu(target.name, [step for step, _ in found], found[0][1].machine.versions.get("onnxruntime-genai", ""),
+    fitted = fit_on_cpu(target.name, [step for step, _ in steps], steps[0][1].machine.versions.get("onnxruntime-genai", ""),
                         predictor.fitted.predictors.sidecar.created)
     files.write_json(target_files.GENERATION.path(workspace.predictors(target.name)), fitted)
     log.info("saved %s", target_files.GENERATION.path(workspace.predictors(target.name)))

@@ -1,11 +1,11 @@
-"""Predictions of requests to language models beside what onnxruntime-genai took for them: times, memory, energy.
+"""Compares predicted requests to language models with those measured with onnxruntime-genai: times, memory, energy.
 
-Reads the models of `<workspace>/llm/models` (weights are not read), what was measured of them (`llm/measured`), and the
-predictors of --target. Every kernel is predicted. Times are predicted for the pace that the host had meanwhile. Prints a row
-for each point, and the errors.
+Reads the models of `<workspace>/llm/models` (weights are not read), their measurements (`llm/measured`), and the predictors of
+--target. Every kernel is predicted. Times are predicted for the pace that the host had meanwhile. Prints a row for each point,
+and the errors.
 
 With --measure-missing, this machine is the target, and the kernels of all points are measured first, as predict_llm.py does.
-With --again, a second measurement of the same points stands beside, and how far it differs from the first one.
+With --again, also prints a second measurement of the same points, and how much it differs from the first one.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Row = dict[str, Any]
 TARGET = "nvidia-h200"
 TIMES: dict[Phase, str] = {"first": "first token (ms)", "token": "further token (ms)"}
 PEAK, FIRST_J, FURTHER_J = "peak (MiB)", "first step (J)", "further step (J)"
-WHAT = (*TIMES.values(), PEAK, FIRST_J, FURTHER_J)
+QUANTITIES = (*TIMES.values(), PEAK, FIRST_J, FURTHER_J)
 
 
 def compared(what: str, point: Generation | GenerationMemory, measured: float, predicted: float,
@@ -92,10 +92,10 @@ def energies_of(predictor: Predictor, model: LanguageModel, point: Generation) -
 
 def memory_of(predictor: Predictor, model: LanguageModel, points: Sequence[GenerationMemory]) -> Iterator[Row]:
     """Rows for memory."""
-    good = [point for point in points if not point.failed]
+    measured = [point for point in points if not point.failed]
     answers: list[LlmPrediction] = predict_requests(predictor, model, [
-        request_at_point(model, point, point.generated) for point in good]) if good else []
-    for point, answer in zip(good, answers, strict=True):
+        request_at_point(model, point, point.generated) for point in measured]) if measured else []
+    for point, answer in zip(measured, answers, strict=True):
         yield compared(PEAK, point, point.peak_mib, answer.memory.peak_mib)
 
 
@@ -110,15 +110,15 @@ def rows_of(predictor: Predictor, workspace: Workspace, name: str) -> Iterator[R
 
 
 def measured_again(workspace: Workspace, rows: Iterable[Row]) -> list[Row]:
-    """Rows of times together with the same times from another measurement (NaN if a point is missing there)."""
+    """Rows of times with the same time from another measurement added (NaN if it is missing there)."""
     points = {(point.model, point.batch, point.prompt): point for name in measured_models(workspace)
               for point in measured_points(workspace, name)}
     phases = {what: phase for phase, what in TIMES.items()}
-    found = []
+    extended = []
     for row in rows:
         point, phase = points.get((row["model"], row["batch"], row["prompt"])), phases.get(row["what"])
-        found.append({**row, "again": step_time(point, phase)[0] if point and phase else math.nan})
-    return found
+        extended.append({**row, "again": step_time(point, phase)[0] if point and phase else math.nan})
+    return extended
 
 
 def measure_kernels(predictor: Predictor, workspace: Workspace, name: str) -> None:
@@ -129,9 +129,9 @@ def measure_kernels(predictor: Predictor, workspace: Workspace, name: str) -> No
 
 
 def errors_of(rows: Iterable[Row]) -> list[Row]:
-    """Errors of each kind of number, in percent."""
+    """Errors of each kind of number, in per cent."""
     rows, table = list(rows), []
-    for what in WHAT:
+    for what in QUANTITIES:
         chosen = [row for row in rows if row["what"] == what]
         if not chosen:
             continue
@@ -156,11 +156,11 @@ def main() -> int:
                         help="measure the kernels of all points on this machine first")
     parser.add_argument("--again", type=Path, metavar="DIR", help="a workspace where the same points were measured again")
     args = parser.parse_args()
-    workspace, here = cli.start(args), args.measure_missing
-    predictor = Predictor(workspace, args.target or (None if here else TARGET), strict=not here, any_device=here,
-                          no_weights=not here)
+    workspace, local = cli.start(args), args.measure_missing
+    predictor = Predictor(workspace, args.target or (None if local else TARGET), strict=not local, any_device=local,
+                          no_weights=not local)
     names = [name for name in measured_models(workspace) if not args.model or name in args.model]
-    for name in names if here else ():
+    for name in names if local else ():
         measure_kernels(predictor, workspace, name)
     rows = [row for name in progress(names, "judging") for row in rows_of(predictor, workspace, name)]
     if args.again:
@@ -169,7 +169,7 @@ def main() -> int:
         cli.print_json({"points": rows, "errors": errors_of(rows)})
     else:
         cli.print_table(rows, "predicted and measured")
-        cli.print_table(errors_of(rows), "errors, kernels measured here" if here else
+        cli.print_table(errors_of(rows), "errors, kernels measured here" if local else
                         "errors, all kernels predicted, at the host's pace as measured")
     return 0
 

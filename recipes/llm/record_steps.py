@@ -1,7 +1,7 @@
-"""Writes the kernel records of steps of language models that were measured: of each point's prompt, and of its middle token.
+"""Writes the kernel records of two steps of each measured point of a language model: its prompt and its middle token.
 
 Reads `<workspace>/llm/models` and `<workspace>/llm/measured`. Weights are not read, and their files may be missing. Writes
-`<workspace>/llm/records`, from which training/fit_generation.py learns. Records that are there are kept.
+`<workspace>/llm/records`, from which training/fit_generation.py learns. Existing records are kept.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ log = get_logger("llm")
 
 
 def steps_of(model: LanguageModel, point: Generation) -> Iterator[DecoderStep]:
-    """The run of the prompt, and the run of the token in the middle of the generated ones."""
+    """The step of the prompt, and that of the middle one of the generated tokens."""
     request = request_at_point(model, point, point.generated)
     yield model.step(request.batch, request.prompt, 0, request.max_length)
     yield model.step(request.batch, 1, request.middle, request.max_length)
 
 
 def record_steps(workspace: Workspace, name: str, flavour: Flavour) -> int:
-    """Writes the missing records of a model's points; returns how many."""
-    folder, written = workspace.root / "llm" / "models" / name, 0
+    """Writes the missing records of a model's points; returns their number."""
+    folder, count = workspace.root / "llm" / "models" / name, 0
     wanted = [point for point in measured_points(workspace, name)
               if not all(step_record_file(workspace, point, phase).is_file() for phase in PHASES)]
     if not wanted:
@@ -49,11 +49,11 @@ def record_steps(workspace: Workspace, name: str, flavour: Flavour) -> int:
     with analysis.optimized_once():
         for point in wanted:
             for phase, step in zip(PHASES, steps_of(model, point), strict=True):
-                file, out = model.decode if step.before else model.prefill, step_record_file(workspace, point, phase)
-                record = analysis.record_of(file.path, flavour, file.dims(step), False, no_weights=True)
-                files.write_json(out, record.model_copy(update={"model": out.stem, "group": point.family}))
-                written += 1
-    return written
+                graph, path = model.decode if step.before else model.prefill, step_record_file(workspace, point, phase)
+                record = analysis.record_of(graph.path, flavour, graph.dims(step), False, no_weights=True)
+                files.write_json(path, record.model_copy(update={"model": path.stem, "group": point.family}))
+                count += 1
+    return count
 
 
 def main() -> int:

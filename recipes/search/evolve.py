@@ -1,12 +1,12 @@
 """An evolutionary search with Optuna over the networks of inference/search/ofa.py, beside a random one.
 
-People have searchers of their own: `chosen` and `evolved` below are all it takes to ask one for networks, and to tell it what
-they take. Both searches look for networks with many operations and a short latency. Operations stand for how much a network can
-learn, and for no accuracy: put your own estimate in their place.
+To use a searcher of your own, `chosen` and `evolved` below show all that is needed: asking it for networks, and telling it
+their numbers. Both searches look for networks with many operations and a short latency. Operations stand for how much a network
+can learn, not for its accuracy: replace them by an estimate of your own.
 
-Prints a row per search: how many networks, the size of the Pareto front, and its hypervolume: how much of the plane of latency
-and operations lies behind the front, up to a latency (the larger the better). With --out, the networks of the fronts are
-written, too.
+Prints a row per search: the number of networks, the size of the Pareto front, and its hypervolume, the area of the plane of
+latency and operations that the front dominates, up to a latency (the larger the better). With --out, the networks of the fronts
+are written, too.
 
 Needs Optuna: pip install -r requirements-search.txt
 """
@@ -57,15 +57,15 @@ def evolved(predict: Predict, count: int, seed: int) -> dict[str, Numbers]:
     """The networks that NSGA-II tries, in order of generations, with their numbers."""
     sampler = optuna.samplers.NSGAIISampler(population_size=POPULATION, seed=seed)
     study = optuna.create_study(directions=["minimize", "maximize"], sampler=sampler)
-    found: dict[str, Numbers] = {}
+    numbers_of: dict[str, Numbers] = {}
     while count > 0:
         trials = [study.ask() for _ in range(min(POPULATION, count))]
         networks = [chosen(trial) for trial in trials]
         for trial, network, numbers in zip(trials, networks, predict(networks), strict=True):
             study.tell(trial, numbers)
-            found[network] = numbers
+            numbers_of[network] = numbers
         count -= len(trials)
-    return found
+    return numbers_of
 
 
 def drawn(predict: Predict, count: int, seed: int) -> dict[str, Numbers]:
@@ -87,17 +87,17 @@ def predictions() -> Predict:
     return predict
 
 
-def front_of(found: dict[str, Numbers]) -> dict[str, Numbers]:
+def front_of(networks: dict[str, Numbers]) -> dict[str, Numbers]:
     """The Pareto front: networks such that no other is as fast with as many operations, fastest first."""
     front: dict[str, Numbers] = {}
     most = 0.0
-    for name, (latency_ms, gflop) in sorted(found.items(), key=lambda one: (one[1][0], -one[1][1])):
+    for name, (latency_ms, gflop) in sorted(networks.items(), key=lambda item: (item[1][0], -item[1][1])):
         if gflop > most:
             front[name], most = (latency_ms, gflop), gflop
     return front
 
 
-def options() -> argparse.ArgumentParser:
+def option_parser() -> argparse.ArgumentParser:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--count", type=cli.count, default=2000, help="networks of a search (default: 2000)")
     parser.add_argument("--random-count", type=cli.count, metavar="N", help="of the random search (default: as many)")
@@ -108,7 +108,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    args = options().parse_args()
+    args = option_parser().parse_args()
     cli.start(args)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     rows: list[dict[str, Any]] = []
@@ -116,9 +116,9 @@ def main() -> int:
     predict = predictions()
     searches = ("random", drawn, args.random_count or args.count), ("evolutionary", evolved, args.count)
     for seed in range(args.seeds):
-        for name, searched, count in searches:
+        for name, search, count in searches:
             began = time.monotonic()
-            front = front_of(searched(predict, count, seed))
+            front = front_of(search(predict, count, seed))
             rows.append({"search": name, "seed": seed, "networks": count, "on the front": len(front),
                          "hypervolume (ms · GFLOP)": hypervolume(list(front.values()), args.slowest_ms),
                          "took (s)": time.monotonic() - began})

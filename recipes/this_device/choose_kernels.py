@@ -1,8 +1,8 @@
-"""Writes recipes/this_device/kernels.jsonl.xz: the kernels that tell most of a GPU in a short time, the most useful first.
+"""Writes recipes/this_device/kernels.jsonl.xz: the kernels that tell most about a GPU in a short time, most useful first.
 
-Reads the dataset of the H200 in the workspace. Each kernel of the list lowers most what the earlier ones leave uncertain of the
-kernels of its models, each model counting alike, and of language models (training/fits/data_sheets.py). Kernels that take
-long or need much memory, which a small card would be slow with, are left out.
+Reads the dataset of the H200 in the workspace. Each kernel of the list is the one that most reduces the uncertainty that the
+earlier ones leave about the kernels of the dataset's models, each model counting alike, and of language models
+(training/fits/data_sheets.py). Kernels that take long or need much memory, which would be slow on a small card, are left out.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from hase.utils import cli
 from hase.utils.paths import Workspace
 
 MOST_MS, MOST_MIB = 5.0, 256.0  # of a kernel, on the H200
-FROM, WANTED, LANGUAGE = 3000, 2500, 0.2  # kernels to choose from, wanted ones, and the share of language models in both
-OF_LANGUAGE_MODELS = ("GroupQueryAttention", "MatMulNBits", "MultiHeadAttention", "RotaryEmbedding",
+CANDIDATES, PREDICTED = 3000, 2500  # kernels to choose from, and kernels whose uncertainty counts
+LANGUAGE_SHARE = 0.2  # of language models' kernels in both
+LANGUAGE_OPERATORS = ("GroupQueryAttention", "MatMulNBits", "MultiHeadAttention", "RotaryEmbedding",
                       "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization")
 EXAMPLES = """
 python recipes/this_device/choose_kernels.py --workspace out/h200 --target nvidia-h200-cuda-ort1.31-all --count 1000  # needs it
@@ -45,9 +46,9 @@ def shares_of_models(records: Sequence[ModelRecord], times_ms: Mapping[str, floa
     shares: dict[str, float] = {}
     for record in records:
         counts = Counter(node.kernel_id for node in record.nodes if node.kernel_id in times_ms)
-        whole_ms = sum(times_ms[name] * count for name, count in counts.items())
+        total_ms = sum(times_ms[name] * count for name, count in counts.items())
         for name, count in counts.items():
-            shares[name] = shares.get(name, 0.0) + times_ms[name] * count / whole_ms
+            shares[name] = shares.get(name, 0.0) + times_ms[name] * count / total_ms
     return shares
 
 
@@ -57,7 +58,7 @@ def suits_any_card(kernel: Kernel, time_ms: float) -> bool:
             and not operator_row(kernel.op_type).copies)
 
 
-def order(workspace: Workspace, target: str, count: int) -> list[Kernel]:
+def most_useful_kernels(workspace: Workspace, target: str, count: int) -> list[Kernel]:
     """The most useful kernels of a dataset, most useful first."""
     header, generator = read_header(workspace.dataset(target)), np.random.default_rng(0)
     labels = measured_times(workspace, target)
@@ -65,22 +66,23 @@ def order(workspace: Workspace, target: str, count: int) -> list[Kernel]:
     shares = shares_of_models(records_in(workspace, header.target.flavour), times_ms)
     kernels = {entry.kernel.id: entry.kernel for entry in read_kernels(workspace.dataset(target), set(times_ms))}
     suited = {name for name in sorted(kernels) if suits_any_card(kernels[name], times_ms[name])}
-    language = [name for name in sorted(suited) if kernels[name].op_type in OF_LANGUAGE_MODELS and name not in shares]
-    of_models = [name for name in sorted(suited) if name in shares]
-    weights = np.array([shares[name] for name in of_models])
+    language = [name for name in sorted(suited) if kernels[name].op_type in LANGUAGE_OPERATORS and name not in shares]
+    in_models = [name for name in sorted(suited) if name in shares]
+    weights = np.array([shares[name] for name in in_models])
 
-    def drawn(number: int, repeated: bool) -> list[str]:
-        """Kernels of models, repeated by their count if `repeated`, and of language models."""
-        chosen = generator.choice(of_models, min(round((1 - LANGUAGE) * number), len(of_models)), repeated,
+    def drawn(count: int, repeated: bool) -> list[str]:
+        """Random kernels of models by their share of the time (with replacement if `repeated`), and of language models."""
+        chosen = generator.choice(in_models, min(round((1 - LANGUAGE_SHARE) * count), len(in_models)), repeated,
                                   weights / weights.sum())
-        return [*chosen.tolist(), *generator.choice(language, min(round(LANGUAGE * number), len(language)), False).tolist()]
+        others = generator.choice(language, min(round(LANGUAGE_SHARE * count), len(language)), False)
+        return [*chosen.tolist(), *others.tolist()]
 
     def work(names: Sequence[str]) -> tuple[Work, Floats]:
         return (work_of([kernels[name] for name in names], [labels[name].get(LAUNCHES, 1.0) for name in names]),
                 np.array([times_ms[name] for name in names]))
 
-    candidates = drawn(FROM, False)
-    chosen = most_useful(*work(candidates), *work(drawn(WANTED, True)), card(header.target.device_name), count)
+    candidates = drawn(CANDIDATES, False)
+    chosen = most_useful(*work(candidates), *work(drawn(PREDICTED, True)), card(header.target.device_name), count)
     return [kernels[candidates[index]] for index in chosen]
 
 
@@ -89,7 +91,7 @@ def main() -> int:
     parser.add_argument("--target", required=True, help="of the dataset")
     parser.add_argument("--count", type=cli.count, default=1000, help="kernels (default: 1000)")
     args = parser.parse_args()
-    kernels = order(cli.start(args), args.target, args.count)
+    kernels = most_useful_kernels(cli.start(args), args.target, args.count)
     write_chosen(kernels)
     cli.print_rows([{"operator": name, "kernels": count} for name, count in Counter(
         kernel.op_type for kernel in kernels).most_common()], args.json, f"kernels of {CHOSEN.name}")

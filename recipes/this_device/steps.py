@@ -1,5 +1,5 @@
-"""Parts of measure_this_device.py: its time budget, the scripts it runs, the most informative kernels of a GPU, and errors to
-expect.
+"""Steps of measure_this_device.py: its time budget, the scripts that it runs, the errors to expect, and the most informative
+kernels of a GPU.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ DRAWN_PER_S = 60.0
 MEASURED_PER_S = {"cpu": 25.0, "cuda": 60.0}
 MORE_THAN_MEASURED = 1.5  # samples to choose from, for each that there is time to measure
 SPENT_VERSION = 1
-CHOSEN = Path(__file__).with_name("kernels.jsonl.xz")
-CHOSEN_PER_MINUTE = 300  # of those kernels that are built for each minute; a GPU whose host has 16 cores measures 500 of them
+CHOSEN = Path(__file__).with_name("kernels.jsonl.xz")  # the most informative kernels of a GPU, in order
+CHOSEN_PER_MINUTE = 300  # of them, built for each minute; a GPU whose host has 16 cores measures 500 of them
 SCRIPT_ENDS_WITHIN_S = 2.0  # after a signal
 HELD_OUT = {"family": "models, each family held out", "model": "models, each held out",
             "nothing": "models (one alone can't be held out)"}
 
 
 class Spent(Frozen):
-    """What earlier calls in this workspace did; `analysed` is a text that changes with the models and sizes analysed."""
+    """What earlier calls in this workspace did; `analysed` is a text that identifies the analysed models and sizes."""
 
     version: int = SPENT_VERSION
     seconds: float = 0.0
@@ -64,7 +64,7 @@ def read_spent(path: Path) -> Spent:
 
 
 class Budget:
-    """The minutes of all calls in a workspace together; `spent` is by earlier calls."""
+    """The minutes that all calls in a workspace may take together; `spent` is what earlier calls took."""
 
     def __init__(self, path: Path, minutes: float) -> None:
         self.path, self.total_s = path, 60.0 * minutes
@@ -76,14 +76,14 @@ class Budget:
         return self.spent.seconds + time.monotonic() - self._began_s
 
     def save(self, **changes: Any) -> None:
-        """Writes the time used so far."""
+        """Saves the time used so far, and `changes` of other fields of `spent`."""
         now_s = time.monotonic()
         self.spent = self.spent.model_copy(update={"seconds": self.spent.seconds + now_s - self._began_s, **changes})
         self._began_s = now_s
         files.write_json(self.path, self.spent)
 
     def samples(self, device: str, own_kernels: int, jobs: int) -> int:
-        """How many kernels to sample in their share of the time, but not many more than can be measured."""
+        """How many kernels to sample: as many as fit in their share of the time, but not many more than can be measured."""
         measurable = self.measuring_s() * MEASURED_PER_S[device] - own_kernels
         return max(0, int(min(MORE_THAN_MEASURED * measurable, SAMPLING_SHARE * self.total_s * DRAWN_PER_S * jobs)))
 
@@ -114,10 +114,10 @@ def run_json(workspace: Workspace, script: str, *options: str) -> Any:
 
 
 def expected_errors(workspace: Workspace, target: str) -> list[dict[str, Any]]:
-    """One row per kind of prediction, errors in percent; None if nothing could be held out."""
+    """One row per kind of prediction; errors in percent, None if nothing could be held out."""
     folder = workspace.predictors(target)
     sidecar, composition = read_sidecar(folder), read_composition(folder)
-    return [_kernels(sidecar, composition), _models(composition), _measured(workspace, sidecar, composition)]
+    return [_kernel_errors(sidecar, composition), _model_errors(composition), _fitted_errors(workspace, sidecar, composition)]
 
 
 def _row(predicted: str, errors: Sequence[float]) -> dict[str, Any]:
@@ -125,21 +125,21 @@ def _row(predicted: str, errors: Sequence[float]) -> dict[str, Any]:
             "median_error_%": 100 * median(errors) if errors else None}
 
 
-def _kernels(sidecar: Sidecar, composition: Composition) -> dict[str, Any]:
+def _kernel_errors(sidecar: Sidecar, composition: Composition) -> dict[str, Any]:
     errors = sidecar.labels[composition.label].errors[0]
     return {"predicted": "kernels, each held out", "count": errors.kernels, "mean_error_%": 100 * errors.mape,
             "median_error_%": 100 * errors.median}
 
 
-def _models(composition: Composition) -> dict[str, Any]:
-    """Models whose kernels are all predicted by a training without them."""
+def _model_errors(composition: Composition) -> dict[str, Any]:
+    """Errors of models whose kernels are all predicted by a training without them."""
     held_out = composition.models if composition.left_out != "nothing" else ()
     return _row(f"{HELD_OUT[composition.left_out]}, with predicted kernels",
                 [abs(model.predicted_ms / model.measured_ms - 1) for model in held_out])
 
 
-def _measured(workspace: Workspace, sidecar: Sidecar, composition: Composition) -> dict[str, Any]:
-    """Measured models as they are predicted now: kernels looked up, and constants fitted to them."""
+def _fitted_errors(workspace: Workspace, sidecar: Sidecar, composition: Composition) -> dict[str, Any]:
+    """Errors of measured models as they are predicted now: kernels looked up, and constants fitted to these models."""
     errors = []
     for model in composition.models:
         record = read_model_record(record_path(workspace, sidecar.target.flavour, model.model))
@@ -149,12 +149,12 @@ def _measured(workspace: Workspace, sidecar: Sidecar, composition: Composition) 
 
 
 def write_chosen(kernels: Iterable[Kernel], path: Path = CHOSEN) -> None:
-    """Writes the kernels in their order."""
+    """Writes the list of the most informative kernels, in order."""
     files.write_bytes(path, lzma.compress("".join(f"{kernel.model_dump_json()}\n" for kernel in kernels).encode()))
 
 
 def read_chosen(count: int, path: Path = CHOSEN) -> list[Kernel]:
-    """The first `count` kernels."""
+    """The first `count` kernels of the list."""
     with lzma.open(path, "rt", encoding="utf-8") as lines:
         return [Kernel.model_validate_json(line) for line, _ in zip(lines, range(count), strict=False)]
 

@@ -45,18 +45,17 @@ if TYPE_CHECKING:
     import onnx
     from onnx import NodeProto
 
-
 DOMAIN = "openvino"  # of kernels of several operators, or that take no time
 NODES = "nodes"  # the attribute of such a kernel that describes its ONNX nodes
-NAMED = 6  # operators that are spelled out in a type; the others are counted
-VIEW = "Identity"  # stands for an operator whose output lies where its input does
+NAMED = 6  # operators that a type names; the others are counted
+VIEW = "Identity"  # stands for an operator whose output is its input's memory
 AXES = ("perm", "axis", "axes")
 NOTHING = KernelInput(dtype="")
 
 
 def operator_attributes(node: NodeProto) -> dict[str, Any]:
     """The attributes of a node as plain data."""
-    return {attribute.name: attribute_value(attribute) for attribute in sorted(node.attribute, key=lambda each: each.name)}
+    return {attribute.name: attribute_value(attribute) for attribute in sorted(node.attribute, key=lambda item: item.name)}
 
 
 def operator_flops(prepared: Prepared, node: NodeProto) -> int:
@@ -82,14 +81,14 @@ class Ends:
     for an omitted one. Only outputs that others read count."""
 
     def __init__(self, prepared: Prepared, nodes: Sequence[NodeProto], read_elsewhere: Iterable[str]) -> None:
-        made, wanted = {name for node in nodes for name in node.output}, {*read_elsewhere, *prepared.outputs}
+        written, needed = {name for node in nodes for name in node.output}, {*read_elsewhere, *prepared.outputs}
         self.main = main_node(prepared, nodes)
         order = [nodes[self.main], *(node for index, node in enumerate(nodes) if index != self.main)]
         if len(nodes) == 1:
             self.inputs = list(nodes[0].input)
         else:
-            self.inputs = list(dict.fromkeys(name for node in order for name in node.input if name and name not in made))
-        self.outputs = [name for node in nodes for name in node.output if name in wanted] or [
+            self.inputs = list(dict.fromkeys(name for node in order for name in node.input if name and name not in written))
+        self.outputs = [name for node in nodes for name in node.output if name in needed] or [
             name for name in nodes[-1].output if name]
 
 
@@ -121,12 +120,12 @@ def describe(prepared: Prepared, nodes: Sequence[NodeProto], ends: Ends, in_plac
         attributes["activation"] = activations[-1]
     kind = "_".join([main.op_type, *others[:NAMED]]) + (f"_and{len(others) - NAMED}" if len(others) > NAMED else "")
     op_type = VIEW if in_place else main.op_type
-    kept = without_defaults(attributes) | {NODES: plain_nodes(nodes, ends)}
+    stored = without_defaults(attributes) | {NODES: plain_nodes(nodes, ends)}
     return Kernel(
-        id=kernel_id(kind, op_type, DOMAIN, prepared.opset, kept, inputs, outputs), type=kind, op_type=op_type, domain=DOMAIN,
-        opset=prepared.opset, attributes=kept, inputs=tuple(inputs), outputs=tuple(outputs),
-        flops=flops(op_type, kept, inputs, outputs), bytes_read=bytes_read(op_type, kept, inputs, outputs),
-        bytes_written=bytes_written(op_type, kept, inputs, outputs),
+        id=kernel_id(kind, op_type, DOMAIN, prepared.opset, stored, inputs, outputs), type=kind, op_type=op_type, domain=DOMAIN,
+        opset=prepared.opset, attributes=stored, inputs=tuple(inputs), outputs=tuple(outputs),
+        flops=flops(op_type, stored, inputs, outputs), bytes_read=bytes_read(op_type, stored, inputs, outputs),
+        bytes_written=bytes_written(op_type, stored, inputs, outputs),
         weight_bytes=sum(tensor.bytes for tensor in inputs if tensor.constant))
 
 
@@ -168,15 +167,15 @@ def inserted_kernel(layer: Layer, source: Layer) -> Kernel | None:
                                [Tensor(dtype=dtype, shape=shape)])
     order = sorted(layer.layout)
     if len(shape) == len(order) and order == sorted(source.layout) == [chr(ord("a") + axis) for axis in range(len(shape))]:
-        before = [shape[order.index(letter)] for letter in source.layout]
+        source_shape = [shape[order.index(letter)] for letter in source.layout]
         permutation = [source.layout.index(letter) for letter in layer.layout]
     else:
-        before, permutation = list(shape), list(range(len(shape)))
-    moved = [axis for axis in permutation if before[axis] != 1]
+        source_shape, permutation = list(shape), list(range(len(shape)))
+    moved = [axis for axis in permutation if source_shape[axis] != 1]
     if layer.in_place or (moved == sorted(moved) and permutation != sorted(permutation)):
         return None
-    plain = describe_kernel("Transpose", "", 20, {"perm": permutation}, [KernelInput(dtype=dtype, shape=tuple(before))],
-                            [Tensor(dtype=dtype, shape=tuple(before[axis] for axis in permutation))])
+    plain = describe_kernel("Transpose", "", 20, {"perm": permutation}, [KernelInput(dtype=dtype, shape=tuple(source_shape))],
+                            [Tensor(dtype=dtype, shape=tuple(source_shape[axis] for axis in permutation))])
     return plain.model_copy(update={"type": layer.kind, "id": kernel_id(
         layer.kind, plain.op_type, plain.domain, plain.opset, plain.attributes, plain.inputs, plain.outputs)})
 
@@ -187,14 +186,14 @@ def build_kernel(kernel: Kernel, folder: Path) -> Path:
         return write_kernel(kernel, folder)
     folder.mkdir(parents=True, exist_ok=True)
 
-    def described(name: str, tensor: Tensor) -> Any:
+    def value_info(name: str, tensor: Tensor) -> Any:
         return onnx.helper.make_tensor_value_info(name, type_code(tensor.dtype), tensor.shape)
 
     graph = onnx.helper.make_graph(
         [made_node(kernel, index) for index in range(len(kernel.attributes[NODES]))], "kernel",
-        [described(input_name(index), tensor) for index, tensor in enumerate(kernel.inputs)
+        [value_info(input_name(index), tensor) for index, tensor in enumerate(kernel.inputs)
          if tensor.present and not tensor.constant],
-        [described(output_name(index), tensor) for index, tensor in enumerate(kernel.outputs) if tensor.present])
+        [value_info(output_name(index), tensor) for index, tensor in enumerate(kernel.outputs) if tensor.present])
     add_weights(graph, kernel)
     domains = {node["domain"] for node in kernel.attributes[NODES]} - {"", "ai.onnx"}
     opsets = [onnx.helper.make_opsetid("", kernel.opset), *(onnx.helper.make_opsetid(domain, 1) for domain in sorted(domains))]
@@ -233,7 +232,7 @@ class ModelKernel(NamedTuple):
 class OpenvinoModel(NamedTuple):
     """An analysed model."""
 
-    record: ModelRecord  # its record
+    record: ModelRecord
     layers: tuple[tuple[str, ...], ...]  # of each node of the record, the names of the layers that are timed together
     model: Any  # OpenVINO's, not compiled
 
@@ -242,15 +241,15 @@ def parse(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = None, 
     """Analyses a model; `threads` are those of its runs, 0: one per physical core."""
     prepared = prepare(read_source(model, dims))
     compiled = compile_model(prepared.model, prepared.source.name, threads)
-    made_by = {name: index for index, node in enumerate(prepared.nodes) for name in node.output if name}
-    steps = kernels_in_order(prepared, layers_of(compiled, prepared.source.name, made_by))
+    producers = {name: index for index, node in enumerate(prepared.nodes) for name in node.output if name}
+    steps = kernels_in_order(prepared, layers_of(compiled, prepared.source.name, producers))
     return OpenvinoModel(record_of(prepared, steps, openvino_flavour()), tuple(step.layers for step in steps), prepared.model)
 
 
 def kernels_in_order(prepared: Prepared, layers: Mapping[str, Layer]) -> list[ModelKernel]:
     """The kernels of a model in running order, including those that OpenVINO inserted."""
     groups = groups_of(prepared.nodes, layers)
-    group_of = {layer.name: number for number, group in enumerate(groups) for layer in group.layers}
+    group_of = {layer.name: index for index, group in enumerate(groups) for layer in group.layers}
     order = list(layers)
     steps = [(max((order.index(layer.name) for layer in group.layers), default=-1), kernel_of_group(prepared, group))
              for group in groups]
@@ -262,38 +261,38 @@ def kernels_in_order(prepared: Prepared, layers: Mapping[str, Layer]) -> list[Mo
         reading = [group_of[name] for name in beyond_inserted(readers[layer.name], layers, readers) if name in group_of]
         tensor = inserted.get(source.name) or tensor_between(
             prepared, steps[group_of[source.name]][1].outputs if source.name in group_of else (source.name,),
-            [steps[number][1] for number in reading])
+            [steps[index][1] for index in reading])
         inserted[layer.name] = tensor
         if kernel is None:
             continue
         inserted[layer.name] = written = f"{tensor}/{layer.layout}" if tensor else ""
-        for number in reading if tensor else ():
-            when, step = steps[number]
-            steps[number] = when, step._replace(inputs=tuple(written if name == tensor else name for name in step.inputs))
+        for index in reading if tensor else ():
+            when, step = steps[index]
+            steps[index] = when, step._replace(inputs=tuple(written if name == tensor else name for name in step.inputs))
         steps.append((order.index(layer.name), ModelKernel(kernel, (layer.name,), (tensor,), (written,))))
     return in_running_order(steps)
 
 
 def in_running_order(steps: Sequence[tuple[int, ModelKernel]]) -> list[ModelKernel]:
     """The kernels ordered by their last layers; those without a layer come just before the first that reads them."""
-    made_by = {name: number for number, (_, step) in enumerate(steps) for name in step.outputs if name}
-    done: list[int] = []
+    producers = {name: number for number, (_, step) in enumerate(steps) for name in step.outputs if name}
+    ordered: list[int] = []
     seen: set[int] = set()
 
     def add(number: int) -> None:
         if number not in seen:
             seen.add(number)
             for name in steps[number][1].inputs:
-                if name in made_by:
-                    add(made_by[name])
-            done.append(number)
+                if name in producers:
+                    add(producers[name])
+            ordered.append(number)
 
     for number in sorted(range(len(steps)), key=lambda number: steps[number][0]):
         if steps[number][0] >= 0:
             add(number)
     for number in range(len(steps)):
         add(number)
-    return [steps[number][1] for number in done]
+    return [steps[number][1] for number in ordered]
 
 
 def tensor_between(prepared: Prepared, written: Sequence[str], reading: Sequence[ModelKernel]) -> str:
@@ -314,8 +313,9 @@ def kernel_of_group(prepared: Prepared, group: NodeGroup) -> ModelKernel:
     ends = Ends(prepared, nodes, read_elsewhere)
     kernel = describe(prepared, nodes, ends, in_place=all(layer.in_place for layer in group.layers))
     outputs = tuple(nodes[0].output) if len(nodes) == 1 else tuple(ends.outputs)
+    origins = tuple(Origin(name=prepared.names[index], op_type=prepared.nodes[index].op_type) for index in group.nodes)
     return ModelKernel(kernel, tuple(layer.name for layer in group.layers), tuple(ends.inputs)[:len(kernel.inputs)], outputs,
-                tuple(Origin(name=prepared.names[index], op_type=prepared.nodes[index].op_type) for index in group.nodes))
+                       origins)
 
 
 def record_of(prepared: Prepared, steps: Sequence[ModelKernel], flavour: Flavour) -> ModelRecord:
@@ -335,11 +335,13 @@ def record_of(prepared: Prepared, steps: Sequence[ModelKernel], flavour: Flavour
 
 
 def write_parsed(workspace: Workspace, parsed: OpenvinoModel, origin: ModelOrigin) -> list[ModelRecord]:
-    """Writes a model's record; `origin` wins over what the model's file says."""
+    """Writes a model's record; `origin` takes precedence over the model's file."""
     record = parsed.record.model_copy(update={name: text for name, text in origin._asdict().items() if text})
     files.write_json(record_path(workspace, record.flavour, record.model), record)
     return [record]
 
+
+# groups of layers and nodes ----------------------------------------------------------------------------------------------
 
 Key = str | int  # a layer's name, or the index of an ONNX node
 
@@ -369,15 +371,15 @@ def groups_of(nodes: Sequence[onnx.NodeProto], layers: Mapping[str, Layer]) -> l
             read = beyond_inserted(layer.sources, layers, sources)
             join_neighbour(together, layer.name, [name for name in reading if name in computing],
                  [name for name in read if name in computing])
-    made_by = {name: index for index, node in enumerate(nodes) for name in node.output if name}
-    before_of = [[made_by[name] for name in node.input if name in made_by] for node in nodes]
+    producers = {name: index for index, node in enumerate(nodes) for name in node.output if name}
+    before_of = [[producers[name] for name in node.input if name in producers] for node in nodes]
     after_of: list[list[int]] = [[] for _ in nodes]
     for index, before in enumerate(before_of):
         for source in before:
             after_of[source].append(index)
-    named = {index for layer in computing.values() for index in layer.nodes}
+    in_layers = {index for layer in computing.values() for index in layer.nodes}
     for index in reversed(range(len(nodes))):
-        if index not in named:
+        if index not in in_layers:
             join_neighbour(together, index, after_of[index], before_of[index])
     return groups_in_order(len(nodes), computing, together, after_of)
 
@@ -393,28 +395,28 @@ def join_neighbour(together: Any, key: Key, readers: Iterable[Key], sources: Seq
 
 def beyond_inserted(names: Iterable[str], layers: Mapping[str, Layer], neighbours: Mapping[str, Iterable[str]]) -> list[str]:
     """The layers, with each inserted one replaced by what follows it in `neighbours` (readers or sources)."""
-    return [far for name in names for far in (
+    return [other for name in names for other in (
         beyond_inserted(neighbours.get(name, ()), layers, neighbours) if layers[name].inserted else [name])]
 
 
 def groups_in_order(count: int, computing: Mapping[str, Layer], together: Any,
                     after_of: Sequence[Sequence[int]]) -> list[NodeGroup]:
     """The groups ordered by their layers. Groups that wait for each other are merged."""
-    when = {name: order for order, name in enumerate(computing)}
+    position = {name: order for order, name in enumerate(computing)}
     while True:
         graph: Any = networkx.DiGraph()
         graph.add_nodes_from({together[key] for key in (*range(count), *computing)})
         graph.add_edges_from((together[index], together[reader]) for index in range(count) for reader in after_of[index]
                              if together[index] != together[reader])
-        circles = [circle for circle in networkx.strongly_connected_components(graph) if len(circle) > 1]
-        if not circles:
+        cycles = [cycle for cycle in networkx.strongly_connected_components(graph) if len(cycle) > 1]
+        if not cycles:
             break
-        for circle in circles:
-            together.union(*circle)
+        for cycle in cycles:
+            together.union(*cycle)
     members: dict[Key, list[Key]] = {root: [] for root in graph}
     for key in (*range(count), *computing):
         members[together[key]].append(key)
-    first = {root: min((when[key] for key in keys if isinstance(key, str)), default=0) for root, keys in members.items()}
+    first = {root: min((position[key] for key in keys if isinstance(key, str)), default=0) for root, keys in members.items()}
     return [NodeGroup(tuple(key for key in members[root] if isinstance(key, int)),
                   tuple(computing[key] for key in members[root] if isinstance(key, str)))
             for root in networkx.lexicographical_topological_sort(graph, key=lambda root: first[root])]

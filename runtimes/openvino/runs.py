@@ -26,7 +26,7 @@ from hase.runtimes.openvino.compiling import compile_model, read_model, refusal,
 from hase.utils.lazy import openvino
 from hase.utils.timing import timed, turns
 
-CUT_US = 0.5  # average loss from cutting to whole microseconds
+CUT_US = 0.5  # average loss by cutting to whole microseconds
 # Time between two readings. A reading takes a millisecond in Python, which leaves the next run with cold caches: read after
 # each run, MobileNetV3's layers took half as long again.
 BLOCK_MS = 40.0
@@ -78,7 +78,7 @@ class TimedSession:
                 means_us[name].append(mean_us)
             if block < blocks:
                 self._runs_ms(block_runs)
-        return {name: 1e-3 * usual_us(np.array(read), np.array(runs)) for name, read in means_us.items()}
+        return {name: 1e-3 * usual_us(np.array(readings_us), np.array(runs)) for name, readings_us in means_us.items()}
 
     def _runs_ms(self, count: int, seconds: float = 0.0) -> tuple[float, ...]:
         return tuple(self.run_ms() for _ in turns(count, seconds))

@@ -24,14 +24,14 @@ from hase.runtimes.protocol import Reply, Request, RuntimeSetting, serve
 from hase.utils.errors import UserError
 from hase.utils.lazy import networkx, onnx
 
-IN_MODEL = "kernel_time"
+IN_MODEL = "kernel_time"  # the label of kernels in a model or carrier
 CANARY_SIDE = 384  # of the matrices: about two milliseconds
-NAME = "canary"
+CANARY = "canary"
 KERNEL = re.compile(r"k(\d+)/")  # the number of a kernel, in the names of its tensors in a carrier
 
 
 @functools.cache
-def settled(setting: RuntimeSetting) -> None:
+def _restrict_to_cores(setting: RuntimeSetting) -> None:
     """Restricts this process to its cores."""
     check_openvino()
     if setting.memory_limit_mib:
@@ -42,7 +42,7 @@ def settled(setting: RuntimeSetting) -> None:
 def threads_of(request: Request) -> int:
     """The threads of a request, after restricting this process to its setting's cores."""
     setting = request.setting or RuntimeSetting(level=FUSED)
-    settled(setting)
+    _restrict_to_cores(setting)
     return setting.threads
 
 
@@ -50,16 +50,16 @@ def threads_of(request: Request) -> int:
 def canary(threads: int) -> TimedSession:
     """A product of two matrices, ready for timing."""
     side = [CANARY_SIDE, CANARY_SIDE]
-    described = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, side) for name in "abc"]
-    graph = onnx.helper.make_graph([onnx.helper.make_node("MatMul", ["a", "b"], ["c"])], NAME, described[:2], described[2:])
+    tensors = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, side) for name in "abc"]
+    graph = onnx.helper.make_graph([onnx.helper.make_node("MatMul", ["a", "b"], ["c"])], CANARY, tensors[:2], tensors[2:])
     values = random_floats((CANARY_SIDE, CANARY_SIDE), "float32")
-    compiled = compile_model(read_model(onnx.helper.make_model(graph), NAME), NAME, threads)
-    return TimedSession(compiled, {"a": values, "b": values}, NAME)
+    compiled = compile_model(read_model(onnx.helper.make_model(graph), CANARY), CANARY, threads)
+    return TimedSession(compiled, {"a": values, "b": values}, CANARY)
 
 
 def time_canary(request: Request) -> Reply:
     """Times the canary."""
-    return Reply(measurements=(Measurement(subject=NAME, id=NAME, label="run", context="alone", place="alone",
+    return Reply(measurements=(Measurement(subject=CANARY, id=CANARY, label="run", context="alone", place="alone",
                                            samples_ms=canary(threads_of(request)).time(request.effort, layers=False).runs_ms),))
 
 
@@ -69,7 +69,7 @@ def kernel_times(name: str, label: str, place: Placement, samples_ms: Sequence[f
 
 
 def time_alone(request: Request) -> Reply:
-    """Label `run`: a kernel in its own session, by the clock."""
+    """Times a kernel in its own session by the clock (label `run`)."""
     path, threads = Path(request.paths[0]), threads_of(request)
     built, kernel = read_built(path)
     model = read_model(built, path.stem)
@@ -84,20 +84,20 @@ def built_carrier(paths: Sequence[Path]) -> tuple[onnx.ModelProto, dict[str, np.
     OpenVINO runs them one after another and fuses nothing across them, since they share no tensor. As in a network, other
     kernels evict each one's weights from the near caches.
     """
-    whole, values = onnx.ModelProto(), dict[str, np.ndarray]()
+    carrier, values = onnx.ModelProto(), dict[str, np.ndarray]()
     for number, path in enumerate(paths):
         built, kernel = read_built(path)
         part = onnx.compose.add_prefix(built, prefix=f"k{number}/", inplace=True)
         values |= {f"k{number}/{name}": value for name, value in dummy_inputs(kernel).items()}
         for node in part.graph.node:
-            whole.graph.node.append(node)
+            carrier.graph.node.append(node)
         for field in ("input", "output", "initializer"):
-            getattr(whole.graph, field).extend(getattr(part.graph, field))
+            getattr(carrier.graph, field).extend(getattr(part.graph, field))
         if not number:
-            whole.ir_version = part.ir_version
-            whole.opset_import.extend(part.opset_import)
-    whole.graph.name = "carrier"
-    return whole, values
+            carrier.ir_version = part.ir_version
+            carrier.opset_import.extend(part.opset_import)
+    carrier.graph.name = "carrier"
+    return carrier, values
 
 
 def layers_by_kernel(layers: Mapping[str, Layer]) -> dict[int, list[str]]:
@@ -115,7 +115,7 @@ def layers_by_kernel(layers: Mapping[str, Layer]) -> dict[int, list[str]]:
 
 
 def time_carrier(request: Request) -> Reply:
-    """Label `kernel_time` of several kernels, side by side in a model per operator set."""
+    """Times several kernels side by side, in a model per operator set (label `kernel_time`)."""
     threads, by_opsets = threads_of(request), defaultdict(list)
     for path in map(Path, request.paths):
         opsets = onnx.load(path, load_external_data=False).opset_import
@@ -125,7 +125,7 @@ def time_carrier(request: Request) -> Reply:
 
 
 def side_by_side(paths: Sequence[Path], effort: Effort, threads: int) -> Iterator[Measurement]:
-    """Label `kernel_time` of built kernels with one operator set."""
+    """Times built kernels with the same operator set side by side (label `kernel_time`)."""
     proto, values = built_carrier(paths)
     model = read_model(proto, "carrier")
     layers = layers_by_kernel(layers_of(compile_model(model, "carrier", threads), "carrier", {}))
@@ -158,7 +158,7 @@ def model_sessions(parsed: OpenvinoModel, effort: Effort, threads: int) -> list[
 
 
 def kernels_in_model(parsed: OpenvinoModel, sessions: Sequence[SessionTimes]) -> Iterator[Measurement]:
-    """Label `kernel_time` of a model's kernels: per session, the mean of the nodes with the kernel."""
+    """The times of a model's kernels (label `kernel_time`): per session, the mean over the nodes with the kernel."""
     record, times_ms = parsed.record, defaultdict(list)
     for node, layers in zip(record.nodes, parsed.layers, strict=True):
         if record.kernel_of(node).moves_data:
@@ -168,7 +168,7 @@ def kernels_in_model(parsed: OpenvinoModel, sessions: Sequence[SessionTimes]) ->
 
 
 def time_model(request: Request) -> Reply:
-    """A whole model's latency and, if requested, the times of its kernels."""
+    """Times a whole model and, if requested, its kernels in it."""
     threads = threads_of(request)
     parsed = parsed_model(request, threads)
     sessions = model_sessions(parsed, request.effort, threads)
@@ -178,14 +178,14 @@ def time_model(request: Request) -> Reply:
 
 
 def time_kernels_in_model(request: Request) -> Reply:
-    """Only the times of a model's kernels in it."""
+    """Times only a model's kernels in it."""
     threads = threads_of(request)
     parsed = parsed_model(request, threads)
     return Reply(measurements=tuple(kernels_in_model(parsed, model_sessions(parsed, request.effort, threads))))
 
 
 def time_session(request: Request) -> Reply:
-    """A whole model's latency without a record, and its memory."""
+    """Times a whole model without a record, and reads its memory."""
     threads = threads_of(request)
     parsed = parse(Path(request.paths[0]), request.dims, threads)
     memory = HeldMemory("cpu")
@@ -198,7 +198,7 @@ def time_session(request: Request) -> Reply:
 
 
 def prepare(request: Request) -> Reply:
-    """Loads OpenVINO and does a run."""
+    """Loads OpenVINO and runs the canary."""
     time_canary(request)
     return Reply()
 

@@ -1,8 +1,8 @@
-"""Compiles the kernels and models that TVM took apart to machine code for a GPU, many at a time.
+"""Compiles the analysed kernels and models of TVM to machine code for a GPU, many at a time.
 
-The collector would compile them one by one, and wait for each longer than it measures. Reads what relax_parser.py --device cuda
-and operator_sampler.py --device cuda wrote, and the models. Writes kernel_model/kernel_onnx/<flavour>/cubins/, which the
-collector reads. Needs TVM, but no GPU.
+Otherwise the collector compiles them one by one, which takes longer than measuring them. Reads the models, and what
+relax_parser.py --device cuda and operator_sampler.py --device cuda wrote. Writes kernel_model/kernel_onnx/<flavour>/cubins/,
+which the collector reads. Needs TVM, but no GPU.
 """
 
 from __future__ import annotations

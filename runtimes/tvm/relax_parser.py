@@ -1,9 +1,8 @@
-"""Takes models apart under TVM: their operators, and the kernels that TVM fuses them into.
+"""Analyses models under TVM: finds their operators, and the kernels into which TVM fuses them.
 
 Reads ONNX files, and programs of PyTorch (.pt2, written by torch.export.save). Writes, for both flavours of TVM (unfused: one
 kernel for each operator; fused: those that really run), the same kernel records as fusion_detector, and the functions of the
-kernels to kernel_model/kernel_onnx/<flavour>/<kernel id>.tvm.
-Needs TVM: pip install -r requirements-tvm.txt
+kernels to kernel_model/kernel_onnx/<flavour>/<kernel id>.tvm. Needs TVM: pip install -r requirements-tvm.txt
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ python runtimes/tvm/relax_parser.py --device cuda
 """
 
 
-def operators_in(record: ModelRecord, kernel: str) -> list[str]:
-    """ONNX's names of the operators in a kernel, by kernel id."""
-    return [record.kernels[kernel].op_type] if "operators" not in record.kernels[kernel].attributes else [
-        onnx_name(name) for name in record.kernels[kernel].attributes["operators"]]
+def operators_in(record: ModelRecord, kernel_id: str) -> list[str]:
+    """ONNX's names of the operators in the kernel with an id."""
+    return [record.kernels[kernel_id].op_type] if "operators" not in record.kernels[kernel_id].attributes else [
+        onnx_name(name) for name in record.kernels[kernel_id].attributes["operators"]]
 
 
 def summary(unfused: ModelRecord, fused: ModelRecord) -> dict[str, Any]:
@@ -55,7 +54,7 @@ def summary(unfused: ModelRecord, fused: ModelRecord) -> dict[str, Any]:
 
 
 def node_rows(record: ModelRecord) -> list[dict[str, Any]]:
-    """One row per kernel of a model, in running order."""
+    """One row per kernel of a model, in execution order."""
     return [{"node": node.name, "type": record.kernel_of(node).type,
              "class": furthest_from_linear(operators_in(record, node.kernel_id)),
              "inputs": " ".join("x".join(map(str, tensor.shape)) or "scalar" for tensor in record.kernel_of(node).inputs),
@@ -76,25 +75,25 @@ def main() -> int:
     paths = workspace.find_models(args.model) if args.model else model_files([workspace.models], RUNTIME.model_suffixes)
     if not paths:
         raise UserError(f"{workspace.models}: no models; export some with: python model_zoo/torchvision_exporter.py")
-    done: list[list[ModelRecord]] = []
+    parsed: list[list[ModelRecord]] = []
     failed = []
     with sole_writer(workspace.kernel_records):
         for path, dims in progress([(path, dims) for path in paths for dims in cli.combinations(cli.parse_dims(args.dim))],
-                                       "taking models apart"):
+                                   "analysing models"):
             try:
-                done.append(write_parsed(workspace, parse(path, dims, device=args.device)))
+                parsed.append(write_parsed(workspace, parse(path, dims, device=args.device)))
             except UserError as error:
                 log.error("%s", error)
                 failed.append(path.name)
-        if done:
+        if parsed:
             for level in (UNFUSED, FUSED):
                 update_index(workspace, tvm_flavour(args.device, level))
-    rows = [summary(*records) for records in done]
+    rows = [summary(*records) for records in parsed]
     if args.json:
         cli.print_json({"records": rows, "failed": failed})
     else:
-        if len(done) == 1:
-            for record in done[0]:
+        if len(parsed) == 1:
+            for record in parsed[0]:
                 cli.print_table(node_rows(record), f"{record.model}, {record.flavour.name}")
         cli.print_table(rows, "models under TVM")
     return 1 if failed else 0

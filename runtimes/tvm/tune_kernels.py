@@ -1,10 +1,10 @@
-"""Searches schedules for the kernels of models under TVM, which without them run on naive ones.
+"""Searches fast schedules for the kernels of models under TVM, which otherwise run with naive ones.
 
 Reads the records of TVM's fused kernels and their functions (runtimes/tvm/relax_parser.py). Writes records of the flavour
 `tuned`, with the fastest function of each kernel, to the same folders, and TVM's trials to the folder `tuning` next to the
-functions. Trials are built, and run one after another, in this process: TVM's own pools of processes load its intrinsics for
-GPUs each, which takes 10 s and more, and on two busy cores all of 16 trials ran into their time limit of 30 s. The same command
-goes on where it was stopped; a kernel that was searched is not searched again. Needs TVM: pip install -r requirements-tvm.txt
+functions. Trials are built, and run one after another, in this process: each process of TVM's own pools loads its intrinsics
+for GPUs, which takes 10 s and more, and on two busy cores all 16 trials exceeded their time limit of 30 s. The same command
+goes on where it was stopped, and skips kernels that were searched. Needs TVM: pip install -r requirements-tvm.txt
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -77,14 +76,14 @@ class Tuned(NamedTuple):
 
 
 def _searched(candidate: Any, target: Any) -> Any:
-    """A module's function with its searched schedule."""
+    """The function of a module with a searched schedule."""
     return scheduled(candidate[MAIN]) if on_gpu(target) else candidate[MAIN]
 
 
-def _in_process(arguments: Sequence[Any], target: Any, device: str) -> tuple[Any, Any, list[str]]:
+def _builder_and_runner(arguments: Sequence[Any], target: Any, device: str) -> tuple[Any, Any, list[str]]:
     """A builder and a runner for one kernel in this process, and the list of completed trials, which the runner fills. TVM's
     database also contains failed trials. `arguments` are the kernel's tensors on `device`."""
-    schedules, functions, worked = tvm.s_tir.meta_schedule, dict[str, Any](), list[str]()
+    schedules, functions, valid_trials = tvm.s_tir.meta_schedule, dict[str, Any](), list[str]()
     builds_at_once = psutil.cpu_count() or 1 if on_gpu(target) else 1  # NVIDIA's compiler takes a second, and blocks no thread
     derived = tvm.ir.utils.derived_object
 
@@ -123,15 +122,15 @@ def _in_process(arguments: Sequence[Any], target: Any, device: str) -> tuple[Any
                 times_ms = samples_ms(functions.pop(name), arguments, TRIAL, device)
             except UserError as error:
                 return Result(None, str(error))
-            worked.append(name)
+            valid_trials.append(name)
             return Result([1e-3 * time_ms for time_ms in times_ms], None)
 
-    return Builder(), Runner(), worked
+    return Builder(), Runner(), valid_trials
 
 
 def _load_intrinsics() -> None:
-    """Loads TVM's intrinsics for GPUs, which every search loads, in 3 s instead of a minute. They ask for the whole stack
-    hundreds of times, and for each frame without a file `inspect` searches all loaded modules. No frame needs that."""
+    """Loads TVM's intrinsics for GPUs, which every search loads, in 3 s instead of a minute. They inspect the whole stack
+    hundreds of times, and for each frame without a file `inspect` searches all loaded modules, which is never needed."""
     getmodule = inspect.getmodule
     inspect.getmodule = lambda *_: None
     try:
@@ -150,12 +149,12 @@ def tune(function: Any, kernel: Kernel, device: str, threads: int, trials: int, 
     log.setLevel(logging.ERROR)
     log.handlers.clear()  # TVM writes only to its own handler, and fails if another has no name
     arguments = [tensor_for(tensor, device) for tensor in (*kernel.inputs, *kernel.outputs)]
-    builder, runner, worked = _in_process(arguments, target, device)
-    kept = schedules.tune_tir(module, target, work_dir=str(database), max_trials_global=trials,
-                              num_trials_per_iter=min(trials, 16), builder=builder, runner=runner, cost_model="random",
-                              strategy="replay-trace", seed=seed,
-                              measure_callbacks=[schedules.measure_callback.AddToDatabase()])
-    schedule = schedules.tir_integration.compile_tir(kept, module, target)
+    builder, runner, valid_trials = _builder_and_runner(arguments, target, device)
+    found = schedules.tune_tir(module, target, work_dir=str(database), max_trials_global=trials,
+                               num_trials_per_iter=min(trials, 16), builder=builder, runner=runner, cost_model="random",
+                               strategy="replay-trace", seed=seed,
+                               measure_callbacks=[schedules.measure_callback.AddToDatabase()])
+    schedule = schedules.tir_integration.compile_tir(found, module, target)
 
     def time_ms(candidate: Any) -> float:
         return median(samples_ms(built_function(candidate, target), arguments, COMPARISON, device))
@@ -163,12 +162,12 @@ def tune(function: Any, kernel: Kernel, device: str, threads: int, trials: int, 
     before_ms = time_ms(function)
     after_ms = before_ms if schedule is None else time_ms(_searched(schedule.mod, target))
     if schedule is None or after_ms >= before_ms:
-        return Tuned(function, before_ms, before_ms, len(worked))
-    return Tuned(_searched(schedule.mod, target), before_ms, after_ms, len(worked))
+        return Tuned(function, before_ms, before_ms, len(valid_trials))
+    return Tuned(_searched(schedule.mod, target), before_ms, after_ms, len(valid_trials))
 
 
 def records_named(records: Sequence[ModelRecord], names: Sequence[str]) -> list[ModelRecord]:
-    """The records whose names begin with one of `names`; all of them if there are no names."""
+    """The records whose names begin with one of `names`; all without names."""
     for name in names:
         if not any(record.model.startswith(name) for record in records):
             raise UserError(f"--model {name}: no record of this model under TVM (analysed: "
@@ -203,8 +202,8 @@ def tune_kernels(workspace: Workspace, trials: int, threads: int, seconds: float
         files.write_json(record_path(workspace, tuned, record.model), record.model_copy(update={"flavour": tuned}))
     update_index(workspace, tuned)
     database = workspace.kernel_onnx / tuned.name / DATABASE
-    todo = [kernel for kernel in by_work(chosen) if not function_path(workspace, tuned, kernel.id).is_file()]
-    for kernel in progress(todo, f"searching schedules, {trials} trials each"):
+    to_search = [kernel for kernel in by_work(chosen) if not function_path(workspace, tuned, kernel.id).is_file()]
+    for kernel in progress(to_search, f"searching schedules, {trials} trials each"):
         if time.monotonic() > until_s:
             break
         function = read_function(function_path(workspace, flavour, kernel.id))
@@ -212,7 +211,7 @@ def tune_kernels(workspace: Workspace, trials: int, threads: int, seconds: float
         write_function(function_path(workspace, tuned, kernel.id), kernel, result.function)
         rows.append({"kernel": kernel.id, "type": kernel.type, "before_ms": result.before_ms, "after_ms": result.after_ms,
                      "times_faster": result.before_ms / result.after_ms, "trials": result.worked})
-    if left := len(todo) - len(rows):
+    if left := len(to_search) - len(rows):
         log.warning("%d kernels are left without a schedule; run the same command again to go on", left)
     return rows
 

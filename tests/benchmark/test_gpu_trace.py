@@ -280,6 +280,7 @@ def test_a_worker_needs_no_record(tmp_path: Path) -> None:
     assert all(before.end_us <= after.start_us for before, after in itertools.pairwise(runs))
 
 
+@pytest.mark.slow
 def test_a_case_a_model_and_size(tmp_path: Path) -> None:
     """Only the sizes of a model's own dimensions; a fixed model once."""
     onnx.save(small_model(batch="batch"), tmp_path / "dynamic.onnx")

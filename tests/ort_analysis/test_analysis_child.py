@@ -61,6 +61,7 @@ def child_of(analyst: Analyst) -> psutil.Process:
     return psutil.Process(process.pid)
 
 
+@pytest.mark.slow
 def test_a_record_from_the_child_is_the_one_made_here(tmp_path: Path) -> None:
     path = saved(network(), tmp_path / "network.onnx")
     assert record_of(path, batch=3) == analyze(path, "cpu", {"batch": 3})

@@ -7,6 +7,7 @@ import json
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -89,6 +90,7 @@ def test_kernels_of_other_algorithms(results: Path) -> None:
     layers = read_table(results, "layers")
     traced = layers[layers.cupti_ms.notna() & layers.model.isin(MODELS)]
     assert set(traced[traced.unexpected_kernels.notna()].ran) == {"gemm", "implicit gemm", "implicit precomp gemm"}
+    row: Any
     for row in traced.sample(200, random_state=0).itertuples():
         pointwise = (row.kernel_size, row.stride, row.padding) == ("1x1", "1x1", "0x0")
         written = "" if pd.isna(row.unexpected_kernels) else row.unexpected_kernels

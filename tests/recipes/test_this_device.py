@@ -52,8 +52,9 @@ def test_the_command_is_stopped_and_goes_on(tmp_path: Path) -> None:
     workspace, (first, second) = Workspace(tmp_path / "out"), models(tmp_path)
     workspace.root.mkdir()
     environment = without(LEFT_OUT, tmp_path / "hidden")  # on a CPU, the light install is enough
-    options = [sys.executable, SCRIPT, "--workspace", workspace.root, "--device", "cpu", "--json", "--minutes", "0.2",
-               "--model", first, "--model", second, "--dim", "batch=2"]
+    options: list[str | Path] = [
+        sys.executable, SCRIPT, "--workspace", workspace.root, "--device", "cpu", "--json", "--minutes", "0.2",
+        "--model", first, "--model", second, "--dim", "batch=2"]
     journal = journal_path(workspace.dataset(TARGET))
     with subprocess.Popen(options, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                           env=environment) as process:

@@ -14,6 +14,7 @@ import pytest
 
 from hase.utils import fingerprint, sharing_mode
 from hase.utils.errors import UserError
+from hase.utils.fingerprint import SharingMode
 from hase.utils.sharing_mode import PIPE_DIRECTORY, check_sharing_mode, other_processes
 
 MIG_OFF, MIG_ON = 0, 1
@@ -102,7 +103,9 @@ def test_processes_on_the_gpu(fake: FakeNvml, monkeypatch: pytest.MonkeyPatch) -
 
 def test_only_the_measured_mode_is_accepted() -> None:
     check_sharing_mode("time_slices")
-    for mode, message in (("mps", "at the same time; stop its daemon: echo quit"), ("mig", "another device .*; switch it off")):
+    others: tuple[tuple[SharingMode, str], ...] = (("mps", "at the same time; stop its daemon: echo quit"),
+                                                   ("mig", "another device .*; switch it off"))
+    for mode, message in others:
         with pytest.raises(UserError, match=f"{mode}: .* in time slices only; .* {message}"):
             check_sharing_mode(mode)
 

@@ -246,8 +246,9 @@ class Clock:
     def perf_counter(self) -> float:
         return self.now_s
 
-    def run(self, seconds: float = 0.25) -> None:
+    def run(self, seconds: float = 0.25) -> bool:
         self.now_s += seconds
+        return True
 
 
 @pytest.fixture
@@ -261,7 +262,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     (3, 0.0, 9, 3), (3, 1.0, 9, 4), (1, 5.0, 9, 9), (0, 0.0, 9, 0), (5, 1.0, 2, 5)])
 def test_turns_are_at_least_so_many_and_as_many_as_begin_in_time(clock: Clock, least: int, seconds: float, most: int,
                                                                  count: int) -> None:
-    assert [number for number in timing.turns(least, seconds, most) if clock.run() is None] == [*range(count)]
+    assert [number for number in timing.turns(least, seconds, most) if clock.run()] == [*range(count)]
 
 
 def test_every_run_is_kept_but_those_that_warm_up_and_nothing_else_is_timed(clock: Clock) -> None:

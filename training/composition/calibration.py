@@ -33,12 +33,13 @@ from hase.utils.lazy import scipy
 LEAST_FOR_RANGE = 20  # held-out models; with fewer, the largest error is no 95th percentile
 LEAST_FAMILIES = 8  # with fewer, the largest error is no 95th percentile by far
 PARTS = 5  # in which families are held out if there is only one collection
-FIRST_REACH = 0.05
-# Of these sources few held-out models have much, so a fit may find that they reach nowhere. Choices: an operator that was never
-# measured errs by a quarter or so, one measured in other forms only by less, and something four times beyond by a fifth.
+FIRST_REACH = 0.05  # where the fit begins
+# Few held-out models have much of these sources, so a fit may find no reach for them. Chosen by hand: the time of an operator
+# that was never measured is off by about a quarter, that of one measured in other forms only by less, and that of sizes four
+# times beyond those measured by a fifth.
 LEAST_REACH = {"unmeasured": 0.25, "other_form": 0.15, "beyond": 0.15}
 SMALLEST_REACH = 1e-4  # of the other sources
-SHRINK = 0.02  # penalty of a reach's square, so that a rare source gets no larger reach than its data show
+SHRINK = 0.02  # penalty on the square of a reach, so that a rare source gets no larger reach than its data show
 
 
 def error_range_of(predicted_ms: Floats, measured_ms: Floats, groups: Sequence[str]) -> ErrorRange | None:
@@ -105,9 +106,9 @@ def fitted_to(interval: CalibratedInterval, cases: Sequence[HeldOutCase]) -> Cal
     for name in names:
         _, scaled, end = fit(families != name, len(names) - 1)
         inside[families == name] = scaled[families == name] <= end
-    (times, pace_reach), _, end = fit(np.ones(len(cases), dtype=bool), len(names))
+    (reach_factor, pace_reach), _, end = fit(np.ones(len(cases), dtype=bool), len(names))
     return interval.model_copy(update={
-        "reach": {name: float(times) * reach for name, reach in interval.reach.items()} | {PACE: float(pace_reach)},
+        "reach": {name: float(reach_factor) * reach for name, reach in interval.reach.items()} | {PACE: float(pace_reach)},
         "low": -end, "high": end, "left_out": "family", "families": len(names),
         "coverage": float(np.average(inside, weights=weights))})
 
@@ -170,8 +171,8 @@ def _quantile(values: Floats, weights: Floats, level: float, families: int) -> f
     """The conformal quantile of weighted values: one more family may have any value. With too few families, the plain
     quantile."""
     order = np.argsort(values)
-    every = families + 1 if families / (families + 1) >= level else families
-    index = int(np.searchsorted(np.cumsum(weights[order]) / every, level - 1e-12))
+    count = families + 1 if families / (families + 1) >= level else families
+    index = int(np.searchsorted(np.cumsum(weights[order]) / count, level - 1e-12))
     return float(values[order][min(index, len(values) - 1)])
 
 
@@ -197,6 +198,6 @@ def _likeliest(amounts: Floats, sizes: Floats, weights: Floats, least: Sequence[
         slope = weights * (1.0 / scale - sizes / variance) / scale
         return float(value), (slope @ squares) * reach + 2 * SHRINK * reach
 
-    found = scipy.optimize.minimize(loss, np.maximum(least, FIRST_REACH), jac=True, method="TNC",
-                                    bounds=[(smallest, LARGEST_REACH) for smallest in least])
-    return np.asarray(found.x)
+    optimum = scipy.optimize.minimize(loss, np.maximum(least, FIRST_REACH), jac=True, method="TNC",
+                                      bounds=[(smallest, LARGEST_REACH) for smallest in least])
+    return np.asarray(optimum.x)

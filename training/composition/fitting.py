@@ -1,6 +1,6 @@
-"""Fits a target's composition: the simplest possible candidate, unless a richer one is clearly better.
+"""Fits a target's composition: the simplest candidate that is possible, unless a richer one is clearly better.
 
-Candidates are a line for each label and kind of sum, and on a GPU its two tracks.
+Candidates are a line for each label and kind of sum, and on a GPU the two tracks, host and GPU.
 
 Lines are fitted to measured kernels. If few were measured, held-out ones are predicted badly, and constants fitted to such
 times are bad even for models whose kernels are all known. A candidate is judged by its errors on held-out models both with
@@ -81,17 +81,17 @@ log = get_logger("composition")
 Floats = npt.NDArray[np.float64]
 SIMPLEST_FIRST: tuple[Kind, ...] = ("sum", "critical_path", "sum_nodes", "pipeline")
 PACES = (0.2, 10.0)  # of a host, as multiples of the pace of the host whose GPU comes with Hase
-# How much the mean error must fall for each factor of e in the pace. Of the H200's 366 models, two drawn at random give a pace
-# that predicts all with a mean error of 2.5 % (4.1 % at the 95th percentile of 200 draws); without this, 16 % (59 %). If the
-# host were 1.4 times as slow, it would be 6.0 % with and 13.5 % without.
-PULL = 0.05
+# How much smaller the mean error must get for each factor of e in the pace; it pulls the pace towards 1. Of the H200's 366
+# models, two drawn at random give a pace that predicts all with a mean error of 2.5 % (4.1 % at the 95th percentile of 200
+# draws); without this, 16 % (59 %). If the host were 1.4 times as slow, it would be 6.0 % with and 13.5 % without.
+PACE_PENALTY = 0.05
 GRID = 40  # paces to try before the search between two of them
 
 
 def fit_target(workspace: Workspace, target: str, config: TrainingConfig, few_models: bool = False,
                forced: Kind | None = None) -> Composition:
     """Fits a target's composition from its dataset and predictors. With `few_models`, fewer constants are fitted, and to
-    measured kernels (`try_few_models`). `forced` is the kind to use; None: `choose` it. Raises UserError: no predictors,
+    measured kernels (`try_few_models`). `forced` is the kind to use; None: `choose` decides. Raises UserError: no predictors,
     dataset or measured models, predictors of another state of the dataset, or no candidate of kind `forced`."""
     sidecar = read_sidecar(workspace.predictors(target))
     rows = read_training_set(workspace, target)
@@ -104,26 +104,26 @@ def fit_target(workspace: Workspace, target: str, config: TrainingConfig, few_mo
     predictors, measured = read_predictors(workspace.predictors(target)), measured_times(workspace, target)
     times = predict_as_learned(predictors, list(sidecar.labels), rows, models, groups, left_out, config, f"composing {target}")
     held_out = None if left_out == "nothing" else groups
-    tried = try_few_models(models, times, measured, held_out) if few_models else try_all(models, times, measured, held_out)
+    attempts = try_few_models(models, times, measured, held_out) if few_models else try_all(models, times, measured, held_out)
     latency, overlap = np.array([model.latency_ms for model in models]), kernels_overlap(models, measured)
-    used, predicted, with_measured = choose(tried, latency, held_out, overlap, forced)
-    if used.kind == "critical_path" and not overlap:
+    chosen, predicted, with_measured = choose(attempts, latency, held_out, overlap, forced)
+    if chosen.kind == "critical_path" and not overlap:
         log.warning("%s: no profile shows that kernels overlap, so a run takes longer than its longest path", target)
     by_family, probe_us = left_out == "family", usual_probe_us(read_model_table(workspace, target))
     interval = error_range_of(predicted, latency, groups) if by_family else None
     return Composition(
-        **used.formula(), left_out=left_out, dataset_sha256=rows.sha256, models_sha256=models_sha256(workspace, target),
+        **chosen.formula(), left_out=left_out, dataset_sha256=rows.sha256, models_sha256=models_sha256(workspace, target),
         predictors_created=sidecar.created, host_sha256=host_sha256(workspace.predictors(target)),
-        candidates=tuple(attempt.candidate for attempt in tried),
+        candidates=tuple(attempt.candidate for attempt in attempts),
         models=tuple(FittedModel(model=model.record.model, group=model.group, measured_ms=model.latency_ms,
                                  predicted_ms=float(predicted_ms))
                      for model, predicted_ms in zip(models, predicted, strict=True)),
         interval=interval,
         interval_measured=error_range_of(with_measured, latency, groups) if interval else None,
         calibrated=calibrated_interval(rows, models, times, measured, predictors, config) if (
-            used.kind == "pipeline" and by_family and not few_models) else None,
+            chosen.kind == "pipeline" and by_family and not few_models) else None,
         host_io=fit_host_io(models, predicted, groups),
-        cuda_graph=fit_graph_replay(models, tracks_of(models, times), groups) if used.kind == "pipeline" else None,
+        cuda_graph=fit_graph_replay(models, tracks_of(models, times), groups) if chosen.kind == "pipeline" else None,
         probe_us=probe_us if math.isfinite(probe_us) else None, overlap=overlap, forced=forced is not None)
 
 
@@ -138,8 +138,8 @@ def kept_composition(workspace: Workspace, target: str, forced: Kind | None = No
         return None
     same = (kept.predictors_created, kept.models_sha256, kept.host_sha256) == (
         sidecar.created, models_sha256(workspace, target), host_sha256(folder))
-    asked = kept.kind == forced if kept.forced else forced is None
-    return kept if same and asked else None
+    wanted = kept.kind == forced if kept.forced else forced is None
+    return kept if same and wanted else None
 
 
 class Tried(NamedTuple):
@@ -172,7 +172,7 @@ def judge(formula: Formula, measured_ms: Floats, predicted_ms: Floats, known_ms:
         measured_cv_mape=mape(known_ms, measured_ms) if held_out else None), predicted_ms, known_ms)
 
 
-def choose(tried: Sequence[Tried], measured_ms: Floats, groups: Sequence[str] | None, overlap: bool,
+def choose(attempts: Sequence[Tried], measured_ms: Floats, groups: Sequence[str] | None, overlap: bool,
            forced: Kind | None = None) -> Tried:
     """The candidate to use: the simplest one, unless a richer one is better by more than the noise of the comparison.
 
@@ -183,21 +183,22 @@ def choose(tried: Sequence[Tried], measured_ms: Floats, groups: Sequence[str] | 
     Without `overlap` of kernels, a run takes longer than its longest path. `forced` is used even if it is worse or not
     possible.
     """
-    errors = [attempt.errors(measured_ms) for attempt in tried]
-    alone = [np.abs(attempt.known_ms / measured_ms - 1) for attempt in tried]
-    best_of: dict[Kind, int] = {}
-    for index in sorted(range(len(tried)), key=lambda index: (round(float(errors[index].mean()), 6), index)):
-        best_of.setdefault(tried[index].candidate.kind, index)
+    errors = [attempt.errors(measured_ms) for attempt in attempts]
+    known_errors = [np.abs(attempt.known_ms / measured_ms - 1) for attempt in attempts]
+    best_of_kind: dict[Kind, int] = {}
+    for index in sorted(range(len(attempts)), key=lambda index: (round(float(errors[index].mean()), 6), index)):
+        best_of_kind.setdefault(attempts[index].candidate.kind, index)
     if forced:
-        if forced not in best_of:
-            raise UserError(f"composition {forced} can't be fitted here; possible are: {', '.join(sorted(best_of))}")
-        return tried[best_of[forced]]
-    used, *richer = (best_of[kind] for kind in SIMPLEST_FIRST if kind in best_of and (overlap or kind != "critical_path"))
+        if forced not in best_of_kind:
+            raise UserError(f"composition {forced} can't be fitted here; possible are: {', '.join(sorted(best_of_kind))}")
+        return attempts[best_of_kind[forced]]
+    best, *richer = (best_of_kind[kind] for kind in SIMPLEST_FIRST
+                     if kind in best_of_kind and (overlap or kind != "critical_path"))
     for index in richer:
-        better = errors[index].mean() < errors[used].mean()
-        if groups is not None and better and exceeds_noise(alone[used] - alone[index], groups):
-            used = index
-    return tried[used]
+        better = errors[index].mean() < errors[best].mean()
+        if groups is not None and better and exceeds_noise(known_errors[best] - known_errors[index], groups):
+            best = index
+    return attempts[best]
 
 
 def exceeds_noise(differences: Floats, groups: Sequence[str]) -> bool:
@@ -213,10 +214,10 @@ def try_all(models: Sequence[MeasuredModel], times: Mapping[str, TimesOfModels],
     without the model's group, by label, model and kernel id; `measured` are by kernel id and label. Without `groups`, nothing
     is held out."""
     known = known_times(times, measured)
-    tried = try_lines(models, times, known, KINDS, groups)
+    attempts = try_lines(models, times, known, KINDS, groups)
     if groups is not None and set(ON_GPU) <= set(times) and can_fit(tracks := tracks_of(models, times)):
-        tried.append(try_two_tracks(tracks, tracks_of(models, known), groups))
-    return tried
+        attempts.append(try_two_tracks(tracks, tracks_of(models, known), groups))
+    return attempts
 
 
 def try_lines(models: Sequence[MeasuredModel], predicted: Mapping[str, TimesOfModels], known: Mapping[str, TimesOfModels],
@@ -272,7 +273,7 @@ def _judge_two_tracks(costs: PipelineCosts, known: Sequence[MeasuredTracks], pre
 
 def try_few_models(models: Sequence[MeasuredModel], times: Mapping[str, TimesOfModels], measured: TimesOfModels,
                    groups: Sequence[str] | None) -> list[Tried]:
-    """The candidates for a handful of models: a GPU's two tracks, or for each label a line over the sum. Arguments as of
+    """The candidates for a handful of models: a GPU's two tracks, or for each label a line over the sum. Arguments as for
     `try_all`."""
     known = known_times(times, measured)
     if set(ON_GPU) <= set(times):
@@ -298,13 +299,13 @@ def _few_two_tracks(predicted: Sequence[MeasuredTracks], known: Sequence[Measure
 
 def fit_pace(models: Sequence[MeasuredTracks], costs: PipelineCosts) -> float:
     """The host's pace, as a multiple of the times in `costs`, with the least mean error of the models' latencies. Models
-    limited by the GPU don't show it, and leave it at 1."""
+    limited by the GPU do not show the pace, and leave it at 1."""
     latency = np.array([model.latency_ms for model in models])
 
     def error(pace: float) -> float:
-        return mape(latencies_ms(models, costs.at_pace(pace)), latency) + PULL * abs(float(np.log(pace)))
+        return mape(latencies_ms(models, costs.at_pace(pace)), latency) + PACE_PENALTY * abs(float(np.log(pace)))
 
     grid = np.geomspace(*PACES, GRID)
     best = int(np.argmin([error(float(pace)) for pace in grid]))
-    around = grid[max(best - 1, 0)], grid[min(best + 1, GRID - 1)]
-    return float(scipy.optimize.minimize_scalar(error, bounds=around, method="bounded").x)
+    bracket = grid[max(best - 1, 0)], grid[min(best + 1, GRID - 1)]
+    return float(scipy.optimize.minimize_scalar(error, bounds=bracket, method="bounded").x)

@@ -32,11 +32,11 @@ ModeCosts = TypeVar("ModeCosts", HostIo, GraphReplay)
 MODELS_FOR_NODES = 5  # fewer can't separate γ from α and β
 LEAST_MODELS = 8  # fewer can't separate the seven constants of two tracks
 LEAST_IN_MODE = 4  # fewer can't separate the three constants of another run mode
-ODD = 0.03  # relative error from which a model counts as an outlier
+OUTLIER = 0.03  # relative error from which a model counts as an outlier
 HOST_WEIGHT = 0.2  # of a host time's error, where a latency's is 1; with 0.5, held-out latencies are worse (3.0 %, not 2.8)
 HOST_BOUND = 0.75  # a model whose host needs at least this share of its latency is limited by its host
-US = 1e-3  # milliseconds
-MOST_PARTS = 20  # with more groups, several are held out together
+US = 1e-3  # a microsecond in milliseconds
+MOST_PARTS = 20  # fits with groups held out; with more groups, several are held out together
 # Two constants come from single nodes run alone on an H200, label `run` minus `gpu` (recipes/h200/labels-nvidia-h200.tar.xz).
 # An elementwise node of one launch takes 15.5 us (median of 373), of which node and launch are 6. The rest bounds start_ms: a
 # fit to models of 0.2 ms and more can't tell it from twice as much, which would double the latency of a model of a few nodes.
@@ -56,14 +56,15 @@ REDUCING_LAUNCHES = 0.5
 # An Einsum of two tensors takes 24 to 49 µs to dispatch (six kernels of no model, on an H100:
 # recipes/cuda_kernels/measure_dispatch.py), which is 9 µs longer, at the median, than a product with as many launches.
 EINSUM_LAUNCHES = 2.5
+# costs that are not fitted, but are this multiple of launch_ms
 FOLLOWING = {"convolution_ms": CONVOLUTION_LAUNCHES, "product_ms": PRODUCT_LAUNCHES, "recurrent_ms": RECURRENT,
              "recurrent_launch_ms": RECURRENT_LAUNCHES, "reducing_ms": REDUCING_LAUNCHES, "einsum_ms": EINSUM_LAUNCHES,
              "slow_product_ms": SLOW_PRODUCT_LAUNCHES, "slow_recurrent_launch_ms": SLOW_RECURRENT_LAUNCHES}
 NOT_FITTED = ("attention_ms", "off_gpu")  # learned from language models (training/llm); the host's pace, as measured
 FITTED = tuple(name for name in PipelineCosts.model_fields if name not in FOLLOWING and name not in NOT_FITTED)
-FIRST = PipelineCosts(node_ms=2 * US, view_ms=0.3 * US, launch_ms=4 * US, start_ms=5 * US, gap_ms=1 * US, lead_ms=-5 * US,
+START = PipelineCosts(node_ms=2 * US, view_ms=0.3 * US, launch_ms=4 * US, start_ms=5 * US, gap_ms=1 * US, lead_ms=-5 * US,
                       end_ms=5 * US)  # where the search begins
-SCALE = PipelineCosts(node_ms=1 * US, view_ms=1 * US, launch_ms=1 * US, start_ms=10 * US, gap_ms=0.5 * US, lead_ms=5 * US,
+STEPS = PipelineCosts(node_ms=1 * US, view_ms=1 * US, launch_ms=1 * US, start_ms=10 * US, gap_ms=0.5 * US, lead_ms=5 * US,
                       end_ms=5 * US)  # its step sizes
 LEAST = PipelineCosts(node_ms=0.0, view_ms=0.0, launch_ms=0.0, start_ms=0.0, gap_ms=0.0, lead_ms=-100 * US, end_ms=0.0)
 MOST = PipelineCosts(node_ms=20 * US, view_ms=10 * US, launch_ms=20 * US, start_ms=START_MS, gap_ms=5 * US, lead_ms=50 * US,
@@ -120,22 +121,22 @@ def mape(predicted_ms: Floats, measured_ms: Floats) -> float:
 
 def fit_pipeline(models: Sequence[MeasuredTracks]) -> PipelineCosts:
     """The costs of a run on both tracks at the host's usual pace; needs at least LEAST_MODELS models."""
-    held_up = [model for model in models if model.host_ms > HOST_BOUND * model.latency_ms]
-    runs, held_up_runs = paced_runs(models), paced_runs(held_up)
+    host_bound = [model for model in models if model.host_ms > HOST_BOUND * model.latency_ms]
+    runs, host_bound_runs = paced_runs(models), paced_runs(host_bound)
     latency = np.array([model.latency_ms for model in models])
-    host = np.array([model.host_ms for model in held_up])
+    host = np.array([model.host_ms for model in host_bound])
 
     def costs(values: Sequence[float]) -> PipelineCosts:
         fitted = dict(zip(FITTED, values, strict=True))
         return PipelineCosts(**fitted, **{name: share * fitted["launch_ms"] for name, share in FOLLOWING.items()})
 
     def errors(values: Sequence[float]) -> Floats:
-        tried = costs(values)
-        return np.concatenate([runs.latencies_ms(tried) / latency - 1.0,
-                               HOST_WEIGHT * (held_up_runs.hosts_ms(tried) / host - 1.0)])
+        candidate = costs(values)
+        return np.concatenate([runs.latencies_ms(candidate) / latency - 1.0,
+                               HOST_WEIGHT * (host_bound_runs.hosts_ms(candidate) / host - 1.0)])
 
-    first, scale, least, most = ([getattr(values, name) for name in FITTED] for values in (FIRST, SCALE, LEAST, MOST))
-    fitted = scipy.optimize.least_squares(errors, first, loss="soft_l1", f_scale=ODD, x_scale=scale, bounds=(least, most))
+    start, steps, least, most = ([getattr(values, name) for name in FITTED] for values in (START, STEPS, LEAST, MOST))
+    fitted = scipy.optimize.least_squares(errors, start, loss="soft_l1", f_scale=OUTLIER, x_scale=steps, bounds=(least, most))
     return costs(fitted.x)
 
 
@@ -167,10 +168,10 @@ class HeldOutLatencies(NamedTuple):
 
 def left_out_costs(models: Sequence[MeasuredTracks], groups: Sequence[str]) -> dict[str, PipelineCosts]:
     """For each group, the costs of a run fitted without its models; above MOST_PARTS groups, several are held out together."""
-    part_of = {group: index % MOST_PARTS for index, group in enumerate(sorted(set(groups)))}
-    costs = {part: fit_pipeline([model for model, group in zip(models, groups, strict=True) if part_of[group] != part])
-             for part in set(part_of.values())}
-    return {group: costs[part] for group, part in part_of.items()}
+    part_of_group = {group: index % MOST_PARTS for index, group in enumerate(sorted(set(groups)))}
+    costs = {part: fit_pipeline([model for model, group in zip(models, groups, strict=True) if part_of_group[group] != part])
+             for part in set(part_of_group.values())}
+    return {group: costs[part] for group, part in part_of_group.items()}
 
 
 def left_out_ms(models: Sequence[MeasuredTracks], groups: Sequence[str]) -> HeldOutLatencies:
@@ -249,6 +250,6 @@ def _replay_costs(models: Sequence[MeasuredTracks]) -> PipelineCosts:
         return PipelineCosts(node_ms=0.0, view_ms=0.0, launch_ms=0.0, start_ms=0.0, gap_ms=gap, lead_ms=0.0, end_ms=end)
 
     fitted = scipy.optimize.least_squares(
-        lambda values: runs.latencies_ms(costs(values)) / latency - 1.0, [0.5 * US, 10 * US], loss="soft_l1", f_scale=ODD,
+        lambda values: runs.latencies_ms(costs(values)) / latency - 1.0, [0.5 * US, 10 * US], loss="soft_l1", f_scale=OUTLIER,
         x_scale=[0.5 * US, 10 * US], bounds=(0.0, [5 * US, 200 * US]))
     return costs(fitted.x)

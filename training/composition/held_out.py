@@ -55,7 +55,7 @@ PLURAL = {"family": "families", "collection": "collections"}
 
 @dataclass(frozen=True)
 class Fold:
-    """Groups of models that are held out together; `seen` masks the rows of the training set that may be learned from."""
+    """Groups of models that are held out together; `seen` is a mask of the training set's rows that may be learned from."""
 
     groups: frozenset[str]
     models: tuple[MeasuredModel, ...]
@@ -106,10 +106,10 @@ def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], grou
             seen = np.ones(len(rows), dtype=bool)
         fitted: TimePredictor = (
             learn(rows.rows(seen)) if learn else fit_kernel_model(rows.rows(seen), label, chosen, config))
-        listed = list(fold.kernels.values())
-        times = predict_kernels(fitted, listed, rows.schema.matrix(listed), idle_load)
+        kernels = list(fold.kernels.values())
+        times = predict_kernels(fitted, kernels, rows.schema.matrix(kernels), idle_load)
         return by_model(fold, {kernel.id: as_label_has_it(kernel, label, float(time))
-                               for kernel, time in zip(listed, times, strict=True)})
+                               for kernel, time in zip(kernels, times, strict=True)})
 
     folds = folds_of(rows, models, groups, left_out, config.folds)
     return {name: times for part in parallel_map(one_fold, folds, config.workers) for name, times in part.items()}
@@ -142,7 +142,7 @@ def kernel_errors(out_of_fold: TimesOfModels, measured: Mapping[str, Mapping[str
 
 
 def novelties_of(fold: Fold, rows: TrainingSet, label: str, doubts: Mapping[str, float] = NO_DOUBTS) -> dict[str, Novelty]:
-    """How the kernels of a fold differ from those in training, by id; without kernels that don't differ and have no doubt.
+    """How the kernels of a fold differ from those in training, by id; kernels that don't differ and have no doubt are left out.
     `doubts` are by kernel id, as far as known."""
     seen = fold.seen & np.isfinite(rows.times_ms[label])
     types = set(rows.types[seen].tolist())
@@ -171,8 +171,8 @@ def sources_of_model(times_ms: Sequence[tuple[Kernel, float]], novelties: Mappin
                      latency_ms: float, host_work_ms: float) -> Sources:
     """`sources` of a held-out model. `times_ms` has each kernel with the GPU's time for all its runs, `measured` the ids of
     kernels whose measured time was used."""
-    taken = set(measured)
-    return sources(((kernel.id, time_ms, None if kernel.id in taken or not time_ms else novelties.get(kernel.id, KNOWN))
+    looked_up = set(measured)
+    return sources(((kernel.id, time_ms, None if kernel.id in looked_up or not time_ms else novelties.get(kernel.id, KNOWN))
                     for kernel, time_ms in times_ms), latency_ms, host_work_ms)
 
 
@@ -238,22 +238,22 @@ class HeldOut:
     def novelties(self) -> dict[str, dict[str, Novelty]]:
         """How kernels differ from those in a training without the group, by group."""
         by_fold = [(fold.groups, novelties_of(fold, self.rows, GPU_LABEL, self.doubts)) for fold in self.folds]
-        return {group: fold_models for groups, fold_models in by_fold for group in groups}
+        return {group: fold_novelties for groups, fold_novelties in by_fold for group in groups}
 
     def cases(self, kernels: Literal["predicted", "measured"]) -> list[HeldOutCase]:
         """The error of each model of `on_gpu` at its host's measured pace, and the sources of that error."""
         latencies, times = (self.predicted, self.strict) if kernels == "predicted" else (self.as_measured, self.known)
         cases = []
-        for model, group, paced_ms, host_work_ms, judged in zip(
+        for model, group, paced_ms, host_work_ms, on_gpu in zip(
                 self.models, self.groups, latencies.paced_ms, latencies.host_work_ms, self.on_gpu, strict=True):
-            if not judged:
+            if not on_gpu:
                 continue
             gpu_ms = times[GPU_LABEL][model.record.model]
-            off = [False] * len(model.record.nodes) if model.off_gpu is None else model.off_gpu.off.tolist()
-            nodes = [(kernel, node.runs * gpu_ms[kernel.id]) for node, out in zip(model.record.nodes, off, strict=True)
-                     for kernel in [model.record.kernel_of(node)] if not out]
-            taken = {name for name in gpu_ms if GPU_LABEL in self.measured.get(name, {})} if kernels == "measured" else set()
-            model_sources = sources_of_model(nodes, self.novelties[group], taken, paced_ms, host_work_ms)
+            off_gpu = [False] * len(model.record.nodes) if model.off_gpu is None else model.off_gpu.off.tolist()
+            nodes = [(kernel, node.runs * gpu_ms[kernel.id]) for node, off in zip(model.record.nodes, off_gpu, strict=True)
+                     for kernel in [model.record.kernel_of(node)] if not off]
+            known = {name for name in gpu_ms if GPU_LABEL in self.measured.get(name, {})} if kernels == "measured" else set()
+            model_sources = sources_of_model(nodes, self.novelties[group], known, paced_ms, host_work_ms)
             cases.append(HeldOutCase(model.collection, model.group, model_sources, math.log(model.latency_ms / paced_ms)))
         return cases
 

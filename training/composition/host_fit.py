@@ -24,7 +24,7 @@ from hase.training.kernels.targets import trained_targets
 from hase.utils.errors import UserError
 from hase.utils.paths import Workspace
 
-HOST_NODE_MS = 0.001  # of the CPU provider's node on the smallest tensor, which a session's own time hides
+HOST_NODE_MS = 0.001  # of the CPU provider's node on the smallest tensor, a time that the session's own hides
 GPU_NODE_MS = 0.002  # of an elementwise kernel on a small tensor, which the host's dispatch hides (median of an H200's)
 Predict = Callable[[WaitTimes], tuple[float, float] | None]
 SMALL = 16384  # bytes of a tensor that the GPU processes faster than the host dispatches a node
@@ -98,7 +98,7 @@ def pace_of(copies: Sequence[CopyTimes], costs: PipelineCosts) -> float:
 
 
 def rising(values: Sequence[float]) -> tuple[float, ...]:
-    """The values, each at least as large as the one before: a larger copy takes no less time."""
+    """The values, each raised to the one before if that is larger: a larger copy takes no less time."""
     return tuple(accumulate(values, max))
 
 
@@ -108,13 +108,13 @@ def wait_ms(waits: Sequence[WaitTimes], predict: Predict, costs: PipelineCosts) 
     times_ms = []
     for wait in waits:
         few, many = min(map(int, wait.samples_ms)), max(map(int, wait.samples_ms))
-        each_ms = (median(wait.samples_ms[str(many)]) - median(wait.samples_ms[str(few)])) / (many - few)
+        per_node_ms = (median(wait.samples_ms[str(many)]) - median(wait.samples_ms[str(few)])) / (many - few)
         if (gpu_work := predict(wait)) is not None:
-            times_ms.append(solve(each_ms, partial(_each_ms, Step(*gpu_work, waits=True), (few, many), costs)))
+            times_ms.append(solve(per_node_ms, partial(_per_node_ms, Step(*gpu_work, waits=True), (few, many), costs)))
     return median(times_ms) if times_ms else DEFAULT_COSTS.wait_ms
 
 
-def _each_ms(step: Step, counts: tuple[int, int], costs: PipelineCosts, host_ms: float) -> float:
+def _per_node_ms(step: Step, counts: tuple[int, int], costs: PipelineCosts, host_ms: float) -> float:
     """The additional time of a run for each further node that waits, between two numbers of such nodes."""
     less, more = (simulated_ms([step._replace(host_ms=host_ms)] * count, costs) for count in counts)
     return (more - less) / (counts[1] - counts[0])

@@ -15,7 +15,7 @@ from hase.training.kernels.fitting import fit_kernel_model
 @dataclass
 class InUseEstimator(KernelModel, Estimator):
     """Learns a booster for each type with enough kernels, and a shared one for the rest. `chosen` is as in `fit_kernel_model`;
-    None: a dedicated booster for types with at least `own_min_kernels` kernels."""
+    None: types with at least `own_min_kernels` kernels get a booster of their own."""
 
     chosen: Mapping[str, str] | None = None
 

@@ -55,10 +55,11 @@ CANDIDATES = {  # kinds of work that explain the energy beyond idle power, by na
     **{f"class powers and work, half full at {half} million numbers": (RUN, BUSY, full, OPERATIONS, BYTES, LAUNCHES)
        for half, full in FULL.items()},
 }
-SHRINK = 1e-3  # penalty of a share's square: kinds of work that always occur together share the energy
+SHRINK = 1e-3  # penalty on the square of a share, so that kinds of work that always occur together share the energy
 LEAST_MODELS = 5
-# Of the idle readings. A device draws more for a while after it worked: H200s between two blocks of measurements, idle for some
-# tenths of a second, drew 125 to 195 W (medians of six). What they draw beyond the lowest readings is learned with the runs.
+# This quantile of the idle readings is the idle power. A device draws more for a while after it worked: H200s between two
+# blocks of measurements, idle for some tenths of a second, drew 125 to 195 W (medians of six). What they draw beyond the lowest
+# readings is learned with the runs.
 IDLE_QUANTILE = 0.1
 log = get_logger("energy")
 
@@ -87,7 +88,10 @@ class MeasuredEnergy:
     is_model: bool = True
 
 
-class _Tried(NamedTuple):
+class _FittedCandidate(NamedTuple):
+    """A candidate with its coefficients, and the energies (J) with families held out: from the measured latency, and from the
+    predicted one."""
+
     candidate: EnergyCandidate
     coefficients: dict[str, float]
     held_out_j: Floats | None
@@ -126,15 +130,15 @@ def fit_energy(target: str, measured: Sequence[MeasuredEnergy], models_sha256: s
     models, batches = ([energy for energy in measured if energy.is_model is wanted] for wanted in (True, False))
     if len(models) < LEAST_MODELS:
         raise UserError(f"{target}: {len(models)} models with a sound measured energy; it takes {LEAST_MODELS} or more")
-    tried = [_try(name, kinds, models, batches, limit_w) for name, kinds in CANDIDATES.items()]
-    best = min(tried, key=lambda attempt: attempt.candidate.fit_mape if attempt.candidate.cv_mape is None
+    fitted_candidates = [_fit_candidate(name, kinds, models, batches, limit_w) for name, kinds in CANDIDATES.items()]
+    best = min(fitted_candidates, key=lambda attempt: attempt.candidate.fit_mape if attempt.candidate.cv_mape is None
                else attempt.candidate.cv_mape)
     idle_w = idle_power_w(measured)
     measured_j = np.array([model.energy_j for model in models])
     predicted_j = best.held_out_j
     left_out = interval = None
     if predicted_j is None:
-        predicted_j = _predicted([model.work for model in models], best.coefficients, idle_w, limit_w)
+        predicted_j = _predicted_j([model.work for model in models], best.coefficients, idle_w, limit_w)
     else:
         left_out = error_statistics(predicted_j.tolist(), measured_j.tolist())
         interval = error_range_of(predicted_j, measured_j, [model.group for model in models])
@@ -143,73 +147,74 @@ def fit_energy(target: str, measured: Sequence[MeasuredEnergy], models_sha256: s
     return EnergyModel(
         target=target, limit_w=limit_w, idle_w=idle_w,
         coefficients={name: value for name, value in best.coefficients.items() if value > 0.0},
-        learned_from=_names(measured, CANDIDATES[best.candidate.name]), kind=best.candidate.name, left_out=left_out,
+        learned_from=_work_names(measured, CANDIDATES[best.candidate.name]), kind=best.candidate.name, left_out=left_out,
         left_out_with_latency=_with_latency(models, best), interval=interval,
         agreement=float(np.mean(agreements)) if agreements else None, models_sha256=models_sha256,
-        candidates=tuple(attempt.candidate for attempt in tried), models=tuple(
+        candidates=tuple(attempt.candidate for attempt in fitted_candidates), models=tuple(
             FittedEnergy(model=model.model, group=model.group, power_w=model.power_w, measured_j=model.energy_j,
                          predicted_j=float(energy_j), with_latency_j=float(with_latency) if np.isfinite(with_latency) else None,
                          agreement=model.agreement)
             for model, energy_j, with_latency in zip(models, predicted_j, with_latency_j, strict=True)))
 
 
-def _names(models: Sequence[MeasuredEnergy], kinds: Sequence[str]) -> tuple[str, ...]:
+def _work_names(models: Sequence[MeasuredEnergy], kinds: Sequence[str]) -> tuple[str, ...]:
     """The names of the models' work of some kinds, sorted."""
     return tuple(sorted({name for model in models for name, amount in model.work.items()
                          if amount and kind_of_work(name) in kinds}))
 
 
-def _shared(names: Sequence[str]) -> list[str]:
+def _coefficient_names(names: Sequence[str]) -> list[str]:
     """The names that have a coefficient."""
     return sorted({without_type(name) for name in names})
 
 
-def _predicted(works: Sequence[Mapping[str, float]], coefficients: Mapping[str, float], idle_w: float,
-               limit_w: float | None) -> Floats:
+def _predicted_j(works: Sequence[Mapping[str, float]], coefficients: Mapping[str, float], idle_w: float,
+                 limit_w: float | None) -> Floats:
     """Predicts the energy (J) of runs from their work."""
     names = list(coefficients)
     times_s = matrix(works, [RUN])[:, 0]
-    found_j = idle_w * times_s + matrix(works, names) @ np.array([coefficients[name] for name in names])
-    return np.asarray(np.minimum(found_j, np.inf if limit_w is None else limit_w * times_s), dtype=float)
+    energies_j = idle_w * times_s + matrix(works, names) @ np.array([coefficients[name] for name in names])
+    return np.asarray(np.minimum(energies_j, np.inf if limit_w is None else limit_w * times_s), dtype=float)
 
 
-def _fitted(models: Sequence[MeasuredEnergy], kinds: Sequence[str],
-            limit_w: float | None) -> Callable[[Sequence[Mapping[str, float]]], Floats]:
+def _fitted_predictor(models: Sequence[MeasuredEnergy], kinds: Sequence[str],
+                      limit_w: float | None) -> Callable[[Sequence[Mapping[str, float]]], Floats]:
     """A function that predicts the energy of runs, fitted to these models."""
-    names, idle_w = _shared(_names(models, kinds)), idle_power_w(models)
+    names, idle_w = _coefficient_names(_work_names(models, kinds)), idle_power_w(models)
     coefficients = dict(zip(names, fit_coefficients(models, names).tolist(), strict=True))
-    return lambda works: _predicted(works, coefficients, idle_w, limit_w)
+    return lambda works: _predicted_j(works, coefficients, idle_w, limit_w)
 
 
-def _try(name: str, kinds: Sequence[str], models: Sequence[MeasuredEnergy], batches: Sequence[MeasuredEnergy],
-         limit_w: float | None) -> _Tried:
+def _fit_candidate(name: str, kinds: Sequence[str], models: Sequence[MeasuredEnergy], batches: Sequence[MeasuredEnergy],
+                   limit_w: float | None) -> _FittedCandidate:
     """A candidate: fitted to all models and batches of kernels, and with each family of models held out in turn."""
     measured_j, fitted_to = np.array([model.energy_j for model in models]), [*models, *batches]
-    names, groups = _shared(_names(fitted_to, kinds)), sorted({model.group for model in models})
+    names, groups = _coefficient_names(_work_names(fitted_to, kinds)), sorted({model.group for model in models})
     coefficients = dict(zip(names, fit_coefficients(fitted_to, names).tolist(), strict=True))
-    fitted_j = _fitted(fitted_to, kinds, limit_w)([model.work for model in models])
+    fitted_j = _fitted_predictor(fitted_to, kinds, limit_w)([model.work for model in models])
     fit_mape = float(np.abs(fitted_j / measured_j - 1.0).mean())
     if len(groups) < 2:
-        return _Tried(EnergyCandidate(name=name, cv_mape=None, fit_mape=fit_mape), coefficients, None, None)
+        return _FittedCandidate(EnergyCandidate(name=name, cv_mape=None, fit_mape=fit_mape), coefficients, None, None)
     held_out_j, with_latency_j = np.zeros(len(models)), np.full(len(models), np.nan)
     for group in groups:
-        predict = _fitted([energy for energy in fitted_to if energy.group != group], kinds, limit_w)
+        predict = _fitted_predictor([energy for energy in fitted_to if energy.group != group], kinds, limit_w)
         inside = [index for index, model in enumerate(models) if model.group == group]
         held_out_j[inside] = predict([models[index].work for index in inside])
         for index in inside:
             if (work := models[index].work_left_out) is not None:
                 with_latency_j[index] = predict([work])[0]
     cv_mape = float(np.abs(held_out_j / measured_j - 1.0).mean())
-    return _Tried(EnergyCandidate(name=name, cv_mape=cv_mape, fit_mape=fit_mape), coefficients, held_out_j, with_latency_j)
+    candidate = EnergyCandidate(name=name, cv_mape=cv_mape, fit_mape=fit_mape)
+    return _FittedCandidate(candidate, coefficients, held_out_j, with_latency_j)
 
 
-def _with_latency(models: Sequence[MeasuredEnergy], used: _Tried) -> ErrorStatistics | None:
+def _with_latency(models: Sequence[MeasuredEnergy], fitted: _FittedCandidate) -> ErrorStatistics | None:
     """Errors with families held out from both energy and latency; None if no such latencies are known."""
-    if used.held_out_with_latency_j is None:
+    if fitted.held_out_with_latency_j is None:
         return None
-    known = np.isfinite(used.held_out_with_latency_j)
+    known = np.isfinite(fitted.held_out_with_latency_j)
     measured_j = np.array([model.energy_j for model in models])
-    return error_statistics(used.held_out_with_latency_j[known].tolist(), measured_j[known].tolist()) if known.any() else None
+    return error_statistics(fitted.held_out_with_latency_j[known].tolist(), measured_j[known].tolist()) if known.any() else None
 
 
 def parts_of(record: ModelRecord, predictors: Predictors, label: str) -> list[Part]:
@@ -249,7 +254,7 @@ def measured_energies(workspace: Workspace, target: str, predictors: Predictors,
         record = read_model_record(path)
         if record.group not in predictors.sidecar.held_out:
             medians = rows[["energy_j", "power_w", "idle_w", f"{ENERGY}_ms", "counter_j"]].apply(pd.to_numeric).median()
-            energies.append(_measured(record, medians, predictors, composition))
+            energies.append(_measured_energy(record, medians, predictors, composition))
     energies += measured_batches(workspace, target, predictors, composition.label)
     if not energies:
         raise UserError(f"{workspace.dataset(target)}: no model with a sound energy; collect with {MEASURE_ENERGY}")
@@ -275,8 +280,8 @@ def measured_batches(workspace: Workspace, target: str, predictors: Predictors, 
     return energies
 
 
-def _measured(record: ModelRecord, medians: Mapping[str, float], predictors: Predictors,
-              composition: Composition) -> MeasuredEnergy:
+def _measured_energy(record: ModelRecord, medians: Mapping[str, float], predictors: Predictors,
+                     composition: Composition) -> MeasuredEnergy:
     run_parts, run_ms = parts_of(record, predictors, composition.label), float(medians[f"{ENERGY}_ms"])
     left_out = None
     known = {model.model: model for model in composition.models}.get(record.model)
@@ -290,7 +295,9 @@ def _measured(record: ModelRecord, medians: Mapping[str, float], predictors: Pre
         work_of_run(run_parts, run_ms), left_out, None if math.isnan(counter_j) else float(medians["energy_j"]) / counter_j)
 
 
-MUCH = 2.0  # times idle power, which an H200 draws when it works for more than half of the time
+# tables and the page -----------------------------------------------------------------------------------------------------
+
+BUSY_RATIO = 2.0  # to idle power: more is drawn by an H200 that works for more than half of the time
 
 
 def coefficient_rows(fitted: EnergyModel) -> list[dict[str, Any]]:
@@ -310,7 +317,7 @@ def error_rows(fitted: EnergyModel) -> list[dict[str, Any]]:
                  if model.with_latency_j is not None and least_w <= model.power_w < below_w]
         return error_statistics(*(list(column) for column in zip(*pairs, strict=True))) if pairs else None
 
-    bound_w = MUCH * fitted.idle_w
+    bound_w = BUSY_RATIO * fitted.idle_w
     return [_error_row("latency as measured", fitted.left_out), _error_row("latency predicted", fitted.left_out_with_latency),
             _error_row(f"… models above {bound_w:.0f} W", with_latency(bound_w, math.inf)),
             _error_row(f"… models below {bound_w:.0f} W", with_latency(0.0, bound_w))]
@@ -345,9 +352,9 @@ def page(fitted: EnergyModel) -> str:
         f"{max(model.power_w for model in fitted.models):.0f} W" + (
             "." if fitted.limit_w is None else f", and its power limit is {fitted.limit_w:.0f} W.")]
     if agreements:
-        apart = sorted(abs(agreement - 1.0) for agreement in agreements)
-        lines += [f"The integral of power and the device's energy counter differ by {apart[len(apart) // 2]:.1%} (median), and "
-                  f"by {apart[-1]:.1%} at most."]
+        gaps = sorted(abs(agreement - 1.0) for agreement in agreements)
+        lines += [f"The integral of power and the device's energy counter differ by {gaps[len(gaps) // 2]:.1%} (median), and "
+                  f"by {gaps[-1]:.1%} at most."]
     lines += ["", "## Errors", "", "The family of each model was held out of the fit of energy. *Latency predicted*: with the "
               "family held out of the composition, too.", "",
               markdown_table([row for row in error_rows(fitted) if "count" in row]), ""]

@@ -42,12 +42,13 @@ if TYPE_CHECKING:
 
 Floats = npt.NDArray[np.float64]
 SHARE_SLOWDOWN = 0.85  # of a kernel that fills the GPU, by its times with a quarter, a half and three quarters of the threads
-LEAST_LONGER = 0.02  # a kernel that slows down less under a share is not wider than the share
+LEAST_SLOWDOWN = 0.02  # a kernel that slows down less under a share is not wider than the share
 SEED = 7
 STATISTICS = ("Latency_ms", "median_ms", "p95_ms")  # columns of the table of models
-FITTED_RUNS = 6
+FITTED_RUNS = 6  # simulated runs of each case
 FOLDS = 5  # of kernels, by family, that judge the widths
-FASTEST = 98  # per cent: the quantile of kernels' rates that stands for the memory's bandwidth
+FASTEST = 98  # the percentile of kernels' rates that stands for the memory's bandwidth
+# values that the fit tries for the fields of MpsRules
 WAVES_MS, LAST_WAVES, SLOWDOWNS = (0.01, 0.02, 0.04), (0.7, 0.85, 1.0), (0.6, 0.8, 1.0)
 BANDWIDTH_SLOWDOWNS, SWITCHES_MS = (0.3, 0.9, 1.5), (0.0005, 0.0015, 0.0025)
 WIDTH_SETTINGS = XgboostSettings(trees=200, depth=6, learning_rate=0.06, min_leaf_weight=4.0, objective="squarederror",
@@ -78,7 +79,7 @@ class MeasuredWay(NamedTuple):
 
 
 def read_way(workspace: Workspace, target: str) -> MeasuredWay:
-    """A dataset measured under one way of sharing."""
+    """Reads a dataset that was measured under one way of sharing."""
     header = read_header(workspace.dataset(target))
     kernels, models = read_kernel_table(workspace, target), read_model_table(workspace, target)
     kernels, models = kernels[(kernels["Status"] == "ok") & (kernels["Level"] == 0)], models[models["Status"] == "ok"]
@@ -96,8 +97,8 @@ def read_way(workspace: Workspace, target: str) -> MeasuredWay:
 
 def _medians(table: pd.DataFrame, by: str, column: str) -> dict[str, float]:
     """The median of a column for each name in another; names without any value are omitted."""
-    found = table.groupby(by)[column].median().dropna()
-    return dict(zip(map(str, found.index), map(float, found.to_numpy()), strict=True))
+    medians = table.groupby(by)[column].median().dropna()
+    return dict(zip(map(str, medians.index), map(float, medians.to_numpy()), strict=True))
 
 
 def bytes_per_ms(records: Iterable[ModelRecord], gpu_ms: Mapping[str, float]) -> float:
@@ -112,31 +113,32 @@ def bytes_per_ms(records: Iterable[ModelRecord], gpu_ms: Mapping[str, float]) ->
 def host_slowdown(ways: Sequence[MeasuredWay]) -> float:
     """The ratio of the host's time for a run through MPS to that in time slices, each relative to its probe. The mean over the
     ways; 1 if time slices or the probe were not measured."""
-    def to_probe(way: MeasuredWay) -> dict[str, float]:
+    def relative_to_probe(way: MeasuredWay) -> dict[str, float]:
         return {name: host_ms / way.probe_us[name] for name, host_ms in way.host_ms.items() if name in way.probe_us}
 
-    slices = [to_probe(way) for way in ways if not way.sharing.mps]
-    through_mps = [to_probe(way) for way in ways if way.sharing.mps]
-    found = [np.median([of[name] / with_slices[name] for name in of.keys() & with_slices.keys()])
-             for with_slices in slices for of in through_mps if of.keys() & with_slices.keys()]
-    return float(np.mean(found)) if found else 1.0
+    in_slices = [relative_to_probe(way) for way in ways if not way.sharing.mps]
+    through_mps = [relative_to_probe(way) for way in ways if way.sharing.mps]
+    ratios = [np.median([mps[name] / slices[name] for name in mps.keys() & slices.keys()])
+              for slices in in_slices for mps in through_mps if mps.keys() & slices.keys()]
+    return float(np.mean(ratios)) if ratios else 1.0
 
 
 def measured_widths(ways: Sequence[MeasuredWay]) -> dict[str, float]:
     """How wide each kernel is, by id: the share of the threads above which it gets no faster, from its times with fewer
     threads. Raises UserError: no way gave the kernels all threads, or none gave them fewer."""
-    whole = [way for way in ways if way.sharing.mps and way.sharing.percent == ALL_THREADS]
-    less = {way.sharing.percent / ALL_THREADS: way for way in ways if way.sharing.percent < ALL_THREADS}
-    if not whole or not less:
+    unlimited = [way for way in ways if way.sharing.mps and way.sharing.percent == ALL_THREADS]
+    limited = {way.sharing.percent / ALL_THREADS: way for way in ways if way.sharing.percent < ALL_THREADS}
+    if not unlimited or not limited:
         raise UserError("the width of kernels shows in their times with all threads and with less: measure under mps, and "
                         "under mps:50 or mps:25/75 too (recipes/h200/measure_sharing.sh)")
     widths = {}
-    for kernel, alone_ms in whole[0].gpu_ms.items():
-        longer = {share: way.gpu_ms[kernel] / alone_ms - 1.0 for share, way in less.items()
-                  if alone_ms > 0.0 and way.gpu_ms.get(kernel, 0.0) > 0.0}
-        if longer:
-            felt = [share * (1.0 + more / SHARE_SLOWDOWN) for share, more in longer.items() if more > LEAST_LONGER]
-            widths[kernel] = min(1.0, float(np.median(felt))) if felt else min(longer)
+    for kernel, all_threads_ms in unlimited[0].gpu_ms.items():
+        slowdowns = {share: way.gpu_ms[kernel] / all_threads_ms - 1.0 for share, way in limited.items()
+                     if all_threads_ms > 0.0 and way.gpu_ms.get(kernel, 0.0) > 0.0}
+        if slowdowns:
+            estimates = [share * (1.0 + slowdown / SHARE_SLOWDOWN) for share, slowdown in slowdowns.items()
+                         if slowdown > LEAST_SLOWDOWN]
+            widths[kernel] = min(1.0, float(np.median(estimates))) if estimates else min(slowdowns)
     return widths
 
 
@@ -148,7 +150,7 @@ class _Model(NamedTuple):
 
 
 class MpsCase(NamedTuple):
-    """A model under a way of sharing, beside processes that run a model in a loop."""
+    """A model under a way of sharing (an index into the ways), beside processes that run a model in a loop."""
 
     way: int
     model: str
@@ -165,18 +167,18 @@ class MpsFit:
         fitted."""
         self._ways, self._records = ways, records
         self.widths = measured_widths(ways)
-        whole = next(way for way in ways if way.sharing.mps and way.sharing.percent == ALL_THREADS)
-        self.bytes_per_ms = bytes_per_ms(records.values(), whole.gpu_ms)
-        self._models = {name: self._model(record, whole) for name, record in records.items()}
+        unlimited = next(way for way in ways if way.sharing.mps and way.sharing.percent == ALL_THREADS)
+        self.bytes_per_ms = bytes_per_ms(records.values(), unlimited.gpu_ms)
+        self._models = {name: self._model(record, unlimited) for name, record in records.items()}
         self._costs = [costs.at_pace(self._pace(way, costs)) for way in ways]
         self.cases = [MpsCase(index, model, background, *way.looped[background]) for index, way in enumerate(ways)
                        if way.sharing.mps for model, background in way.beside
                        if model in self._models and way.looped[background][0] in self._models]
 
-    def _model(self, record: ModelRecord, whole: MeasuredWay) -> _Model:
+    def _model(self, record: ModelRecord, unlimited: MeasuredWay) -> _Model:
         kernels = [record.kernels[node.kernel_id] for node in record.nodes]
-        gpu_ms = np.array([whole.gpu_ms.get(kernel.id, 0.0) for kernel in kernels])
-        launches = np.array([whole.launches.get(kernel.id, 0.0) if kernel.moves_data else 0.0 for kernel in kernels])
+        gpu_ms = np.array([unlimited.gpu_ms.get(kernel.id, 0.0) for kernel in kernels])
+        launches = np.array([unlimited.launches.get(kernel.id, 0.0) if kernel.moves_data else 0.0 for kernel in kernels])
         widths = np.array([self.widths.get(kernel.id, 1.0) for kernel in kernels])
         moved = np.array([float(kernel.bytes_read + kernel.bytes_written) for kernel in kernels])
         kinds = np.array([int(node_kind(kernel)) for kernel in kernels])
@@ -195,18 +197,18 @@ class MpsFit:
     def predicted(self, rules: MpsRules) -> Floats:
         """Mean, median and 95th percentile (ms) of each case from the measured latency alone; shape (cases, 3)."""
         alone: dict[tuple[int, str], float] = {}
-        found = []
+        statistics = []
         for case in self.cases:
             way = self._ways[case.way]
             key = case.way, case.model
             if key not in alone:
-                by_itself = self.process(case.way, case.model, way.sharing.percent)
-                alone[key] = float(np.median(mps_runs_ms(by_itself, (), rules, np.random.default_rng(SEED), 2)))
+                process = self.process(case.way, case.model, way.sharing.percent)
+                alone[key] = float(np.median(mps_runs_ms(process, (), rules, np.random.default_rng(SEED), 2)))
             model = self.process(case.way, case.model, way.sharing.percent)
             others = [self.process(case.way, case.looped, way.sharing.co_runner_percent)] * case.processes
             runs = mps_runs_ms(model, others, rules, np.random.default_rng(SEED), FITTED_RUNS)
-            found.append(np.array([runs.mean(), *np.percentile(runs, (50, 95))]) * way.idle_ms[case.model] / alone[key])
-        return np.array(found)
+            statistics.append(np.array([runs.mean(), *np.percentile(runs, (50, 95))]) * way.idle_ms[case.model] / alone[key])
+        return np.array(statistics)
 
     @property
     def measured(self) -> Floats:
@@ -242,7 +244,7 @@ class MpsFit:
         shares = self._have_shares
 
         def best(kept: npt.NDArray[np.bool_]) -> int:
-            kinds = [kind for of in (shares, ~shares) if (kind := kept & bound & of).any()]
+            kinds = [kind for with_or_without in (shares, ~shares) if (kind := kept & bound & with_or_without).any()]
             return int(sum(errors[:, kind].mean(axis=1) for kind in kinds).argmin())
 
         families = np.array([self._records[case.model].group for case in self.cases])
@@ -258,11 +260,11 @@ class MpsFit:
         `MpsFit.predicted`."""
         bound, shares = np.array([self.is_gpu_bound(case) for case in self.cases]), self._have_shares
 
-        def of(kept: npt.NDArray[np.bool_]) -> dict[str, MpsErrors]:
+        def by_shares(kept: npt.NDArray[np.bool_]) -> dict[str, MpsErrors]:
             return {name: _errors(predicted[kept & of_kind], self.measured[kept & of_kind])
                     for name, of_kind in ((WITHOUT_SHARES, ~shares), (WITH_SHARES, shares)) if (kept & of_kind).any()}
 
-        return of(bound), of(~bound)
+        return by_shares(bound), by_shares(~bound)
 
 
 def _predicted(fit: MpsFit, rules: MpsRules) -> Floats:
@@ -280,19 +282,19 @@ def candidates() -> list[MpsRules]:
     return [MpsRules(wave_ms=wave, last_wave=last, slowdown=slowdown, bandwidth_slowdown=bandwidth, switch_ms=switch,
                      share_slowdown=SHARE_SLOWDOWN)
             for indices in itertools.product(range(3), repeat=len(values)) if sum(indices) % 3 == 0
-            for wave, last, slowdown, bandwidth, switch in [[of[index] for of, index in zip(values, indices, strict=True)]]]
+            for wave, last, slowdown, bandwidth, switch in [[row[index] for row, index in zip(values, indices, strict=True)]]]
 
 
 def records_of(workspace: Workspace, target: Target, models: Iterable[str]) -> dict[str, ModelRecord]:
     """The records of models by name."""
-    found = {}
+    records = {}
     for name in models:
         path = record_path(workspace, target.flavour, name)
         if not path.is_file():
             raise UserError(f"{path}: no record of {name}, which was measured; make it with: "
                             "python ort_analysis/fusion_detector.py")
-        found[name] = read_model_record(path)
-    return found
+        records[name] = read_model_record(path)
+    return records
 
 
 def fit_widths(rows: TrainingSet, widths: Mapping[str, float], seed: int) -> tuple[KernelModel, float]:

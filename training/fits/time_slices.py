@@ -1,4 +1,4 @@
-"""Measured and simulated models next to a background, from which time slicing is learned, and a baseline to compare with.
+"""Learns time slicing from measured and simulated runs of models next to a background, and a baseline to compare with.
 
 The cost of a switch between two processes is fitted to the models next to a model in a loop.
 
@@ -58,7 +58,7 @@ STATISTICS = ("mean", "p50", "p95")
 SWITCHES_MS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4)  # costs of a switch to choose from; about 0.2 on an H200
 BASELINE_LABEL = "run"
 CYCLE_MS = 20.0  # default if no background that pauses was measured
-LONGEST = 0.9  # quantile of a reading's waits; the largest over all readings is used as the longest wait
+LONG_WAIT_QUANTILE = 0.9  # of a reading's waits; the largest over all readings is used as the longest wait
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,9 @@ def measured_elsewhere(runs: Sequence[SharedRuns]) -> Floats:
     statistics: dict[tuple[str, str, float], list[tuple[str, Floats]]] = defaultdict(list)
     for run in runs:
         statistics[run.model, run.background, run.level].append((run.machine, statistics_of(run.samples_ms)))
-    others = [[of for machine, of in statistics[run.model, run.background, run.level] if machine != run.machine]
+    others = [[values for machine, values in statistics[run.model, run.background, run.level] if machine != run.machine]
               for run in runs]
-    return np.array([np.mean(of, axis=0) if of else np.full(len(STATISTICS), np.nan) for of in others])
+    return np.array([np.mean(values, axis=0) if values else np.full(len(STATISTICS), np.nan) for values in others])
 
 
 def statistics_of(latencies_ms: Floats) -> Floats:
@@ -143,7 +143,7 @@ def typical(runs: Sequence[SharedRuns], slice_ms: float, alone: Mapping[str, flo
     """Learns the waits next to an average background, the longest wait, and the cycle of backgrounds that pause. Backgrounds
     are averaged quantile by quantile. A co-runner is of one kind, but a mixture of all kinds would give each some long waits
     (averaging quantiles has a sixth less error in the 95th percentiles)."""
-    at = np.linspace(0.0, 1.0, QUANTILES)
+    quantiles = np.linspace(0.0, 1.0, QUANTILES)
     readings = {id(run.co_runner): run for run in runs if len(run.co_runner.waits_ms)}.values()
     others = [run.co_runner for run in readings]
     if not others:
@@ -151,13 +151,13 @@ def typical(runs: Sequence[SharedRuns], slice_ms: float, alone: Mapping[str, flo
                         "levels above 0 (levels in the collector's config)")
     by_kind: dict[str, list[Floats]] = defaultdict(list)
     for run in readings:
-        by_kind[run.background].append(np.quantile(run.co_runner.waits_ms, at))
+        by_kind[run.background].append(np.quantile(run.co_runner.waits_ms, quantiles))
     waits = np.mean([np.mean(kind_waits, axis=0) for kind_waits in by_kind.values()], axis=0)
     cycles = [co_runner.cycle_ms for co_runner in others if co_runner.quiet_ms]
+    long_waits_ms = [float(np.quantile(co_runner.waits_ms, LONG_WAIT_QUANTILE)) for co_runner in others]
     return Sharing(slice_ms=slice_ms, alone_ms=dict(alone), waits_ms=tuple(waits.round(4).tolist()),
                    cycle_ms=float(np.median(cycles)) if cycles else CYCLE_MS,
-                   longest_wait_ms=round(max(float(np.quantile(co_runner.waits_ms, LONGEST)) for co_runner in others), 4),
-                   switch_ms=DEFAULT_SWITCH_MS)
+                   longest_wait_ms=round(max(long_waits_ms), 4), switch_ms=DEFAULT_SWITCH_MS)
 
 
 @dataclass(frozen=True)
@@ -240,11 +240,11 @@ class Pairs:
             for index in progress(self.cases, "simulating pairs")])
 
     def switch_ms(self) -> float:
-        """The switch with the smallest error over all cases."""
+        """The cost of a switch (ms) with the smallest error over all cases."""
         return self._switches_ms[self._best(range(len(self.cases)))]
 
     def _best(self, kept: Sequence[int]) -> int:
-        """The index of the switch with the smallest error of all three statistics over the cases `kept`."""
+        """The index of the cost with the smallest error of all three statistics over the cases `kept`."""
         kept = list(kept)
         errors = np.abs(self._predicted[kept] / self._measured[kept, None] - 1.0).mean(axis=(0, 2))
         return int(errors.argmin())
@@ -254,7 +254,7 @@ class Pairs:
         all cases if that leaves none."""
         predicted = []
         for index, (background, family) in enumerate(self._left_out):
-            others = [i for i, (left_out, of) in enumerate(self._left_out) if left_out != background and of != family]
+            others = [i for i, (looped, other) in enumerate(self._left_out) if looped != background and other != family]
             predicted.append(self._predicted[index, self._best(others or range(len(self.cases)))])
         return np.array(predicted)
 
@@ -263,6 +263,8 @@ def _next_to_loop(model: Simulated, looped: Simulated, sharing: Sharing) -> Floa
     """Statistics of a model's latency (ms) while the other one runs in a loop."""
     return model.next_to(in_a_loop([looped.run], model.run, sharing), sharing.slice_ms)
 
+
+# the baseline ------------------------------------------------------------------------------------------------------------
 
 def measured_under_load(workspace: Workspace, target: str) -> TrainingSet | None:
     """The kernels of the dataset with label `run`; None if no kernel was measured next to a background."""

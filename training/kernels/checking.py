@@ -122,14 +122,14 @@ def task_for(workspace: Workspace, rows: TrainingSet, label: str, wanted: Callab
     if len(ids) < LEAST_HELD_OUT:
         raise UserError(f"{target}: {len(ids)} such kernels were measured, a check needs {LEAST_HELD_OUT}; measure more, or "
                         "check for more types")
-    described = {entry.kernel.id: entry for entry in read_kernels(workspace.dataset(target), ids)}
-    in_models = chosen & np.array([name in described and bool(described[name].models) for name in rows.ids.tolist()])
+    entries = {entry.kernel.id: entry for entry in read_kernels(workspace.dataset(target), ids)}
+    in_models = chosen & np.array([name in entries and bool(entries[name].models) for name in rows.ids.tolist()])
     folds = tuple((fold.pool, fold.tested & chosen) for fold in family_folds(rows.groups, in_models, config.folds))
     folds = tuple(fold for fold in folds if fold[1].any())
     if hold_out == "kernel" or (hold_out is None and len(folds) < 2):
         hold_out, fold_numbers = "kernel", assign_folds(rows.ids, rows.types, config.folds, config.seed)
         folds = tuple((fold_numbers != fold, (fold_numbers == fold) & chosen) for fold in range(config.folds))
-    task = Task(rows, label, hold_out or "family", chosen, {name: entry.kernel for name, entry in described.items()},
+    task = Task(rows, label, hold_out or "family", chosen, {name: entry.kernel for name, entry in entries.items()},
                 tuple(fold for fold in folds if fold[1].any()), config)
     if not task.folds or len(set(rows.ids[task.tested].tolist())) < LEAST_HELD_OUT:
         raise UserError(f"{target}: fewer than {LEAST_HELD_OUT} such kernels can be held out; try --hold-out kernel")
@@ -150,14 +150,14 @@ def error_rows(task: Task, times_ms: Mapping[str, Floats]) -> list[dict[str, Any
     """A row for each estimator and set of kernels (all types together, then each type), errors in per cent. `times_ms` are the
     held-out times by the estimator's name. One for some types only has rows for these alone."""
     table = []
-    for part in ["all", *task.types] if len(task.types) > 1 else task.types:
-        mask = task.tested & ((task.rows.types == part) | (part == "all"))
+    for type_or_all in ["all", *task.types] if len(task.types) > 1 else task.types:
+        mask = task.tested & ((task.rows.types == type_or_all) | (type_or_all == "all"))
         measured = task.rows.times_ms[task.label][mask]
         for name, times in times_ms.items():
             if np.isnan(times[mask]).any():
                 continue
             errors = error_statistics(times[mask].tolist(), measured.tolist())
-            table.append({"type": part, "estimator": name, "kernels": len(set(task.rows.ids[mask].tolist())),
+            table.append({"type": type_or_all, "estimator": name, "kernels": len(set(task.rows.ids[mask].tolist())),
                           "MAPE_%": 100 * errors.mape, "median_%": 100 * errors.median, "within_10_%": 100 * errors.within_10,
                           "time_weighted_MAPE_%": 100 * time_weighted_error(times[mask], measured)})
     return table
@@ -170,8 +170,8 @@ def errors_of(task: Task, times_ms: Floats, types: Sequence[str]) -> ErrorStatis
 
 
 def why_not(task: Task, estimator_ms: Floats, before_ms: Floats) -> dict[str, str]:
-    """By kernel type, why an estimator is not admitted; "" if its held-out error is clearly smaller than that of what it
-    replaces."""
+    """By kernel type, why an estimator is not admitted; "" if its held-out error is clearly smaller than that of the
+    predictor that it would replace."""
     reasons = {}
     for name in task.types:
         errors, before = (errors_of(task, times_ms, [name]) for times_ms in (estimator_ms, before_ms))
@@ -204,9 +204,9 @@ def environment_error(estimator: type[Estimator], rows: TrainingSet) -> str:
     """An error message if an estimator is not valid for a dataset's target; else ""."""
     if estimator.holds_for(rows.header.target):
         return ""
-    stated = "; ".join(", ".join(f"{key} {value}" for key, value in pattern.model_dump().items() if value)
-                       for pattern in estimator.environments)
-    return f"estimator {estimator.name} does not hold for {rows.header.target.name} (it states: {stated})"
+    environments = "; ".join(", ".join(f"{key} {value}" for key, value in pattern.model_dump().items() if value)
+                             for pattern in estimator.environments)
+    return f"estimator {estimator.name} does not hold for {rows.header.target.name} (it states: {environments})"
 
 
 def admit(folder: Path, estimator: Estimator, about: Mapping[str, object]) -> Admitted:
@@ -214,14 +214,14 @@ def admit(folder: Path, estimator: Estimator, about: Mapping[str, object]) -> Ad
     of `Admitted` that are not of `Saved`."""
     saved = save_estimator(folder, f"{ESTIMATOR_PREFIX}{estimator.name}", estimator)
     entry = Admitted.model_validate({**about, **dict(saved)})
-    kept = []
-    for before in read_entries(folder):
-        types = tuple(name for name in before.types if name not in entry.types)
-        if before.label != entry.label:
-            kept.append(before)
-        elif types and before.name != entry.name:
-            kept.append(before.model_copy(update={"types": types}))
-    _write(folder, [*kept, entry])
+    others = []
+    for other in read_entries(folder):
+        types = tuple(name for name in other.types if name not in entry.types)
+        if other.label != entry.label:
+            others.append(other)
+        elif types and other.name != entry.name:
+            others.append(other.model_copy(update={"types": types}))
+    _write(folder, [*others, entry])
     return entry
 
 

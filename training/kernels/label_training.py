@@ -1,5 +1,6 @@
-"""Learns the times of one label: cross-validation chooses the predictors and measures their errors; then all rows train
-them."""
+"""Learns the times of one label: cross-validation chooses the predictors and measures their errors; then they are trained on
+all rows.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ from hase.utils.timing import error_statistics
 
 log = get_logger("training")
 Floats = npt.NDArray[np.float64]
-MARGIN = 0.97  # a type gets another predictor than the shared one only if its error is this much smaller: each costs a call
+MARGIN = 0.97  # a type gets another predictor than the shared one only below this share of its error: each costs a call
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,7 @@ class HeldOutTimes:
     roofline_ms: Floats
 
     def from_ratios(self, other_ms: Floats, plain: HeldOutTimes) -> HeldOutTimes:
-        """The times from predicted ratios to the times of another device; the roofline's, for comparison, are those of
-        `plain`."""
+        """The times, if these are ratios to another device's times; the roofline's, for comparison, are those of `plain`."""
         return HeldOutTimes(self.shared_ms * other_ms, self.dedicated_ms * other_ms, self.forest_ms * other_ms,
                             plain.roofline_ms)
 
@@ -84,17 +84,17 @@ def cross_validate(rows: TrainingSet, label: str, candidates: Sequence[str], con
 
     def one_fold(fold: int) -> tuple[npt.NDArray[np.bool_], Floats]:
         test = folds == fold
-        train, left = rows.rows(~test), rows.rows(test)
+        train, tested = rows.rows(~test), rows.rows(test)
         problem = learning_problem(train, label)
         model = fit_kernel_model(train, label, {name: name for name in candidates}, config, problem)
-        alone = replace(model, predictor_of=dict.fromkeys(problem.type_codes, SHARED))
-        bound = problem.roofline.bound_ms(left.flops, left.bytes_moved, table_counts(left.schema, left.features))
-        read = design_matrix(left.types, left.features, left.load, problem.type_codes)
+        shared_alone = replace(model, predictor_of=dict.fromkeys(problem.type_codes, SHARED))
+        bound = problem.roofline.bound_ms(tested.flops, tested.bytes_moved, table_counts(tested.schema, tested.features))
+        inputs = design_matrix(tested.types, tested.features, tested.load, problem.type_codes)
         forest = train_forest(problem.matrix, problem.log_ratios, config.forest, config.seed, problem.weights)
-        is_dedicated = np.array([model.predictor_of.get(name, SHARED) != SHARED for name in left.types])
+        is_dedicated = np.array([model.predictor_of.get(name, SHARED) != SHARED for name in tested.types])
         return test, np.column_stack([
-            alone.predict_ms(left.kernels), np.where(is_dedicated, model.predict_ms(left.kernels), np.nan),
-            bound * np.exp(forest.inplace_predict(read)), bound * problem.roofline.scale])
+            shared_alone.predict_ms(tested.kernels), np.where(is_dedicated, model.predict_ms(tested.kernels), np.nan),
+            bound * np.exp(forest.inplace_predict(inputs)), bound * problem.roofline.scale])
 
     predicted = np.full((len(rows), 4), np.nan)
     for test, times in parallel_map(one_fold, sorted(set(folds.tolist())), config.workers):
@@ -113,7 +113,7 @@ def choose_predictors(rows: TrainingSet, label: str, left_out: HeldOutTimes, can
     types = sorted(set(rows.types.tolist()))
     if "xgboost" not in config.estimators:
         return dict.fromkeys(types, FOREST)
-    measured, chosen, which = rows.times_ms[label], {}, config.booster(label).own_predictors
+    measured, chosen, own_predictors = rows.times_ms[label], {}, config.booster(label).own_predictors
 
     def error(times_ms: Floats, *names: str) -> float:
         mask = np.isin(rows.types, names) & rows.idle & np.isfinite(times_ms)
@@ -124,7 +124,7 @@ def choose_predictors(rows: TrainingSet, label: str, left_out: HeldOutTimes, can
 
     for name in candidates:
         best, dedicated = error(left_out.shared_ms, name), error(left_out.dedicated_ms, name)
-        if which == "all" or (which == "better" and dedicated < MARGIN * best):
+        if own_predictors == "all" or (own_predictors == "better" and dedicated < MARGIN * best):
             chosen[name], best = name, dedicated
         if forest_is_better(best, name):
             chosen[name] = FOREST
@@ -166,12 +166,12 @@ def type_errors(rows: TrainingSet, label: str, left_out: HeldOutTimes, chosen_pr
 def idle_times(rows: TrainingSet, label: str, predicted: Floats) -> dict[str, tuple[float, float]]:
     """The idle times (ms) of each kernel by id: measured, and from `predicted` (one per row); medians over the machines."""
     times = pd.DataFrame({"measured": rows.times_ms[label], "predicted": predicted})[rows.idle]
-    return {str(name): (float(measured), float(guess))
-            for name, measured, guess in times.groupby(rows.ids[rows.idle]).median().itertuples()}
+    return {str(name): (float(measured_ms), float(predicted_ms))
+            for name, measured_ms, predicted_ms in times.groupby(rows.ids[rows.idle]).median().itertuples()}
 
 
 @dataclass(frozen=True)
-class Chosen:
+class CrossValidated:
     """The outcome of cross-validation for one way to learn: predictions, chosen predictors (see `fit_kernel_model`), their
     errors."""
 
@@ -195,14 +195,14 @@ def train_label(rows: TrainingSet, label: str, config: TrainingConfig, start_fro
     enough = [name for name, count in counts.items() if count >= config.own_min_kernels]
     dedicated = [] if config.booster(label).own_predictors == "none" or "xgboost" not in config.estimators else enough
 
-    def chosen(left_out: HeldOutTimes) -> Chosen:
+    def cross_validated(left_out: HeldOutTimes) -> CrossValidated:
         predictors = choose_predictors(rows, label, left_out, enough, config)
-        return Chosen(left_out, predictors, type_errors(rows, label, left_out, predictors, config.short_ms))
+        return CrossValidated(left_out, predictors, type_errors(rows, label, left_out, predictors, config.short_ms))
 
-    best, start = chosen(cross_validate(rows, label, dedicated, config)), None
+    best, start = cross_validated(cross_validate(rows, label, dedicated, config)), None
     if start_from is not None:
         ratios, other_ms = as_ratios(rows, label, start_from.model)
-        corrected = chosen(cross_validate(ratios, label, dedicated, config).from_ratios(other_ms, best.left_out))
+        corrected = cross_validated(cross_validate(ratios, label, dedicated, config).from_ratios(other_ms, best.left_out))
         log.info("%s: starting from %s, kernels that were held out are predicted with an error of %.1f %% (without: %.1f %%)",
                  label, start_from.target, 100 * corrected.errors[0].mape, 100 * best.errors[0].mape)
         if corrected.errors[0].mape < best.errors[0].mape:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 Floats = npt.NDArray[np.float64]
-STEADY_MARGIN = 0.7  # of the error; with a smaller margin, few operators decide by chance
+STEADY_MARGIN = 0.7  # of the error; closer to 1, chance decides where a class has few operators
 
 
 @dataclass(frozen=True)
@@ -120,13 +120,16 @@ def steady_classes(left_out: Sequence[LeftOutOperator]) -> frozenset[str]:
     means: dict[str, list[tuple[float, float]]] = {}
     for operator in left_out:
         means.setdefault(PREFIX + operator.kind, []).append((median_error(operator.steady), median_error(operator.by_sizes)))
-    return frozenset(name for name, errors in means.items() 
+    return frozenset(name for name, errors in means.items()
                      if np.mean(errors, axis=0)[0] < STEADY_MARGIN * np.mean(errors, axis=0)[1])
 
 
 def median_error(ratios: Floats) -> float:
     """The median error of estimates, as a share of the true time; `ratios` are true over estimated."""
     return float(np.median(np.abs(1.0 / ratios - 1.0)))
+
+
+# forms -------------------------------------------------------------------------------------------------------------------
 
 FOLDS = 5
 
@@ -165,7 +168,7 @@ def leave_forms_out(rows: TrainingSet, label: str, chosen: Mapping[str, str], co
             predicted[test] = fit_kernel_model(train, label, chosen, config).predict_ms(known.rows(test).kernels)
 
     parallel_map(one_fold, sorted(set(folds.tolist())), config.workers)
-    found, ratios = [], known.times_ms[label] / predicted
+    results, ratios = [], known.times_ms[label] / predicted
     indices: dict[str, list[int]] = {}
     for index, name in enumerate(names):
         if np.isfinite(predicted[index]):
@@ -173,8 +176,11 @@ def leave_forms_out(rows: TrainingSet, label: str, chosen: Mapping[str, str], co
     for name, form_rows in sorted(indices.items()):
         kind, form = name.split("\t")
         operator_class = operator_row(operator_in_type(kind)).operator_class
-        found.append(LeftOutForm(kind, form, operator_class, known.times_ms[label][form_rows], ratios[form_rows]))
-    return found
+        results.append(LeftOutForm(kind, form, operator_class, known.times_ms[label][form_rows], ratios[form_rows]))
+    return results
+
+
+# doubt and uncertainty ---------------------------------------------------------------------------------------------------
 
 MeasuredAndPredicted = Mapping[str, tuple[float, float]]  # by kernel id
 LARGEST = float(np.log(50.0))  # error that counts, as a logarithm: a few kernels are off by a factor of a thousand
@@ -187,9 +193,9 @@ def learn_doubt(rows: TrainingSet, gpu_ms: MeasuredAndPredicted, launches: Measu
     """The doubt of each kernel, as a model that predicts the mean error of its time as a factor. `gpu_ms` and `launches` are
     measured and out-of-fold values of idle kernels; launches may be incomplete."""
     known = rows.rows(rows.idle & np.isin(rows.ids, list(gpu_ms)))
-    taken_ms = np.array([gpu_ms[name] for name in known.ids.tolist()])
-    launched_ms = LAUNCH_MS * np.array([launches.get(name, (0.0, 0.0)) for name in known.ids.tolist()])
-    measured_ms, predicted_ms = np.maximum(taken_ms, launched_ms).T
+    on_gpu_ms = np.array([gpu_ms[name] for name in known.ids.tolist()])
+    launching_ms = LAUNCH_MS * np.array([launches.get(name, (0.0, 0.0)) for name in known.ids.tolist()])
+    measured_ms, predicted_ms = np.maximum(on_gpu_ms, launching_ms).T
     errors = np.minimum(np.abs(np.log(predicted_ms / measured_ms) - known.carried_errors), LARGEST)
     return fit_factors(known, errors, SETTINGS, seed)
 
@@ -209,18 +215,19 @@ def learn_uncertainty(rows: TrainingSet, kernels: Iterable[Kernel], left_out: Ma
     return Uncertainty(dataset_sha256=rows.sha256, forms={name: tuple(sorted(forms[name])) for name in sorted(forms)},
                        ranges={label: ranges_of(operators, DEFAULT_LAUNCHES if label == LAUNCHES else DEFAULT_RANGES,
                                                 LEAST_OPERATORS) for label, operators in left_out.items()},
-                       form_ranges={label: ranges_of(of_label, {}, LEAST_FORMS) for label, of_label in forms_left_out.items()})
+                       form_ranges={label: ranges_of(label_forms, {}, LEAST_FORMS)
+                                    for label, label_forms in forms_left_out.items()})
 
 
 def ranges_of(left_out: Iterable[LeftOutOperator] | Iterable[LeftOutForm], defaults: Mapping[OperatorClass, Range],
               least: int) -> dict[str, Range]:
     """The range of true over predicted times of each class of operators, from left-out operators or forms. `defaults` are
     joined with the range of classes with fewer than `least` left out; without a default, such a class has none."""
-    ratios_of: dict[OperatorClass, list[Floats]] = {}
-    for each in left_out:
-        ratios_of.setdefault(each.kind, []).append(np.quantile(each.ratios, np.linspace(0.0, 1.0, PARTS)))
+    ratios_by_class: dict[OperatorClass, list[Floats]] = {}
+    for result in left_out:
+        ratios_by_class.setdefault(result.kind, []).append(np.quantile(result.ratios, np.linspace(0.0, 1.0, PARTS)))
     ranges: dict[str, Range] = {}
-    for kind, ratios in ratios_of.items():
+    for kind, ratios in ratios_by_class.items():
         low, high = np.quantile(np.concatenate(ratios), [TAIL, 1.0 - TAIL])
         learned = Range(low=min(1.0, float(low)), high=max(1.0, float(high)), operators=len(ratios))
         if len(ratios) >= least:

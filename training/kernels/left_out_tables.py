@@ -48,9 +48,12 @@ from hase.utils.text import markdown_table
 from hase.utils.timing import error_statistics, time_weighted_error
 
 log = get_logger("training")
-BAR = 0.30  # median error that an estimate should stay below
 Rows = list[dict[str, Any]]
-NO_ROW = "no row"  # in place of a class
+
+# operators ---------------------------------------------------------------------------------------------------------------
+
+BAR = 0.30  # median error that an estimate should stay below
+NO_ROW = "no row"  # in place of the class of operators that the operator table lacks
 # Why a kernel of the collected models is in no dataset, although its operator is common.
 APART = (
     ("Reshape, Squeeze, Unsqueeze, Flatten, Identity", "rename a tensor and give the GPU no work; their time is zero"),
@@ -69,7 +72,8 @@ def operator_rows(rows: TrainingSet, label: str, kernels: Mapping[str, Kernel], 
         operator = operator_in_type(kernels[name].type)
         groups.setdefault((operator_row(operator).operator_class, operator, kernels[name].dtype), []).append(name)
     alone = {error.kernel.id: abs(error.predicted_ms / error.measured_ms - 1) for error in errors}
-    left_out = {each.operator: dict(zip(each.ids.tolist(), each.errors.tolist(), strict=True)) for each in held_out}
+    left_out = {operator.operator: dict(zip(operator.ids.tolist(), operator.errors.tolist(), strict=True))
+                for operator in held_out}
     table: Rows = []
     for (kind, operator, dtype), names in sorted(groups.items()):
         row: dict[str, Any] = {"class": kind, "operator": operator, "type": dtype, "kernels": len(names)}
@@ -88,8 +92,8 @@ def summary_rows(held_out: Sequence[LeftOutOperator]) -> Rows:
         chosen = [operator for operator in held_out if kind in (operator.kind, "all")]
         if not chosen:
             continue
-        medians, roofline = ([float(np.median(errors)) for errors in of] for of in (
-            [operator.errors for operator in chosen], [operator.roofline_errors for operator in chosen]))
+        medians = [float(np.median(operator.errors)) for operator in chosen]
+        roofline = [float(np.median(operator.roofline_errors)) for operator in chosen]
         table.append({"class": kind, "operators": len(chosen), "median_%": 100 * float(np.median(medians)),
                       "worst_%": 100 * max(medians), "worst": chosen[int(np.argmax(medians))].operator,
                       f"below_{round(100 * BAR)}_%": 100 * float(np.mean([median < BAR for median in medians])),
@@ -125,7 +129,7 @@ def operator_page(target: str, label: str, operators: Rows, summary: Rows, launc
 
 
 def _by_operator(operators: Rows) -> Rows:
-    """One row per operator, with lists of its types in the cells, in one order."""
+    """One row per operator, with the values of its types as lists in the cells, in the same order."""
     table: Rows = []
     for (kind, operator), rows in itertools.groupby(operators, key=lambda row: (row["class"], row["operator"])):
         types = list(rows)
@@ -169,6 +173,9 @@ def operator_report(workspace: Workspace, target: str, config: TrainingConfig, p
         files.write_text(page, operator_page(target, label, operators, summary, launches, kernels.values()))
     return {"operators": operators, "classes": summary, "launches": launches}
 
+
+# forms and cliffs --------------------------------------------------------------------------------------------------------
+
 FAR_OFF = 0.30  # an error from which a prediction should be marked
 ENOUGH = 12  # kernels of a form that count as covering it
 HIGHEST = 20  # cliffs that a page shows
@@ -202,7 +209,7 @@ def never_measured(types: Collection[str]) -> list[str]:
 
 
 def cliff_rows(cliffs: Sequence[Cliff]) -> Rows:
-    """One row per cliff: both kernels with times and CUDA kernels, the slowdown that work does not explain, and the edge."""
+    """One row per cliff: both kernels, their times and CUDA kernels, the slowdown that work does not explain, and the edge."""
     return [{"times": round(cliff.height, 1), "slower": cliff.slower.kernel.id, "slower_ms": cliff.slower.time_ms,
              "slower_ran": _first_cuda_kernel(cliff.slower.cuda_kernels), "faster": cliff.faster.kernel.id,
              "faster_ms": cliff.faster.time_ms, "faster_ran": _first_cuda_kernel(cliff.faster.cuda_kernels),
@@ -267,6 +274,9 @@ def form_report(workspace: Workspace, target: str, config: TrainingConfig, page:
         files.write_text(page, form_page(target, forms, left_out, cliffs))
     return {"forms": forms, "left_out": left_out, "cliffs": highest}
 
+
+# settings of threads and cores, for TVM ----------------------------------------------------------------------------------
+
 ENVIRONMENT_FEATURES = ("threads", "cores", "mhz", "memory_limit_mib", "l1_kib", "l2_kib", "l3_kib")  # of an Environment
 JOINED_COLUMNS = ("ids", "types", "forms", "backgrounds", "idle", "features", "load", "flops",
                   "bytes_moved")  # of a TrainingSet
@@ -301,7 +311,7 @@ def joined(parts: Sequence[TrainingSet]) -> TrainingSet:
 
 
 def setting_error_rows(settings: dict[str, TrainingSet], target: str, config: TrainingConfig) -> list[dict[str, Any]]:
-    """The errors on one setting's kernels of a training on the others: a row for known kernels and one for new ones."""
+    """The errors on one setting's kernels after training on the other settings: a row each for known and for new kernels."""
     learned, left_out = joined([rows for name, rows in settings.items() if name != target]), settings[target]
     label = left_out.header.labels[0]
     predicted_ms = fit_kernel_model(learned, label, {}, config).predict_ms(left_out.kernels)
@@ -318,7 +328,7 @@ def setting_error_rows(settings: dict[str, TrainingSet], target: str, config: Tr
 
 
 def settings_of(workspace: Workspace, level: str) -> dict[str, TrainingSet]:
-    """The datasets of TVM's flavour of a level that have an environment, by target."""
+    """The datasets that have an environment and TVM's flavour with this optimisation level, by target."""
     settings = {}
     for target in collected_targets(workspace):
         header = read_header(workspace.dataset(target))

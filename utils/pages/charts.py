@@ -1,4 +1,4 @@
-"""Draws charts and bars as SVG without a plotting library, or as PNG or PDF with matplotlib.
+"""Draws charts and bars as SVG without a plotting library; charts also as PNG or PDF with matplotlib.
 
 For `--plot FILE`, and for pages where scripts may not run, such as in a mail program.
 """
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 WIDTH, HEIGHT = 760, 420
 LEFT, RIGHT, TOP, BOTTOM = 70, 20, 60, 56  # margins of a chart; TOP with one row of names
 ROW = 18  # height of a row of names
-NAMES, LINE = 220, 26  # of bars: the width of their names, and the height of each
+NAMES, LINE = 220, 26  # of bars: the width of their names, and the height of a line
 COLOURS = ("#2f6bc9", "#2a9187", "#d9962b", "#c8553d", "#7c5bbf", "#5d7f2e")  # page.css has the same, for light pages
-MANY = 300  # points of a series: more are drawn as one shape, without their names
+MOST_NAMED = 300  # points of a series: more are drawn as one shape, without their names
 INK, MUTED, GRID, LIMIT = "#16191d", "#5d6670", "#e1e4e8", "#b3372b"
 DASHES = {"": "", "dashed": ' stroke-dasharray="7 4"', "dotted": ' stroke-dasharray="2 4"'}
 INCHES = (7.6, 4.4)  # of a chart
@@ -33,7 +33,7 @@ STYLES = {"": "-", "dashed": "--", "dotted": ":"}
 
 def chart_svg(plot: Plot) -> str:
     """A plot as an SVG element; "" for kinds of plots that only a page shows."""
-    return _svg(*_drawn(plot), plot.title) if isinstance(plot, (Chart, Bars)) else ""
+    return _svg(*_height_and_parts(plot), plot.title) if isinstance(plot, (Chart, Bars)) else ""
 
 
 def drawing_of_all(plots: Sequence[Chart | Bars], title: str) -> str:
@@ -42,14 +42,14 @@ def drawing_of_all(plots: Sequence[Chart | Bars], title: str) -> str:
     height, parts = 12.0 + 20 * len(lines), [_text(16, 24 + 20 * index, line, size=15 if not index else 13, weight=600)
                                              for index, line in enumerate(lines)]
     for plot in plots:
-        drawing, drawn = _drawn(plot)
-        parts.append(f'<g transform="translate(0 {height:g})">{drawn}</g>')
-        height += drawing
+        plot_height, elements = _height_and_parts(plot)
+        parts.append(f'<g transform="translate(0 {height:g})">{elements}</g>')
+        height += plot_height
     return _svg(height, "".join(parts), title)
 
 
-def _drawn(plot: Chart | Bars) -> tuple[float, str]:
-    """The height of a plot and the function that draws it."""
+def _height_and_parts(plot: Chart | Bars) -> tuple[float, str]:
+    """The height of a plot, and its SVG elements."""
     if isinstance(plot, Chart):
         frame = _Frame(*scales_of(plot), len(_name_rows(plot)))
         height, parts = frame.bottom + BOTTOM, _chart_parts(plot, frame)
@@ -58,10 +58,10 @@ def _drawn(plot: Chart | Bars) -> tuple[float, str]:
     return height, _text(16, 24, plot.title, size=15, weight=600) + "".join(parts)
 
 
-def _svg(height: float, drawn: str, title: str) -> str:
+def _svg(height: float, elements: str, title: str) -> str:
     return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="100%" style="background:#fff;'
             f'max-width:{WIDTH}px" font-family="system-ui, sans-serif" font-size="13" role="img">'
-            f'<title>{escape(title)}</title>{drawn}</svg>')
+            f'<title>{escape(title)}</title>{elements}</svg>')
 
 
 def _text(x: float, y: float, words: str, anchor: str = "start", colour: str = INK, size: float = 12, weight: int = 400,
@@ -76,8 +76,8 @@ def _line(x1: float, y1: float, x2: float, y2: float, colour: str = GRID, width:
             f'{DASHES[dash]}/>')
 
 
-def _points(indices: Sequence[tuple[float, float]]) -> str:
-    return " ".join(f"{x:.1f},{y:.1f}" for x, y in indices)
+def _points(points: Sequence[tuple[float, float]]) -> str:
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
 
 
 class _Frame:
@@ -138,25 +138,25 @@ def _chart_parts(chart: Chart, frame: _Frame) -> Iterator[str]:
 
 
 def _series_parts(series: ChartSeries, colour: str, frame: _Frame) -> Iterator[str]:
-    indices = [frame.at(x, y) for x, y in zip(series.x, series.y, strict=True)]
+    points = [frame.at(x, y) for x, y in zip(series.x, series.y, strict=True)]
     lows, highs = ([frame.at(x, y) for x, y in zip(series.x, ends, strict=False)] for ends in (series.low, series.high))
     if series.line:
         if lows:
             yield f'<polygon points="{_points([*lows, *reversed(highs)])}" fill="{colour}" fill-opacity="0.15"/>'
-        yield f'<polyline points="{_points(indices)}" fill="none" stroke="{colour}" stroke-width="2"{DASHES[series.dash]}/>'
+        yield f'<polyline points="{_points(points)}" fill="none" stroke="{colour}" stroke-width="2"{DASHES[series.dash]}/>'
     else:
         whiskers = "".join(f"M{x:.1f} {low:.1f}V{high:.1f}" for (x, low), (_, high) in zip(lows, highs, strict=True))
         yield f'<path d="{whiskers}" stroke="{colour}" fill="none"/>'
-        if len(indices) > MANY and not series.marked:
-            dots = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in indices)
+        if len(points) > MOST_NAMED and not series.marked:
+            dots = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in points)
             yield f'<path d="{dots}" stroke="{colour}" stroke-width="7" stroke-linecap="round" stroke-opacity="0.7"/>'
             return
-    labels = series.labels or [series.name] * len(indices)
-    for index, ((x, y), label) in enumerate(zip(indices, labels, strict=True)):
+    labels = series.labels or [series.name] * len(points)
+    for index, ((x, y), label) in enumerate(zip(points, labels, strict=True)):
         title = f"<title>{escape(label)}: {series.y[index]:.4g}</title>"
         if index in series.marked:
             yield _line(x - 5, y - 5, x + 5, y + 5, INK, 1.6) + _line(x - 5, y + 5, x + 5, y - 5, INK, 1.6)
-        elif not series.line or len(indices) <= 40:
+        elif not series.line or len(points) <= 40:
             yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}" stroke="#fff">{title}</circle>'
 
 
@@ -213,9 +213,9 @@ def _draw(chart: Chart, axes: Axes) -> None:
         axes.axhline(limit.y, color=LIMIT, linewidth=1, linestyle="--", label=limit.name)
     axes.set_title(chart.title, fontsize=10, loc="left")
     axes.grid(color="0.9")
-    axes.set(xscale=_kind(across), yscale=_kind(up))
-    _numbered(axes.xaxis, across)
-    _numbered(axes.yaxis, up)
+    axes.set(xscale=_scale_name(across), yscale=_scale_name(up))
+    _set_ticks(axes.xaxis, across)
+    _set_ticks(axes.yaxis, up)
     axes.set(xlim=(across.low, across.high), ylim=(up.low, up.high), xlabel=across.title, ylabel=up.title)
     if len(chart.series) > 1 or chart.limits:
         axes.legend(fontsize=8)
@@ -232,11 +232,11 @@ def _draw_series(series: ChartSeries, axes: Axes, colour: str) -> None:
               markersize=9, zorder=4)
 
 
-def _kind(scale: Scale) -> str:
+def _scale_name(scale: Scale) -> str:
     return "log" if scale.log else "linear"
 
 
-def _numbered(axis: Axis, scale: Scale) -> None:
+def _set_ticks(axis: Axis, scale: Scale) -> None:
     """Gives an axis the same numbers as on a page."""
     axis.set_major_locator(matplotlib.ticker.FixedLocator(scale.ticks))
     axis.set_minor_locator(matplotlib.ticker.NullLocator())

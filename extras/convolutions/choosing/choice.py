@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hase.extras.convolutions.profiling.algorithms import Convolution, Tensor
 
 Floats = npt.NDArray[np.float64]
-LEAST_ROWS = 20  # an algorithm needs this many for its own booster
+LEAST_ROWS = 20  # that an algorithm needs for a booster of its own
 SETTINGS = XgboostSettings(trees=300, depth=4, min_leaf_weight=1.0, objective="squarederror")
 SEED = 7
 
@@ -71,11 +71,13 @@ def predict_cases(model: KernelModel, cases: Sequence[LayerCase]) -> list[dict[s
     """Predicted times (ms) of each case, by algorithm; only algorithms that can run the case and were learned."""
     times_of: list[dict[str, float]] = [{} for _ in cases]
     for name in model.type_codes:
-        able = [index for index, case in enumerate(cases) if name in case.times_ms]
-        for index, time_ms in zip(able, predict_ms(model, [cases[index].shape for index in able], name), strict=True):
+        runnable = [index for index, case in enumerate(cases) if name in case.times_ms]
+        for index, time_ms in zip(runnable, predict_ms(model, [cases[index].shape for index in runnable], name), strict=True):
             times_of[index][name] = float(time_ms)
     return times_of
 
+
+# features ----------------------------------------------------------------------------------------------------------------
 
 WINOGRAD_TILE, FFT_TILE = 4, 32  # output pixels of Winograd's 3x3 transform in cuDNN; input pixels of FFT tiling
 ROWS, COLUMNS = 128, 64  # of a matrix product's tile, as usual on GPUs; 64 x 32 is the smallest
@@ -144,6 +146,8 @@ CONVOLUTION_FEATURES: FeatureSchema[ConvShape] = FeatureSchema("convolution", 2,
                 "log_fft_tile_transforms", "log_fft_tile_products"),
 }, features_of)
 
+# tables ------------------------------------------------------------------------------------------------------------------
+
 Kind = tuple[Any, ...]
 
 
@@ -189,7 +193,7 @@ def left_out_times(cases: Sequence[LayerCase]) -> list[dict[str, float]]:
             others = [case for case in cases if case.gpu == gpu and case.family != family]
             if not others:
                 continue
-            for index, predicted in zip(left_out, predict_cases(fit(others), [cases[at] for at in left_out]), strict=True):
+            for index, predicted in zip(left_out, predict_cases(fit(others), [cases[i] for i in left_out]), strict=True):
                 times[index] = predicted
     return times
 
@@ -250,7 +254,7 @@ def layer_shapes(model: str, input_size: int, batch: int, dtype: str) -> list[tu
     check_names([model])
     shapes: list[tuple[str, ConvShape]] = []
 
-    def note(name: str, layer: Convolution, inputs: tuple[Tensor]) -> None:
+    def record(name: str, layer: Convolution, inputs: tuple[Tensor]) -> None:
         shapes.append((name, shape_of(layer, inputs[0])))
 
     try:
@@ -258,7 +262,7 @@ def layer_shapes(model: str, input_size: int, batch: int, dtype: str) -> list[tu
             network = bare(model, (input_size, input_size)).eval().to(torch.float16 if dtype == "fp16" else torch.float32)
             for name, layer in network.named_modules():
                 if isinstance(layer, torch.nn.Conv2d):
-                    layer.register_forward_pre_hook(partial(note, name))
+                    layer.register_forward_pre_hook(partial(record, name))
             network(torch.empty(batch, 3, input_size, input_size, dtype=torch.float16 if dtype == "fp16" else torch.float32))
     except (RuntimeError, NotSupported) as error:
         raise UserError(f"{model} at {input_size}x{input_size}: {str(error).partition(chr(10))[0]}") from None
@@ -266,17 +270,17 @@ def layer_shapes(model: str, input_size: int, batch: int, dtype: str) -> list[tu
 
 
 def kind_of(shape: ConvShape) -> Kind:
-    """The properties of a convolution that decide, as far as we know, which algorithms can run it."""
+    """The properties of a convolution that decide, as far as is known, which algorithms can run it."""
     return shape.kernel, shape.stride, shape.dilation, min(shape.groups, 2), shape.dtype
 
 
-def shares_able(cases: Sequence[LayerCase]) -> dict[Kind, dict[str, float]]:
+def runnable_shares(cases: Sequence[LayerCase]) -> dict[Kind, dict[str, float]]:
     """For each kind of convolution, the share of measured layers that each algorithm could run."""
     ran: dict[Kind, dict[str, list[bool]]] = defaultdict(lambda: defaultdict(list))
     for case in cases:
         for name in (*case.times_ms, *case.refused):
             ran[kind_of(case.shape)][name].append(name in case.times_ms)
-    return {kind: {name: sum(could) / len(could) for name, could in names.items()} for kind, names in ran.items()}
+    return {kind: {name: sum(outcomes) / len(outcomes) for name, outcomes in names.items()} for kind, names in ran.items()}
 
 
 def predicted_rows(cases: Sequence[LayerCase], layers: Sequence[tuple[str, ConvShape]]) -> list[dict[str, Any]]:
@@ -285,7 +289,7 @@ def predicted_rows(cases: Sequence[LayerCase], layers: Sequence[tuple[str, ConvS
     The cases are of one device. With `basis` `measured kind`, layers with this filter, stride and grouping were measured, and
     only algorithms that ran most of them are candidates; with `guess` all are.
     """
-    model, shares = fit(cases), shares_able(cases)
+    model, shares = fit(cases), runnable_shares(cases)
     shapes = [shape for _, shape in layers]
     times = {name: predict_ms(model, shapes, name) for name in model.type_codes}
     rows = []

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 MEASURE = "python extras/convolutions/run_profile.py --model vgg16 --algorithm guess"
-MOST_LAYERS = 12  # with a colour of their own in a breakdown; the others are added up
+MOST_LAYERS = 12  # that have a colour of their own in a plot; the others are added up
 ENERGY = "energy_per_inference_j"
 BEST, OTHERS = "best of each", "the others"
 Group = tuple[str, str, int, int, str, bool]
-COLUMNS = ("gpu", "model", "input_size", "batch", "dtype", "tf32")  # of a group
+COLUMNS = ("gpu", "model", "input_size", "batch", "dtype", "tf32")  # the fields of a Group, which is a run of a model
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _case(rows: list[Any]) -> LayerCase:
             continue
         if row.algorithm == library_algorithm(first.gpu):
             library_choice, library_ms = row.ran, float(row.median_ms)
-        # layers by fallback are no measurement of the algorithm; on a GPU torch's interface and `guess` are not algorithms
+        # a layer that ran by fallback says nothing of the algorithm; on a GPU torch's interface and `guess` are no algorithms
         if row.status == "ok" and row.ran == row.algorithm and (row.algorithm != DEFAULT or first.gpu == "cpu"):
             times_ms[row.algorithm] = float(row.median_ms)
     shape = ConvShape(
@@ -166,6 +166,8 @@ def families(cases: Iterable[LayerCase]) -> list[str]:
     """All model families, sorted."""
     return sorted({case.family for case in cases})
 
+
+# plots -------------------------------------------------------------------------------------------------------------------
 
 def draw_times(overall: pd.DataFrame, path: Path, title: str) -> None:
     """Plots time over input size for one model and setting, a line per algorithm; dashed ones need a fallback."""
@@ -223,27 +225,26 @@ def draw_layers(cases: Sequence[LayerCase], path: Path, title: str) -> None:
     _save(figure, path)
 
 
-def draw_all(overall: pd.DataFrame, runs: dict[tuple[str, str, int, int, str, bool], list[LayerCase]],
-             folder: Path) -> list[Path]:
+def draw_all(overall: pd.DataFrame, runs: dict[Group, list[LayerCase]], folder: Path) -> list[Path]:
     """Plots times and energy of each model, and the layers at its largest input; returns the files."""
-    drawn = []
+    paths = []
     for key, rows in overall.groupby(["gpu", "model", "batch", "dtype"]):
         gpu, model, batch, dtype = (str(part) for part in key)
         if rows["mean"].notna().any():
-            drawn.append(folder / f"{model}_{gpu}_b{batch}_{dtype}_times.png")
-            draw_times(rows, drawn[-1], f"{model}, batch {batch}, {dtype}, on {gpu}")
+            paths.append(folder / f"{model}_{gpu}_b{batch}_{dtype}_times.png")
+            draw_times(rows, paths[-1], f"{model}, batch {batch}, {dtype}, on {gpu}")
         if (known := rows[ENERGY].notna()).any():
-            drawn.append(folder / f"{model}_{gpu}_b{batch}_{dtype}_energy.png")
-            draw_energy(rows[known], drawn[-1], f"{model}, batch {batch}, {dtype}, on {gpu}; at each point the input size")
-    largest: dict[tuple[str, ...], tuple[str, str, int, int, str, bool]] = {}
+            paths.append(folder / f"{model}_{gpu}_b{batch}_{dtype}_energy.png")
+            draw_energy(rows[known], paths[-1], f"{model}, batch {batch}, {dtype}, on {gpu}; at each point the input size")
+    largest: dict[tuple[str, ...], Group] = {}
     for group in runs:  # in the order of the input size
         facts = named(group)
         largest[tuple(str(facts[name]) for name in ("gpu", "model", "batch", "dtype"))] = group
     for (gpu, model, batch, dtype), group in largest.items():
         size = named(group)["input_size"]
-        drawn.append(folder / f"{model}_{gpu}_b{batch}_{dtype}_{size}_layers.png")
-        draw_layers(runs[group], drawn[-1], f"{model} at {size}x{size}, batch {batch}, {dtype}, on {gpu}")
-    return drawn
+        paths.append(folder / f"{model}_{gpu}_b{batch}_{dtype}_{size}_layers.png")
+        draw_layers(runs[group], paths[-1], f"{model} at {size}x{size}, batch {batch}, {dtype}, on {gpu}")
+    return paths
 
 
 def _save(figure: Figure, path: Path) -> None:

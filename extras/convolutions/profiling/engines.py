@@ -46,8 +46,8 @@ DTYPES = {"fp32": 0, "fp16": 2}  # cudnnDataType_t
 FLOAT = DTYPES["fp32"]
 CROSS_CORRELATION = 1  # cudnnConvolutionMode_t
 DEFAULT_MATH, TENSOR_OP_MATH, FMA_MATH = 0, 1, 3  # cudnnMathType_t; the default allows TF32 from Ampere on
-MOST_CHOICES = 8  # algorithms that the heuristic ranks
-MAPPED = Path("/proc/self/maps")
+MOST_CHOICES = 8  # that the heuristic is asked for
+MAPS = Path("/proc/self/maps")  # the files that this process has mapped
 
 
 class _Choice(ctypes.Structure):
@@ -60,9 +60,9 @@ class _Choice(ctypes.Structure):
 def _path_of_loaded() -> str:
     """Path of the libcudnn that this process has loaded, or its plain name if the path is unknown."""
     torch.backends.cudnn.version()  # makes torch load it
-    if not MAPPED.exists():
+    if not MAPS.exists():
         return "libcudnn.so.9"
-    paths = {line.split()[-1] for line in MAPPED.read_text(encoding="utf-8").splitlines() if "/libcudnn.so" in line}
+    paths = {line.split()[-1] for line in MAPS.read_text(encoding="utf-8").splitlines() if "/libcudnn.so" in line}
     return min(paths, default="libcudnn.so.9")
 
 
@@ -114,8 +114,8 @@ class Descriptors:
     def __init__(self, shape: ConvShape, tf32: bool) -> None:
         self.math = TENSOR_OP_MATH if shape.dtype == "fp16" else DEFAULT_MATH if tf32 else FMA_MATH
         dtype = DTYPES[shape.dtype]
-        self.images, self.output = self._made("Tensor"), self._made("Tensor")
-        self.weights, self.convolution = self._made("Filter"), self._made("Convolution")
+        self.images, self.output = self._create("Tensor"), self._create("Tensor")
+        self.weights, self.convolution = self._create("Filter"), self._create("Convolution")
         check(library().cudnnSetTensor4dDescriptor(
             self.images, NCHW, dtype, shape.batch, shape.in_channels, shape.height, shape.width))
         check(library().cudnnSetFilter4dDescriptor(
@@ -134,7 +134,7 @@ class Descriptors:
         """Handles in the order in which cuDNN's functions take them."""
         return self.images, self.weights, self.convolution, self.output
 
-    def _made(self, kind: str) -> c_void_p:
+    def _create(self, kind: str) -> c_void_p:
         descriptor = c_void_p()
         check(getattr(library(), f"cudnnCreate{kind}Descriptor")(byref(descriptor)))
         _free_with(self, f"cudnnDestroy{kind}Descriptor", descriptor)
@@ -193,6 +193,9 @@ class Cudnn:
 
 
 _ONE, _ZERO = c_float(1.0), c_float(0.0)
+
+
+# engines, and models whose layers run under them -------------------------------------------------------------------------
 
 AI3_REQUIREMENTS = "requirements-convolutions.txt"
 OK, INACCURATE, FAILED = "ok", "INACCURATE", "FAILED"
@@ -285,7 +288,7 @@ class CudnnEngine:
         return LayerPlan(run, name, size)
 
     def _chosen(self, descriptors: Descriptors, shape: ConvShape) -> str:
-        """The heuristic's first choice that cuDNN supports; sets its math type. Raises NotSupported without one."""
+        """The heuristic's first choice that cuDNN supports; sets its math type. Raises NotSupported if there is none."""
         refused = NotSupported("NO_CHOICE", "cuDNN's heuristic names no algorithm")
         for algorithm, math in self._cudnn.choices(descriptors):
             descriptors.set_math(math if self._tf32 or shape.dtype != "fp32" else FMA_MATH)
@@ -354,7 +357,7 @@ class ForcedModel:
         self.calls, self._plans = [], []
         counts: Counter[str] = Counter()
 
-        def planned(name: str, layer: Convolution, inputs: Tensor) -> Tensor:
+        def plan_and_run(name: str, layer: Convolution, inputs: Tensor) -> Tensor:
             counts[name] += 1
             call_name = name if counts[name] == 1 else f"{name}.call{counts[name]}"
             outputs = type(layer).forward(layer, inputs)
@@ -363,7 +366,7 @@ class ForcedModel:
             self._plans.append(plan)
             return outputs
 
-        with self._forwards(planned), torch.inference_mode():
+        with self._forwards(plan_and_run), torch.inference_mode():
             self.model(images)
 
     def _plan_call(self, name: str, layer: Convolution, images: Tensor) -> tuple[LayerPlan, LayerCall]:
@@ -374,7 +377,7 @@ class ForcedModel:
             shape = shape_of(layer, images)
         for engine in filter(None, (self._engine, self._fallback)):
             try:
-                plan, error = self._tried(engine, layer, images)
+                plan, error = self._try_plan(engine, layer, images)
             except NotSupported as refused:
                 if status == OK:
                     status, detail = refused.status, refused.detail
@@ -382,7 +385,7 @@ class ForcedModel:
             return plan, LayerCall(name, shape, status, detail, plan.algorithm, plan.workspace_bytes, error)
         return LayerPlan(partial(type(layer).forward, layer), ""), LayerCall(name, shape, status, detail)
 
-    def _tried(self, engine: Engine, layer: Convolution, images: Tensor) -> tuple[LayerPlan, float]:
+    def _try_plan(self, engine: Engine, layer: Convolution, images: Tensor) -> tuple[LayerPlan, float]:
         """A plan after one run, with its output error. Raises NotSupported if it fails or its output is wrong."""
         try:
             plan = engine.plan(layer, images)
@@ -391,7 +394,7 @@ class ForcedModel:
             if is_out_of_memory(failure):
                 raise
             raise NotSupported(FAILED, str(failure).partition("\n")[0]) from None
-        if not error <= self.tolerance(images):  # NaN is no equal output either
+        if not error <= self.tolerance(images):  # also true for NaN
             raise NotSupported(INACCURATE, f"its output differs from torch's by {error:.2g} (relative)")
         return plan, error
 
@@ -409,11 +412,11 @@ class ForcedModel:
 
         `around(n)` gives a context for the n-th call of a run, for instance a range of a trace.
         """
-        turn = 0
+        next_number = 0  # the index of the next call in a run
 
         def run(name: str, layer: Convolution, inputs: Tensor) -> Tensor:
-            nonlocal turn
-            number, turn = turn, (turn + 1) % len(self._plans)
+            nonlocal next_number
+            number, next_number = next_number, (next_number + 1) % len(self._plans)
             if around is None:
                 return self._plans[number].run(inputs)
             with around(number):
@@ -424,7 +427,7 @@ class ForcedModel:
 
     @contextmanager
     def _forwards(self, forward: Callable[[str, Convolution, Tensor], Tensor]) -> Iterator[None]:
-        """Replaces the `forward` of every convolution."""
+        """Replaces the `forward` of every convolution within the block."""
         for name, layer in self.layers.items():
             layer.__dict__["forward"] = partial(forward, name, layer)
         try:
@@ -461,12 +464,12 @@ def relative_error(output: Tensor, expected: Tensor) -> float:
 
 def instead(algorithm: Algorithm, device: str, capability: tuple[int, int] | None, fallback: bool) -> str:
     """One line on what runs instead of an algorithm that no layer can run on the device; "" if some layers may."""
-    why = never_runs(algorithm, device, capability)
-    if not why:
+    reason = never_runs(algorithm, device, capability)
+    if not reason:
         return ""
     choice = f"{fallback_of(device).name} ({fallback_of(device).meaning})"
-    return f"{algorithm.name}: {why}; " + (f"all layers run by {choice} instead" if fallback else
-                                           f"no layer runs, and the model is refused; with --fallback all run by {choice}")
+    return f"{algorithm.name}: {reason}; " + (f"all layers run by {choice} instead" if fallback else
+                                              f"no layer runs, and the model is refused; with --fallback all run by {choice}")
 
 
 def incompatible(algorithm: str, model: str, calls: Sequence[LayerCall]) -> str:

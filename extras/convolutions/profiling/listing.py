@@ -24,7 +24,7 @@ from hase.utils.logger import get_logger
 log = get_logger("profiler")
 GPUS = {"l40s": "an NVIDIA L40S", "h100": "an NVIDIA H100", "h200": "an NVIDIA H200", "v100": "an NVIDIA V100"}
 CPU = "cpu"
-SUBMITTED = "submitted.txt"  # in a folder of results: what sbatch said; its last word is the job's number
+SUBMITTED = "submitted.txt"  # in a folder of results: the output of sbatch; its last word is the job's number
 MODELS = ("vgg16", "densenet121", "resnet152", "googlenet", "alexnet", "resnet50")
 
 
@@ -59,14 +59,14 @@ def model_rows() -> list[dict[str, Any]]:
 
 
 def algorithm_rows(device: str) -> list[dict[str, Any]]:
-    """Algorithms of `cpu` or `cuda`, and which can never run there. Those of a GPU are listed without one, too."""
+    """The algorithms of `cpu` or `cuda`, and which can never run there. Those of a GPU are listed even without one."""
     capability = torch.cuda.get_device_capability() if device == "cuda" and torch.cuda.is_available() else None
     rows = []
     for algorithm in algorithms_of(device).values():
-        never = never_runs(algorithm, device, capability)
+        reason = never_runs(algorithm, device, capability)
         if device == "cpu" and algorithm.name != DEFAULT and (missing := ai3_missing()):
-            never = f"{missing}; pip install -r {AI3_REQUIREMENTS}"
-        runs = f"never: {never}" if never else "where the layer allows"
+            reason = f"{missing}; pip install -r {AI3_REQUIREMENTS}"
+        runs = f"never: {reason}" if reason else "where the layer allows"
         rows.append({"algorithm": algorithm.name, "runs": runs, "what": algorithm.meaning})
     return rows
 
@@ -98,15 +98,16 @@ def slurm_jobs() -> dict[str, str] | None:
     """State of this user's jobs by number, e.g. `PENDING`; None if Slurm is absent or does not answer."""
     if shutil.which("squeue") is None:
         return None
-    done = subprocess.run(["squeue", "--user", str(os.getuid()), "--noheader", "--format", "%i %T"], capture_output=True,
-                          text=True, check=False)
-    if done.returncode:
-        log.warning("squeue failed, so the states of Slurm's jobs are not known: %s", done.stderr.strip())
+    result = subprocess.run(["squeue", "--user", str(os.getuid()), "--noheader", "--format", "%i %T"], capture_output=True,
+                            text=True, check=False)
+    if result.returncode:
+        log.warning("squeue failed, so the states of Slurm's jobs are not known: %s", result.stderr.strip())
         return None
-    return dict(line.split() for line in done.stdout.splitlines())
+    return dict(line.split() for line in result.stdout.splitlines())
 
 
 def _status_row(root: Path, folder: Path, jobs: Mapping[str, str] | None) -> dict[str, Any]:
+    """The row of one folder."""
     settings = read_settings(folder)
     measured = {m.id: m for block in read_blocks(folder / JOURNAL) for m in block.measurements if m.subject == PROFILE}
     ok = sum(m.status == "ok" for m in measured.values())
@@ -126,10 +127,8 @@ def state_of_all(measured: Collection[Measurement]) -> str:
 
 
 def state_of_rest(folder: Path, last_line: str | None, jobs: Mapping[str, str] | None) -> str:
-    """The state if sizes are left: `running`, `submitted`, `refused`, `stopped` or `not known`.
-
-    A submitted job waits; a stopped one has no process; unknown is a Slurm job seen from a machine without Slurm.
-    """
+    """The state if sizes are left: `running`, `submitted` (a waiting job), `refused`, `stopped` (without a process), or `not
+    known` (a job of Slurm, on a machine without Slurm)."""
     if is_held(folder / WRITER):
         return "running"
     submitted = (files.read_lines(folder / SUBMITTED) or [""])[-1].split() if (folder / SUBMITTED).exists() else []

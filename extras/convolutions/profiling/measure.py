@@ -41,11 +41,12 @@ if TYPE_CHECKING:
     from hase.extras.convolutions.profiling.algorithms import Tensor
 
 
-AHEAD = 1.5  # how long the GPU is held before a layer that is timed, relative to the host's time of the layer
+# The GPU is held before a layer that is timed: for this multiple of the host's time for the layer, and at least so long.
+HOLD_RATIO, SHORTEST_HOLD_MS = 1.5, 0.05
+TRACE_HOLD_RATIO, SHORTEST_TRACE_HOLD_MS = 3.0, 0.2  # the same before a layer that is traced, since tracing slows the host
+LONGEST_HOLD_MS = 20.0  # more does not help a layer whose launches fill the GPU's queue
 CLOCK_KHZ = 2.0e6  # about a GPU's clock; a hold that is a little shorter or longer does no harm
-AHEAD_OF_TRACE, SHORTEST_HOLD_OF_TRACE_MS = 3.0, 0.2  # the same before a layer that is traced, which slows the host
-SHORTEST_HOLD_MS, LONGEST_HOLD_MS = 0.05, 20.0  # more does not help a layer whose launches fill the GPU's queue
-LAYERS, RUNS, NUMBERS = 50, 10, 2**20  # of the reference: layers of one kernel of a few microseconds each
+LAYERS, RUNS, NUMBERS = 50, 10, 2**20  # of `event_overhead_ms`: layers of one kernel of a few microseconds each
 log = get_logger("convolutions")
 
 
@@ -112,7 +113,7 @@ class LayerTimer:
 
 def hold_for_trace(host_ms: float = 0.0) -> None:
     """Holds the GPU before a traced layer; `host_ms` is the layer's host time without tracing."""
-    hold("cuda", SHORTEST_HOLD_OF_TRACE_MS + AHEAD_OF_TRACE * host_ms)
+    hold("cuda", SHORTEST_TRACE_HOLD_MS + TRACE_HOLD_RATIO * host_ms)
 
 
 def hold(device: str, ms: float) -> None:
@@ -126,8 +127,8 @@ class CallTimes:
     """Times of one call of a layer over several runs.
 
     Attributes:
-        samples_ms: from runs with the host ahead of the GPU; from all runs if there is none.
-        ahead_runs: number of such runs. If 0, the times are partly the host's.
+        samples_ms: from runs in which the host was ahead of the GPU; if there are none, from all runs.
+        ahead_runs: number of runs with the host ahead. If 0, the times are partly the host's.
     """
 
     samples_ms: tuple[float, ...]
@@ -141,16 +142,16 @@ def time_layers(run: Callable[[], Any], modules: Iterable[torch.nn.Module], coun
     with LayerTimer(modules, device) as timer:
         run()  # how long does the host take for each layer?
         calls = timer.take()
-    holds_ms = [SHORTEST_HOLD_MS + AHEAD * call.host_ms for call in calls]
+    holds_ms = [SHORTEST_HOLD_MS + HOLD_RATIO * call.host_ms for call in calls]
     with LayerTimer(modules, device, holds_ms) as timer:
         rows = []
         for _ in range(count):
             run()
             rows.append(timer.take())
-    return [_summed_up(times) for times in zip(*rows, strict=True)]
+    return [_call_times(times) for times in zip(*rows, strict=True)]
 
 
-def _summed_up(calls: Sequence[LayerTime]) -> CallTimes:
+def _call_times(calls: Sequence[LayerTime]) -> CallTimes:
     ahead = [call.ms for call in calls if not call.late]
     samples_ms = ahead or [call.ms for call in calls]
     return CallTimes(tuple(samples_ms), len(ahead), statistics.median(call.host_ms for call in calls))
@@ -178,6 +179,8 @@ def event_overhead_ms() -> float | None:
         return None
     return statistics.median(time for call in timed for time in call.samples_ms) - statistics.median(traced)
 
+
+# a model at one input size -----------------------------------------------------------------------------------------------
 
 VERSION = 1
 REMAKE = "python extras/convolutions/run_profile.py"
@@ -259,10 +262,10 @@ def even_sizes(count: int, smallest: int, largest: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Instruments:
-    """What profiles are measured with.
+    """What profiles are measured with: sensors, tracing and limits.
 
     Attributes:
-        sensor: of the device's power, or None. Read only during energy measurements, since its thread takes host time.
+        sensor: reads the device's power, or None. Used only in energy measurements, since its thread takes host time.
         energy_s: length of the energy measurement, in seconds; 0 for none.
         idle_w: power of the idle device; None if unknown.
         no_energy: why there is no energy; "" if there is.
@@ -294,7 +297,7 @@ def measure_profile(unit: ProfileUnit, forced: ForcedModel, instruments: Instrum
     except (RuntimeError, NotSupported) as error:
         if instruments.device == "cuda":
             torch.cuda.empty_cache()
-        return [_whole(unit, began, status="failed", error=describe_failure(unit, error))]
+        return [_model_measurement(unit, began, status="failed", error=describe_failure(unit, error))]
 
 
 def describe_failure(unit: ProfileUnit, error: Exception) -> str:
@@ -311,18 +314,19 @@ def _measure(unit: ProfileUnit, forced: ForcedModel, instruments: Instruments, b
     images = draw_images(unit, instruments.device)
     forced.plan(images)
     layers = [_layer_facts(call) for call in forced.calls]
-    alone = len(forced.refused) == len(forced.calls)  # a fallback for every layer would be a run of another algorithm
-    if (alone or not settings.fallback) and (why := incompatible(settings.algorithm, settings.model, forced.calls)):
-        return [_whole(unit, began, status="failed", error=why, facts=_model_facts(unit, forced)),
+    all_refused = len(forced.refused) == len(forced.calls)  # a fallback for every layer would be a run of another algorithm
+    if (all_refused or not settings.fallback) and (why := incompatible(settings.algorithm, settings.model, forced.calls)):
+        return [_model_measurement(unit, began, status="failed", error=why, facts=_model_facts(unit, forced)),
                 *(_layer(unit, call, facts, began) for call, facts in zip(forced.calls, layers, strict=True))]
-    if broken := [call for call in forced.calls if not call.algorithm]:
-        error = f"{unit.what}: {broken[0].layer} can't run, by the library's own choice either ({broken[0].detail})"
-        return [_whole(unit, began, status="failed", error=error, facts=_model_facts(unit, forced))]
+    if unrunnable := [call for call in forced.calls if not call.algorithm]:
+        error = f"{unit.what}: {unrunnable[0].layer} can't run, by the library's own choice either ({unrunnable[0].detail})"
+        return [_model_measurement(unit, began, status="failed", error=error, facts=_model_facts(unit, forced))]
     run = partial(forced.model, images)
     with torch.inference_mode(), torch.backends.cudnn.flags(enabled=True, allow_tf32=settings.tf32):
         difference = output_difference(forced, images)
-        if not difference <= forced.model_tolerance(images):  # NaN is no equal output either
-            return [_whole(unit, began, status="failed", error=f"{unit.what}: outputs differ from torch's by {difference:.2g}")]
+        if not difference <= forced.model_tolerance(images):  # also true for NaN
+            error = f"{unit.what}: outputs differ from torch's by {difference:.2g}"
+            return [_model_measurement(unit, began, status="failed", error=error)]
         with forced.forced():
             (run_ms,) = time_runs_ms(run, 1, by_events=instruments.device == "cuda")
             time_runs_ms(run, affordable(settings.warmup, run_ms, instruments) - 1, by_events=instruments.device == "cuda")
@@ -337,7 +341,7 @@ def _measure(unit: ProfileUnit, forced: ForcedModel, instruments: Instruments, b
     if instruments.event_overhead_ms is not None:
         quantities = quantities | {"event_overhead_ms": (instruments.event_overhead_ms,)}
     facts = _model_facts(unit, forced) | {"output_error": difference, "energy_doubts": doubts}
-    whole = _whole(unit, began, samples_ms=rounded(samples_ms), facts=facts, quantities=quantities)
+    whole = _model_measurement(unit, began, samples_ms=rounded(samples_ms), facts=facts, quantities=quantities)
     return [whole, *(_layer(unit, call, layers[index], began, layer_times[index], traced[index] if traced else None)
                      for index, call in enumerate(forced.calls))]
 
@@ -412,13 +416,13 @@ def rounded(samples_ms: Iterable[float]) -> tuple[float, ...]:
     return tuple(round(float(sample), 6) for sample in samples_ms)
 
 
-def _whole(unit: ProfileUnit, began: str, **fields: Any) -> Measurement:
+def _model_measurement(unit: ProfileUnit, began: str, **fields: Any) -> Measurement:
     return Measurement(subject=PROFILE, id=unit.id, label="latency", context="alone", place="alone", started=began, ended=now(),
                        **({"facts": _unit_facts(unit)} | fields))
 
 
 def _layer(unit: ProfileUnit, call: LayerCall, facts: dict[str, Any], began: str, times: CallTimes | None = None,
-           traced: GpuRun | None = None) -> Measurement:
+                       traced: GpuRun | None = None) -> Measurement:
     """Measurement of one call of a layer. A refused call has a status but no times, unless a fallback ran it."""
     kernels = counted(work.name for work in traced.work if work.category == KERNEL) if traced else ()
     by_cupti = {"cupti_ms": traced.busy_us, "cupti_span_ms": traced.span_us} if traced else {}

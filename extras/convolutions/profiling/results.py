@@ -31,20 +31,20 @@ COPIED = ("model", "algorithm", "input_size", "batch", "dtype", "tf32", "gpu")  
 
 
 def write_settings(folder: Path, settings: ProfileSettings) -> None:
-    """Writes what the folder holds. Raises UserError if it holds measurements of something else."""
-    if (before := read_settings(folder)) is not None:
-        if not settings.same_but_sizes(before):
+    """Writes what the folder is for. Raises UserError if it holds measurements of something else."""
+    if (saved := read_settings(folder)) is not None:
+        if not settings.same_but_sizes(saved):
             different = [name for name in type(settings).model_fields if name not in ("input_sizes", "warmup", "measure")
-                         and getattr(settings, name) != getattr(before, name)]
+                         and getattr(settings, name) != getattr(saved, name)]
             raise UserError(f"{folder}: holds a profile with another {' and '.join(different)}; name another --output-dir, or "
                             "remove this folder")
-        sizes = tuple(sorted({*before.input_sizes, *settings.input_sizes}))
+        sizes = tuple(sorted({*saved.input_sizes, *settings.input_sizes}))
         settings = settings.model_copy(update={"input_sizes": sizes})
     files.write_json(folder / SETTINGS, settings)
 
 
 def read_settings(folder: Path) -> ProfileSettings | None:
-    """What the folder holds; None if nothing was measured yet."""
+    """What the folder is for; None if nothing was measured yet."""
     path = folder / SETTINGS
     return files.read_record(path, ProfileSettings, VERSION, REMAKE) if path.exists() else None
 
@@ -80,15 +80,16 @@ SHOWN = ("model", "algorithm", "input_size", "batch", "mean", "std", "min", "max
 
 def finished_rows(folder: Path, settings: ProfileSettings) -> list[dict[str, Any]]:
     """Rows of the sizes in `settings`, with the columns SHOWN."""
-    asked = {unit.id for unit in settings.units}
-    kept = [m for m in counting_measurements(read_blocks(folder / JOURNAL)).values() if m.id in asked or m.context in asked]
-    return [{name: row.get(name) for name in SHOWN} for row in overall_rows(kept)]
+    wanted = {unit.id for unit in settings.units}
+    measured = counting_measurements(read_blocks(folder / JOURNAL)).values()
+    measurements = [m for m in measured if m.id in wanted or m.context in wanted]
+    return [{name: row.get(name) for name in SHOWN} for row in overall_rows(measurements)]
 
 
 def overall_rows(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
     """One row per profile, smallest input first; times in ms."""
-    return [_overall_row(whole, [m for m in measurements if m.subject == CONVOLUTION and m.context == whole.id])
-            for whole in by_size(measurements)]
+    return [_overall_row(profile, [m for m in measurements if m.subject == CONVOLUTION and m.context == profile.id])
+            for profile in by_size(measurements)]
 
 
 def by_size(measurements: Iterable[Measurement]) -> list[Measurement]:
@@ -96,37 +97,37 @@ def by_size(measurements: Iterable[Measurement]) -> list[Measurement]:
     return sorted((m for m in measurements if m.subject == PROFILE), key=lambda m: int(m.facts["input_size"]))
 
 
-def _overall_row(whole: Measurement, layers: Sequence[Measurement]) -> dict[str, Any]:
-    row: dict[str, Any] = {name: whole.facts.get(name) for name in COPIED}
-    row |= {"status": whole.status, "error": whole.error, "layers": whole.facts.get("layers"),
-            "layers_not_supported": whole.facts.get("refused_layers"), "output_error": whole.facts.get("output_error"),
-            "idle_power_w": _mean(whole, "idle_power_w"), "energy_doubts": whole.facts.get("energy_doubts")}
-    if not whole.samples_ms:
+def _overall_row(profile: Measurement, layers: Sequence[Measurement]) -> dict[str, Any]:
+    row: dict[str, Any] = {name: profile.facts.get(name) for name in COPIED}
+    row |= {"status": profile.status, "error": profile.error, "layers": profile.facts.get("layers"),
+            "layers_not_supported": profile.facts.get("refused_layers"), "output_error": profile.facts.get("output_error"),
+            "idle_power_w": _mean(profile, "idle_power_w"), "energy_doubts": profile.facts.get("energy_doubts")}
+    if not profile.samples_ms:
         return row
-    samples = np.array(whole.samples_ms)
-    layers_ms = sum(layer_ms(m, whole) for m in layers)
+    samples = np.array(profile.samples_ms)
+    layers_ms = sum(layer_ms(m, profile) for m in layers)
     cupti_ms, span_ms = (sum(_mean(m, name) or 0.0 for m in layers) for name in ("cupti_ms", "cupti_span_ms"))
-    strange = [str(m.facts["layer"]) for m in layers if unexpected_kernels(m)]
-    late = [m.facts["ahead_runs"] == 0 for m in layers if "ahead_runs" in m.facts]  # before 2026-11-22 it was not noted
+    layers_with_others = [str(m.facts["layer"]) for m in layers if unexpected_kernels(m)]
+    is_late = [m.facts["ahead_runs"] == 0 for m in layers if "ahead_runs" in m.facts]  # not recorded before 2026-11-22
     return row | {
         "mean": _short(samples.mean()), "std": _short(samples.std(ddof=1) if len(samples) > 1 else 0.0),
         "min": _short(samples.min()), "max": _short(samples.max()), "median": _short(np.median(samples)), "runs": len(samples),
-        "power_mean_w": _mean(whole, "power_w"), "energy_per_inference_j": _mean(whole, "energy_j"),
-        "energy_window_s": _mean(whole, "energy_window_s"), "energy_to_counter": _mean(whole, "energy_agreement"),
+        "power_mean_w": _mean(profile, "power_w"), "energy_per_inference_j": _mean(profile, "energy_j"),
+        "energy_window_s": _mean(profile, "energy_window_s"), "energy_to_counter": _mean(profile, "energy_agreement"),
         "layers_ms": _short(layers_ms), "cupti_ms": _short(cupti_ms) if cupti_ms else None,
         "layers_to_cupti": _short(layers_ms / cupti_ms) if cupti_ms else None,
         "layers_to_cupti_span": _short(layers_ms / span_ms) if span_ms else None,
-        "event_overhead_ms": _mean(whole, "event_overhead_ms"), "unexpected_kernels": " ".join(strange),
-        "late_layers": sum(late) if late else None}
+        "event_overhead_ms": _mean(profile, "event_overhead_ms"), "unexpected_kernels": " ".join(layers_with_others),
+        "late_layers": sum(is_late) if is_late else None}
 
 
-def layer_ms(layer: Measurement, whole: Measurement, average: Callable[[Sequence[float]], Any] = np.mean) -> float:
-    """Time of a call in ms, without the overhead of the events."""
-    return float(average(layer.samples_ms)) - (_mean(whole, "event_overhead_ms") or 0.0)
+def layer_ms(layer: Measurement, profile: Measurement, average: Callable[[Sequence[float]], Any] = np.mean) -> float:
+    """The time of a layer's call in ms, without the overhead of the events."""
+    return float(average(layer.samples_ms)) - (_mean(profile, "event_overhead_ms") or 0.0)
 
 
 def unexpected_kernels(layer: Measurement) -> str:
-    """Describes unexpected CUDA kernels of a call; "" if there are none, or kernels were not recorded."""
+    """Describes unexpected CUDA kernels of a call; "" if there are none, or if kernels were not recorded."""
     if "cupti_ms" not in layer.quantities:
         return ""
     facts = layer.facts
@@ -138,14 +139,14 @@ def unexpected_kernels(layer: Measurement) -> str:
 def layer_rows(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
     """One row per call of a convolution in each profile, in run order; times in ms."""
     rows = []
-    for whole in by_size(measurements):
-        layers = [m for m in measurements if m.subject == CONVOLUTION and m.context == whole.id]
-        total_ms = sum(layer_ms(m, whole) for m in layers if m.samples_ms)
-        rows += [_layer_row(m, whole, total_ms) for m in layers]
+    for profile in by_size(measurements):
+        layers = [m for m in measurements if m.subject == CONVOLUTION and m.context == profile.id]
+        total_ms = sum(layer_ms(m, profile) for m in layers if m.samples_ms)
+        rows += [_layer_row(m, profile, total_ms) for m in layers]
     return rows
 
 
-def _layer_row(m: Measurement, whole: Measurement, total_ms: float) -> dict[str, Any]:
+def _layer_row(m: Measurement, profile: Measurement, total_ms: float) -> dict[str, Any]:
     """`percentage` is relative to the time of all convolutions of the model."""
     facts = m.facts
     row: dict[str, Any] = {name: facts.get(name) for name in (
@@ -158,12 +159,13 @@ def _layer_row(m: Measurement, whole: Measurement, total_ms: float) -> dict[str,
             "workspace_mib": _short(float(facts["workspace_bytes"]) / 2**20), "cuda_kernels": "|".join(counted(m.cuda_kernels))}
     if not m.samples_ms:
         return row
-    mean_ms = layer_ms(m, whole)
+    mean_ms = layer_ms(m, profile)
     return row | {"mean_ms": _short(mean_ms), "percentage": _short(100 * mean_ms / total_ms),
-                  "std_ms": _short(np.std(m.samples_ms)), "median_ms": _short(layer_ms(m, whole, np.median))}
+                  "std_ms": _short(np.std(m.samples_ms)), "median_ms": _short(layer_ms(m, profile, np.median))}
 
 
 def _mean(m: Measurement, quantity: str) -> float | None:
+    """The mean of a quantity; None without values."""
     values = m.quantities.get(quantity)
     return _short(np.mean(values)) if values else None
 

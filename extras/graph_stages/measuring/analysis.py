@@ -28,10 +28,10 @@ from hase.utils.lazy import matplotlib, scipy, sklearn
 from hase.utils.logger import get_logger
 from hase.utils.paths import Workspace
 
-LEAST_R2 = 0.8
-CONFIDENCE = 0.95
+LEAST_R2 = 0.8  # below, the time does not follow the bytes
+CONFIDENCE = 0.95  # of the interval of a slope
 LEAST_POINTS = 3  # two points lie on every line
-ARITHMETIC_SHARE = 0.5  # a stage is bound by arithmetic if moving its bytes takes less of its time
+ARITHMETIC_SHARE = 0.5  # a stage is bound by arithmetic if moving its bytes takes less than this share of its time
 PRODUCTS = (5, 6)  # the stages that multiply matrices
 NOTHING_LEFT = "slope · bytes is at least the whole time: the stage only moves data, or the line lies above this size"
 LOOKUP = "lookup_table.json"
@@ -90,8 +90,8 @@ def fit_line(unit: str, stage: int, moved_bytes: Sequence[int], latencies_ms: Se
     scale = x.max()
     model = sklearn.linear_model.LinearRegression().fit(x[:, None] / scale, y)
     slope, intercept = float(model.coef_[0]) / scale, float(model.intercept_)
-    left = y - slope * x - intercept
-    error = float(np.sqrt((left ** 2).sum() / (len(x) - 2) / ((x - x.mean()) ** 2).sum()))
+    residuals = y - slope * x - intercept
+    error = float(np.sqrt((residuals ** 2).sum() / (len(x) - 2) / ((x - x.mean()) ** 2).sum()))
     margin = error * float(scipy.stats.t.ppf(0.5 + CONFIDENCE / 2, len(x) - 2))
     low, high, r2 = slope - margin, slope + margin, float(model.score(x[:, None] / scale, y))
     reason = _no_bandwidth(low, high, r2)
@@ -199,11 +199,11 @@ def lookup_table(records: Iterable[StageRecord], fits: Mapping[tuple[str, int], 
         if key in table:
             raise UserError(f"{key}: measured twice, on the graphs {graphs[key]} and {record.graph}; measure them in two "
                             "workspaces (--workspace)")
-        table[key], graphs[key] = _looked_up(record, fits.get((record.unit, record.stage)), no_fit), record.graph
+        table[key], graphs[key] = _lookup_record(record, fits.get((record.unit, record.stage)), no_fit), record.graph
     return table
 
 
-def _looked_up(record: StageRecord, fit: Regression | None, no_fit: str) -> LookupRecord:
+def _lookup_record(record: StageRecord, fit: Regression | None, no_fit: str) -> LookupRecord:
     facts: dict[str, Any] = {"runtime": record.runtime, "ran_on": record.ran_on}
     if not record.samples_ms:
         return LookupRecord(compute_time=None, transfer_time=None, total_time=None, std=None,
@@ -239,8 +239,8 @@ def read_lookup(folder: Path) -> dict[LookupKey, LookupRecord]:
         table = TypeAdapter(dict[str, LookupRecord]).validate_python(files.read_json(path))
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise UserError(f"{path}: damaged at {where}: {first['msg']}; make it anew: {REMAKE}") from None
+        location = ".".join(map(str, first["loc"]))
+        raise UserError(f"{path}: damaged at {location}: {first['msg']}; make it anew: {REMAKE}") from None
     return {_key(path, text): record for text, record in table.items()}
 
 
@@ -251,6 +251,8 @@ def _key(path: Path, text: str) -> LookupKey:
     except ValueError:
         raise UserError(f"{path}: the key {text!r} is not nodes,edges,unit,stage; make the table anew: {REMAKE}") from None
 
+
+# report and plot ---------------------------------------------------------------------------------------------------------
 
 MEANING = """\
 Bandwidth: 1000 / slope / 1024² MB/s, of latency = slope · bytes + intercept over all sizes. Bytes are those of a stage's inputs
@@ -270,7 +272,7 @@ log = get_logger("stages")
 
 def report(raw: RawMeasurements, table: Mapping[LookupKey, LookupRecord], fits: Sequence[Regression], skipped: str) -> str:
     """The text of the report. `skipped` says why there is no regression; "" if there is one."""
-    parts = [_setting(raw), _ran(raw), _regressions(fits, skipped), _times(table), _left_out(table)]
+    parts = [_setting(raw), _units(raw), _regressions(fits, skipped), _times(table), _failures(table)]
     return "\n\n".join("\n".join(part) for part in (list(lines) for lines in parts) if part) + "\n"
 
 
@@ -287,7 +289,7 @@ def _setting(raw: RawMeasurements) -> Iterator[str]:
     yield f"runs: {raw.warmup} to warm up, {raw.runs} timed; seed {raw.seed}"
 
 
-def _ran(raw: RawMeasurements) -> Iterator[str]:
+def _units(raw: RawMeasurements) -> Iterator[str]:
     yield "Units"
     for unit in raw.units:
         if not unit.present:
@@ -339,7 +341,7 @@ def _times(table: Mapping[LookupKey, LookupRecord]) -> Iterator[str]:
                f"{max(totals):>10.4g}{computing:>18}")
 
 
-def _left_out(table: Mapping[LookupKey, LookupRecord]) -> Iterator[str]:
+def _failures(table: Mapping[LookupKey, LookupRecord]) -> Iterator[str]:
     failed = {key: record.reason for key, record in table.items() if record.total_time is None}
     if failed:
         yield "Failed"
@@ -357,8 +359,8 @@ def draw(records: Sequence[StageRecord], fits: Mapping[tuple[str, int], Regressi
     for axes, unit in zip(panels[0], units, strict=True):
         for (fitted_unit, stage), fit in fits.items():
             if fitted_unit == unit:
-                of_stage = [record for record in records if (record.unit, record.stage) == (unit, stage)]
-                _draw_stage(axes, [record for record in of_stage if record.samples_ms], fit)
+                stage_records = [record for record in records if (record.unit, record.stage) == (unit, stage)]
+                _draw_stage(axes, [record for record in stage_records if record.samples_ms], fit)
         axes.set(title=unit, xscale="log", yscale="log", xlabel="bytes of inputs and outputs (MB)", ylabel="latency (ms)")
         axes.grid(color="0.9")
         axes.legend(fontsize="small")
@@ -390,7 +392,7 @@ class Analysis(NamedTuple):
 
 def estimate_bandwidth_and_compute_time(raw: RawMeasurements, plain: bool = False) -> Analysis:
     """Bandwidths and times for computing and moving data; none without scikit-learn. `plain`: see `Regression`."""
-    skipped = _without_regression()
+    skipped = _why_no_regression()
     fits = {} if skipped else {(fit.unit, fit.stage): fit.by_the_formula() if plain else fit for fit in fit_stages(raw.records)}
     measured = dict.fromkeys((record.unit, record.stage) for record in raw.records)
     return Analysis(lookup_table(raw.records, fits, skipped or "no run succeeded"), {
@@ -430,7 +432,7 @@ def analyze(workspace: Workspace, plain: bool = False) -> list[dict[str, Any]]:
     return [row(fit) for fit in analysis.fits.values()]
 
 
-def _without_regression() -> str:
+def _why_no_regression() -> str:
     """Why there is no regression; "" if there is one."""
     try:
         _ = sklearn.linear_model.LinearRegression
@@ -446,9 +448,9 @@ def _without_regression() -> str:
 def row(fit: Regression) -> dict[str, Any]:
     """A regression as a row of a table."""
     unknown = fit.slope_low is None or fit.slope_high is None
-    within = None if unknown else f"{_per_mb(fit.slope_low)} to {_per_mb(fit.slope_high)}"
+    interval = None if unknown else f"{_per_mb(fit.slope_low)} to {_per_mb(fit.slope_high)}"
     return {"unit": fit.unit, "stage": fit.stage, "sizes": fit.points, "ms per MB": _per_mb(fit.slope_ms_per_byte),
-            "95 % interval": within, "intercept (ms)": fit.intercept_ms, "R²": fit.r2, "bandwidth (MB/s)": fit.bandwidth,
+            "95 % interval": interval, "intercept (ms)": fit.intercept_ms, "R²": fit.r2, "bandwidth (MB/s)": fit.bandwidth,
             "reason": fit.reason}
 
 

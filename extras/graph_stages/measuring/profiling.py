@@ -41,7 +41,7 @@ Worker = WorkerProcess[StageRequest, Measurement]
 
 @dataclass(frozen=True)
 class Profile:
-    """The stages to measure on each unit of this machine, by size, unit and stage; `reports` has absent units, too."""
+    """The stages to measure on each unit of this machine, by size, unit and stage; `reports` includes absent units."""
 
     tasks: Sequence[StageTask]
     reports: Sequence[UnitReport]
@@ -79,14 +79,14 @@ class StageJournal(JournalFile):
 
 
 class UnitJournal(Journal):
-    """Passes blocks of one unit to the common journal. Its canary's times must not be compared with other units'."""
+    """A journal of one unit, which passes its blocks on to the common one: canary times of two units can't be compared."""
 
-    def __init__(self, whole: Journal) -> None:
+    def __init__(self, common: Journal) -> None:
         super().__init__()
-        self._whole = whole
+        self._common = common
 
     def append(self, block: Block) -> None:
-        self._whole.append(block)
+        self._common.append(block)
         super().append(block)
 
 
@@ -98,8 +98,8 @@ def installed() -> dict[str, str]:
 
 def record_of(task: StageTask, measured: Measurement) -> StageRecord:
     """Converts a measurement to a record of `raw_measurements.json`."""
-    by_its_runtime = measured.facts["runtime"] == task.runtime != TORCH
-    model = (task.file.ir if task.runtime == OPENVINO else task.file.onnx)(task.folder).name if by_its_runtime else ""
+    ran_by_runtime = measured.facts["runtime"] == task.runtime != TORCH
+    model = (task.file.ir if task.runtime == OPENVINO else task.file.onnx)(task.folder).name if ran_by_runtime else ""
     return StageRecord.model_validate(measured.facts | {
         "samples_ms": measured.samples_ms, "resident_samples_ms": measured.quantities.get(RESIDENT, ()), "model": model,
         "status": measured.status, "error": measured.error})
@@ -107,17 +107,17 @@ def record_of(task: StageTask, measured: Measurement) -> StageRecord:
 
 def measure_profile(workspace: Workspace, profile: Profile) -> RawMeasurements:
     """Measures what the journal lacks. Raises UserError if a unit's canary does not run or another process measures."""
-    with ExitStack() as held:
-        held.enter_context(sole_writer(workspace.stage_results))
-        held.enter_context(measuring("cpu"))
+    with ExitStack() as stack:
+        stack.enter_context(sole_writer(workspace.stage_results))
+        stack.enter_context(measuring("cpu"))
         if "CUDA" in profile.units:
-            held.enter_context(measuring("cuda"))
-        here = machine("cuda" if "CUDA" in profile.units else "cpu")
-        journal = StageJournal(workspace, profile, here)
-        progress = Progress(sum(len(blocks_left(profile, name, journal.blocks, here.uuid)) for name in profile.units))
-        worker = held.enter_context(Worker(WORKER, Measurement, TIMEOUT_S))
+            stack.enter_context(measuring("cuda"))
+        this_machine = machine("cuda" if "CUDA" in profile.units else "cpu")
+        journal = StageJournal(workspace, profile, this_machine)
+        progress = Progress(sum(len(blocks_left(profile, name, journal.blocks, this_machine.uuid)) for name in profile.units))
+        worker = stack.enter_context(Worker(WORKER, Measurement, TIMEOUT_S))
         for name in profile.units:
-            measure_unit(name, profile, journal, worker, progress, here)
+            measure_unit(name, profile, journal, worker, progress, this_machine)
         if "CUDA" in profile.units and (progress.done or not (workspace.stage_results / TRANSFERS).exists()):
             write_transfers(workspace.stage_results, measure_copies("CUDA", profile, worker))
         return journal.write_raw()
@@ -182,12 +182,12 @@ def time_stage(task: StageTask, worker: Worker) -> Measurement:
     except WorkerFailed as error:
         if task.runtime == TORCH or error.status == "interrupted":
             return failed(task, error.status, str(error))
-        why = f"{task.runtime}: {error}"
+        reason = f"{task.runtime}: {error}"
     try:
-        instead = worker.ask(StageRequest(do="measure", task=task.model_copy(update={"runtime": TORCH})))
+        by_torch = worker.ask(StageRequest(do="measure", task=task.model_copy(update={"runtime": TORCH})))
     except WorkerFailed as error:
-        return failed(task, error.status, f"{why}; {TORCH}: {error}")
-    return instead.model_copy(update={"id": task.id, "facts": instead.facts | {"fallback": why}})
+        return failed(task, error.status, f"{reason}; {TORCH}: {error}")
+    return by_torch.model_copy(update={"id": task.id, "facts": by_torch.facts | {"fallback": reason}})
 
 
 class Progress:
@@ -198,7 +198,7 @@ class Progress:
         self.done: set[str] = set()  # the ids of the first tasks of blocks
 
     def count(self, first: str) -> str:
-        """Counts a block by the id of its first task, and says what is left. A repeated block counts once."""
+        """Counts a block by the id of its first task, and returns what is left in words. A repeated block counts once."""
         self.done.add(first)
         done = len(self.done)
         left_s = (time.monotonic() - self._began_s) / done * (self._blocks - done)
@@ -211,8 +211,8 @@ def log_measured(measured: Sequence[Measurement], tasks: Sequence[StageTask], pr
     log.info("%s, %d nodes, %d edges: %d stages, %.3f ms together (%s)", task.unit, task.size.nodes, task.size.edges,
              len(measured), total_ms, progress.count(task.id))
     for m in measured:
-        what = f"{m.facts['unit']}, stage {m.facts['stage']} {m.facts['stage_name']}"
+        name = f"{m.facts['unit']}, stage {m.facts['stage']} {m.facts['stage_name']}"
         if m.status != "ok":
-            log.warning("%s: %s", what, m.error)
+            log.warning("%s: %s", name, m.error)
         elif m.facts["fallback"]:
-            log.warning("%s ran by PyTorch on %s: %s", what, m.facts["ran_on"], m.facts["fallback"])
+            log.warning("%s ran by PyTorch on %s: %s", name, m.facts["ran_on"], m.facts["fallback"])

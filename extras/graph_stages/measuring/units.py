@@ -41,7 +41,7 @@ CPU_RUNTIMES = (OPENVINO, ORT, TORCH)
 PACKAGES = {OPENVINO: ("openvino",), ORT: ("onnxruntime-gpu", "onnxruntime"), TORCH: ("torch",)}
 NEEDS = {"GPU": "an Intel GPU with its driver (on Linux: intel-opencl-icd, and a user who may read /dev/dri)",
          "NPU": "an Intel Core Ultra with the NPU's driver (on Linux: a user who may read /dev/accel)"}
-INFERENCE_PRECISION = {"CPU": "f32", "CUDA": "f32", "GPU": "f16", "NPU": "f16"}  # by kind of unit; what it computes in
+INFERENCE_PRECISION = {"CPU": "f32", "CUDA": "f32", "GPU": "f16", "NPU": "f16"}  # in which a kind of unit computes
 
 
 def openvino_devices() -> dict[str, str]:
@@ -99,17 +99,19 @@ def _why_no_cuda() -> str:
     return ""
 
 
-def choose_units(reports: Sequence[UnitReport], asked: Sequence[str]) -> list[UnitReport]:
-    """The requested units that are present (all if `asked` is empty). Raises UserError, with reasons, if there is none."""
+def choose_units(reports: Sequence[UnitReport], requested: Sequence[str]) -> list[UnitReport]:
+    """The requested units that are present (all if `requested` is empty). Raises UserError, with reasons, if there is none."""
     names = [unit.name for unit in reports]
-    for name in asked:
+    for name in requested:
         if name not in names and name not in KINDS:
             raise UserError(f"--units {name}: no such unit; this machine was asked for {', '.join(names)}")
-    wanted = [unit for unit in reports if not asked or unit.name in asked or kind_of(unit.name) in asked]
+    wanted = [unit for unit in reports if not requested or unit.name in requested or kind_of(unit.name) in requested]
     if present := [unit for unit in wanted if unit.present]:
         return present
     raise UserError("no unit to measure: " + "; ".join(f"{unit.name}: {unit.why}" for unit in wanted))
 
+
+# tasks -------------------------------------------------------------------------------------------------------------------
 
 class StageTask(Frozen):
     """One stage to measure on one unit, on one graph.
@@ -184,20 +186,20 @@ def _tensors(size: GraphSize, source: GraphSource, precision: str) -> dict[str, 
 
 
 def facts_of(task: StageTask) -> dict[str, Any]:
-    """What every measurement of a task records about it, by field of `StageRecord`."""
+    """What every measurement records about its task, by field of `StageRecord`."""
     size, stage = task.size, task.definition
     return {"nodes": size.nodes, "edges": size.edges, "features": size.features, "hidden": size.hidden, "graph": task.graph,
             "unit": task.unit, "stage": stage.id, "stage_name": stage.name, "precision": task.precision,
             "bytes_in": stage.bytes_in(size), "bytes_out": stage.bytes_out(size)}
 
 
+# opened stages -----------------------------------------------------------------------------------------------------------
+
 Feed = Mapping[str, Array]
 TOLERANCE = {"f32": 1e-4}  # of outputs, relative to the largest
 REDUCED_TOLERANCE = 2e-2  # at any other precision: float16 has 11 bits, bfloat16 8, and many values are added up
 PRECISION_HINT = "INFERENCE_PRECISION_HINT"
-
-
-ADD_UP = ("sum", "count")  # ONNX Runtime's threads lose additions to one node on the CPU (microsoft/onnxruntime#18048)
+SUMMING = ("sum", "count")  # ONNX Runtime's threads lose additions to one node on the CPU (microsoft/onnxruntime#18048)
 ON_HOST = ("node_count",)  # a shape, which runtimes read on the host
 
 
@@ -245,8 +247,8 @@ def open_stage(task: StageTask) -> tuple[OpenedStage, str]:
             raise
         try:
             return open_by(TORCH, task), f"{task.runtime}: {refused}"
-        except Refused as again:
-            raise Refused(f"{task.runtime}: {refused}; {TORCH}: {again}") from None
+        except Refused as torch_refused:
+            raise Refused(f"{task.runtime}: {refused}; {TORCH}: {torch_refused}") from None
 
 
 def open_by(runtime: str, task: StageTask) -> OpenedStage:
@@ -264,9 +266,9 @@ def open_by(runtime: str, task: StageTask) -> OpenedStage:
 
 def wrong(output: Array, expected: Array, precision: str) -> str:
     """Why an output is wrong; "" if it is correct apart from rounding."""
-    off = difference(output, expected)
-    right = off <= TOLERANCE.get(precision, REDUCED_TOLERANCE)  # NaN is wrong, too
-    return "" if right else f"its output is wrong by {off:.2g} of the largest value"
+    error = difference(output, expected)
+    is_right = error <= TOLERANCE.get(precision, REDUCED_TOLERANCE)  # NaN is wrong, too
+    return "" if is_right else f"its output is wrong by {error:.2g} of the largest value"
 
 
 def difference(output: Array, expected: Array) -> float:
@@ -304,12 +306,12 @@ def by_openvino(task: StageTask) -> OpenedStage:
 
 
 def by_ort(task: StageTask) -> OpenedStage:
-    """Opens a stage by ONNX Runtime, on the CPU or by CUDA without TF32. On the CPU one thread does the sums (ADD_UP)."""
+    """Opens a stage by ONNX Runtime, on the CPU or by CUDA without TF32. On the CPU one thread does the sums (SUMMING)."""
     device = "cuda" if task.unit == "CUDA" else "cpu"
     if kind_of(task.unit) not in ("CPU", "CUDA"):
         raise Refused(f"ONNX Runtime is not used for {task.unit}")
     path = task.file.onnx(task.folder)
-    threads = 1 if device == "cpu" and task.definition.name in ADD_UP else task.threads
+    threads = 1 if device == "cpu" and task.definition.name in SUMMING else task.threads
     session = open_session(path, device, provider_options={"use_tf32": "0"}, threads=threads)
     names = [port.name for port in session.get_inputs()]
 

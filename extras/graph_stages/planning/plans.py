@@ -162,9 +162,9 @@ def copies_to(problem: PlanningProblem, holders: Holders, names: Sequence[str], 
     return tuple(copies), holders
 
 
-def advanced(problem: PlanningProblem, holders: Holders, stage: int, unit: str,
-             others: Iterable[str]) -> tuple[PlanStep, Holders]:
-    """Runs a stage on a unit: its cost, and where the tensors are afterwards; `others` are the units that slow it down."""
+def _after_stage(problem: PlanningProblem, holders: Holders, stage: int, unit: str,
+                 others: Iterable[str]) -> tuple[PlanStep, Holders]:
+    """The step of a stage on a unit, and where the tensors are afterwards; `others` are the units that slow it down."""
     cost = problem.costs[unit, stage].beside(others)
     copies, holders = copies_to(problem, holders, problem.stages[stage].reads, cost.memory)
     holders |= {(name, cost.memory) for name in problem.stages[stage].writes}
@@ -173,7 +173,7 @@ def advanced(problem: PlanningProblem, holders: Holders, stage: int, unit: str,
 
 
 def delivered(problem: PlanningProblem, holders: Holders) -> PlanStep:
-    """Copies the outputs back to the host."""
+    """The last step, which copies the outputs back to the host."""
     return PlanStep(None, copies_to(problem, holders, problem.outputs, HOST)[0])
 
 
@@ -197,7 +197,7 @@ def plan_cost(problem: PlanningProblem, assignment: Sequence[str]) -> PlanCost:
             raise UserError(f"stage {stage + 1} has no time on {unit}; it was measured on: "
                             f"{', '.join(problem.units_for(stage)) or 'no unit'}")
         others = (shared[unit] & set(assignment)) | set(assignment[stage - 1:stage])
-        step, holders = advanced(problem, holders, stage, unit, others - {unit})
+        step, holders = _after_stage(problem, holders, stage, unit, others - {unit})
         steps.append(step)
     steps.append(delivered(problem, holders))
     return PlanCost(tuple(assignment), tuple(steps), busy_times(problem, steps))
@@ -227,7 +227,7 @@ def _unit_sets(problem: PlanningProblem) -> list[frozenset[str]]:
     shared = problem.shared
     if not any(shared[unit] & cost.after_ms.keys() for (unit, _), cost in problem.costs.items()):
         return [frozenset(units)]
-    return [frozenset(some) for number in range(1, len(units) + 1) for some in itertools.combinations(units, number)]
+    return [frozenset(chosen) for count in range(1, len(units) + 1) for chosen in itertools.combinations(units, count)]
 
 
 def _best_of(problem: PlanningProblem, objective: Objective, units: frozenset[str]) -> list[_Partial]:
@@ -252,20 +252,20 @@ def _best_of(problem: PlanningProblem, objective: Objective, units: frozenset[st
         reached: dict[tuple[Holders, str], list[_Partial]] = {}
         for (holders, last), beginnings in kept.items():
             for unit in units.intersection(problem.units_for(stage)):
-                step, after = advanced(problem, holders, stage, unit, ((shared[unit] & units) | {last}) - {unit})
-                reached.setdefault((after, unit), []).extend(_added(beginnings, cost_of(step), unit))
-        kept = {state: _not_beaten(partials) for state, partials in reached.items()}
+                step, after = _after_stage(problem, holders, stage, unit, ((shared[unit] & units) | {last}) - {unit})
+                reached.setdefault((after, unit), []).extend(_extended(beginnings, cost_of(step), unit))
+        kept = {state: _undominated(partials) for state, partials in reached.items()}
     return [ended for (holders, _), partials in kept.items()
-            for ended in _added(partials, cost_of(delivered(problem, holders)))]
+            for ended in _extended(partials, cost_of(delivered(problem, holders)))]
 
 
-def _added(partials: Sequence[_Partial], cost: tuple[float, ...], *units: str) -> list[_Partial]:
+def _extended(partials: Sequence[_Partial], cost: tuple[float, ...], *units: str) -> list[_Partial]:
     return [_Partial((*partial.assignment, *units), tuple(a + b for a, b in zip(partial.cost, cost, strict=True)))
             for partial in partials]
 
 
-def _not_beaten(partials: Sequence[_Partial]) -> list[_Partial]:
-    """The beginnings that no other equals or beats in every cost."""
+def _undominated(partials: Sequence[_Partial]) -> list[_Partial]:
+    """The beginnings that are not dominated: no other one is at least as good in every cost."""
     kept: list[_Partial] = []
     for partial in sorted(partials, key=lambda partial: partial.cost):
         if not any(all(a <= b for a, b in zip(better.cost, partial.cost, strict=True)) for better in kept):

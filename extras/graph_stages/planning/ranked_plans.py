@@ -1,4 +1,4 @@
-"""Ranks plans by predicted time, at one size or over sizes, and runs them to find how far the predictions are off."""
+"""Ranks plans by predicted time, at one size or several, and runs them to find how far off the predictions are."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def home_of(tables: StageTables, wanted: str | None) -> str:
 def candidate_plans(stages: int, home: str, away: str) -> list[tuple[str, ...]]:
     """All plans that move one contiguous block of stages from home to another unit: 28 for seven stages, n (n + 1) / 2.
 
-    The user's document on stages asks for 28 candidates without naming them; this is our reading.
+    The specification asks for 28 candidates without naming them; this is Hase's reading of it.
     """
     return [tuple(away if first <= stage < end else home for stage in range(stages))
             for first in range(stages) for end in range(first + 1, stages + 1)]
@@ -83,9 +83,9 @@ def candidate_plans(stages: int, home: str, away: str) -> list[tuple[str, ...]]:
 
 def possible_plans(problem: PlanningProblem, home: str) -> Iterator[PlanCost]:
     """The home plan, and the candidates that move a block from home to any other unit; only plans whose stages can all run."""
-    number = len(problem.stages)
-    assignments = [(home,) * number, *(plan for unit in problem.units if unit != home
-                                       for plan in candidate_plans(number, home, unit))]
+    stages = len(problem.stages)
+    assignments = [(home,) * stages, *(plan for unit in problem.units if unit != home
+                                       for plan in candidate_plans(stages, home, unit))]
     for assignment in assignments:
         if problem.can_run(assignment):
             yield plan_cost(problem, assignment)
@@ -120,12 +120,12 @@ def plan_table(tables: StageTables, sizes: Iterable[Size], home: str, objective:
                                           sum(loss or 0.0 for loss in losses[plan].values()), plan))
     rows = []
     for size, setting in settings.items():
-        stay = (home,) * len(setting.problem.stages)
-        at_home = plan_cost(setting.problem, stay).latency_ms if setting.problem.can_run(stay) else None
+        home_plan = (home,) * len(setting.problem.stages)
+        home_ms = plan_cost(setting.problem, home_plan).latency_ms if setting.problem.can_run(home_plan) else None
         cost = best[size]
         rows.append({"nodes": size[0], "edges": size[1], "basis": setting.basis, "plan": described(cost.assignment),
                      "units": list(cost.assignment), "mixed": len(cost.units) > 1, "latency_ms": cost.latency_ms,
-                     "throughput_per_s": cost.throughput_per_s, "home_ms": at_home, "one_plan": described(fixed),
+                     "throughput_per_s": cost.throughput_per_s, "home_ms": home_ms, "one_plan": described(fixed),
                      "loss_of_one_plan": losses[fixed][size]})
     return rows
 
@@ -160,6 +160,8 @@ def interpolation_error(tables: StageTables) -> float | None:
     errors = [abs(row["error"]) for row in left_out_rows(tables)]
     return sum(errors) / len(errors) if errors else None
 
+
+# running plans -----------------------------------------------------------------------------------------------------------
 
 class PlanRun(Frozen):
     """A plan (one unit per stage) that was run at one size.
@@ -221,8 +223,8 @@ def _stage_task(record: StageRecord, seed: int, folder: Path) -> StageTask:
 def opened_at(tasks: Mapping[tuple[str, int, Size], StageTask], size: Size) -> tuple[OpenedStages, dict[str, Array]]:
     """All stages at one size, opened, and all tensors of the layer there."""
     opened, tensors = {}, {}
-    for (unit, stage, of_size), task in tasks.items():
-        if of_size != size:
+    for (unit, stage, task_size), task in tasks.items():
+        if task_size != size:
             continue
         try:
             opened[unit, stage], fallback = open_stage(task)
@@ -246,7 +248,7 @@ def run_plans(wanted: Sequence[RankedPlan], tasks: Mapping[tuple[str, int, Size]
     """Runs plans at a measured size. Raises UserError if a plan's output differs from the reference."""
     opened, tensors = opened_at(tasks, size)
     times_ms = time_chains(opened, [plan.cost.assignment for plan in wanted], tensors, warmup, runs, rounds)
-    return _judged(wanted, times_ms, opened, tensors, size)
+    return _plan_runs(wanted, times_ms, opened, tensors, size)
 
 
 def run_with_chains(tables: StageTables, tasks: Mapping[tuple[str, int, Size], StageTask], size: Size, home: str,
@@ -259,28 +261,28 @@ def run_with_chains(tables: StageTables, tasks: Mapping[tuple[str, int, Size], S
     opened, tensors = opened_at(tasks, size)
     samples = ChainSamples()
     sample_chains(tables.units, opened, tensors, warmup, runs, samples)
-    here = tables.only(size)
-    wanted = plans_left((in_chains(here, chain_times(size, samples)), here), size, home, ())
+    at_size = tables.only(size)
+    wanted = plans_left((in_chains(at_size, chain_times(size, samples)), at_size), size, home, ())
     times_ms: dict[Plan, list[list[float]]] = {plan.cost.assignment: [] for plan in wanted}
     order = random.Random(0)
-    for number in range(rounds):
-        if number:
+    for round_number in range(rounds):
+        if round_number:
             sample_chains(tables.units, opened, tensors, warmup, runs, samples)
         time_round(opened, times_ms, tensors, warmup, runs, order)
     times = chain_times(size, samples)
-    return times, predicted_now(in_chains(here, times), _judged(wanted, times_ms, opened, tensors, size))
+    return times, predicted_now(in_chains(at_size, times), _plan_runs(wanted, times_ms, opened, tensors, size))
 
 
 def _output_error(opened: OpenedStages, plan: Plan, tensors: Mapping[str, Array]) -> float:
     output = run_chain([opened[unit, stage] for stage, unit in enumerate(plan)], tensors)
-    off = difference(output, tensors[OUTPUT])
-    if not off <= TOLERANCE:
-        raise UserError(f"the plan {described(plan)} computes something else: off by {off:.2g} of the largest value")
-    return off
+    error = difference(output, tensors[OUTPUT])
+    if not error <= TOLERANCE:
+        raise UserError(f"the plan {described(plan)} computes something else: off by {error:.2g} of the largest value")
+    return error
 
 
-def _judged(plans: Sequence[RankedPlan], times_ms: Mapping[Plan, Sequence[Sequence[float]]], opened: OpenedStages,
-            tensors: Mapping[str, Array], size: Size) -> list[PlanRun]:
+def _plan_runs(plans: Sequence[RankedPlan], times_ms: Mapping[Plan, Sequence[Sequence[float]]], opened: OpenedStages,
+               tensors: Mapping[str, Array], size: Size) -> list[PlanRun]:
     """Converts the times of each round, by plan, to records."""
     return [PlanRun(nodes=size[0], edges=size[1], units=plan.cost.assignment, kind=plan.kind, predicted_ms=plan.cost.latency_ms,
                     rounds_ms=tuple(map(tuple, times_ms[plan.cost.assignment])),

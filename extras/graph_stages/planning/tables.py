@@ -1,5 +1,6 @@
-"""Turns the measured tables of a machine into planning problems at any size. Times at other sizes are interpolated, or
-extrapolated and marked so.
+"""Turns the measured tables of a machine into planning problems at any size.
+
+Times at other sizes than those measured are interpolated, or extrapolated and marked as such.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Basis: TypeAlias = Literal["measured", "interpolated", "extrapolated"]
 BASES: tuple[Basis, ...] = ("measured", "interpolated", "extrapolated")  # the most certain first
 log = get_logger("plan_stages")
 Key = TypeVar("Key")
-NUMBERS = ("node_count",)  # known on both sides: never copied
+NUMBERS = ("node_count",)  # inputs that are known on both sides, and never copied
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def surrounding(sizes: tuple[Size, ...], wanted: Size) -> dict[Size, float] | No
     """Measured sizes, as near as possible, whose weighted mean is the wanted size; None if it lies outside all of them.
 
     Weights are positive and sum to 1. They minimise the sum of weight × squared distance, where distance is in ratios of nodes
-    and of edges (doubling is equally far at 1000 as at 5000).
+    and of edges (twice 1000 is as far as twice 5000).
     """
     if wanted in sizes:
         return {wanted: 1.0}
@@ -61,8 +62,8 @@ def estimated(times_ms: Mapping[Size, float], wanted: Size, extrapolate: bool = 
     """The time at a size: measured, interpolated, or with `extrapolate` extrapolated.
 
     A trend, b + n·nodes + e·edges with no negative coefficient, is fitted to all sizes with equal relative error. It is
-    corrected by the weighted geometric mean of the ratios of surrounding times to their trend. So linear times are met exactly,
-    and so are bends (for instance at a full cache) that surrounding sizes show, too.
+    corrected by the weighted geometric mean of the ratios of surrounding times to their trend. So linear times are exact, and
+    so are bends (for instance at a full cache) that surrounding sizes show, too.
 
     An extrapolation is only the trend, a guess: caches make times grow faster than sizes, and large sizes may not fit into
     memory.
@@ -74,15 +75,15 @@ def estimated(times_ms: Mapping[Size, float], wanted: Size, extrapolate: bool = 
     if wanted in times_ms:
         return Estimate(times_ms[wanted], "measured")
     sizes = tuple(sorted(times_ms))
-    around = surrounding(sizes, wanted)
-    if around is None and not extrapolate:
+    weights = surrounding(sizes, wanted)
+    if weights is None and not extrapolate:
         raise UserError(outside(sizes, wanted))
     ms = _trend(times_ms, wanted)
-    if around is None:
+    if weights is None:
         return Estimate(ms, "extrapolated")
-    if min(times_ms[size] for size in around) <= 0 or ms <= 0:  # for instance the deviation of a single run
-        return Estimate(sum(weight * times_ms[size] for size, weight in around.items()), "interpolated")
-    ratios = [weight * math.log(times_ms[size] / _trend(times_ms, size)) for size, weight in around.items()]
+    if min(times_ms[size] for size in weights) <= 0 or ms <= 0:  # for instance the deviation of a single run
+        return Estimate(sum(weight * times_ms[size] for size, weight in weights.items()), "interpolated")
+    ratios = [weight * math.log(times_ms[size] / _trend(times_ms, size)) for size, weight in weights.items()]
     return Estimate(ms * math.exp(sum(ratios)), "interpolated")
 
 
@@ -104,7 +105,7 @@ def _coefficients(points: bytes, times: bytes) -> tuple[float, ...]:
 
 
 def outside(sizes: Sequence[Size], wanted: Size) -> str:
-    """The message that a size is not among or between those measured."""
+    """The message for a size that is not among or between those measured."""
     nodes, edges = zip(*sizes, strict=True)
     within = min(nodes) <= wanted[0] <= max(nodes) and min(edges) <= wanted[1] <= max(edges)
     near = ", ".join(f"{n}/{e}" for n, e in sizes)
@@ -164,13 +165,13 @@ class StageTables:
         return self._of_sizes(lambda measured: measured == size)
 
     def _of_sizes(self, wanted: Callable[[Size], bool]) -> StageTables:
-        def kept(ms: Mapping[Size, float]) -> dict[Size, float]:
+        def selected(ms: Mapping[Size, float]) -> dict[Size, float]:
             return {size: value for size, value in ms.items() if wanted(size)}
 
-        less = {key: replace(times, ms=kept(times.ms), std_ms=kept(times.std_ms),
-                             after_ms={unit: kept(ms) for unit, ms in times.after_ms.items()})
-                for key, times in self.times.items()}
-        return replace(self, times=less, chain_copies_ms={key: kept(ms) for key, ms in self.chain_copies_ms.items()})
+        restricted = {key: replace(times, ms=selected(times.ms), std_ms=selected(times.std_ms),
+                                   after_ms={unit: selected(ms) for unit, ms in times.after_ms.items()})
+                      for key, times in self.times.items()}
+        return replace(self, times=restricted, chain_copies_ms={key: selected(ms) for key, ms in self.chain_copies_ms.items()})
 
     def setting(self, size: Size, extrapolate: bool = False) -> Setting:
         """The planning problem at a size. Raises UserError if it needs extrapolation, or copies that were not measured."""
@@ -230,12 +231,12 @@ def read_tables(folders: Sequence[tuple[str, Path]], alone: bool = False) -> Sta
 def in_chains(tables: StageTables, measured: ChainTimes) -> StageTables:
     """The tables with chain times instead of times alone; unchanged if a stage lacks chain times at one of its sizes."""
     medians_ms = _medians_ms(((record.unit, record.stage - 1, record.previous), record) for record in measured.stages)
-    lacking = [(unit, stage) for (unit, stage), times in tables.times.items()
-               if not times.ms.keys() <= medians_ms.get((unit, stage, unit), {}).keys()]
-    if lacking:
+    without_chains = [(unit, stage) for (unit, stage), times in tables.times.items()
+                      if not times.ms.keys() <= medians_ms.get((unit, stage, unit), {}).keys()]
+    if without_chains:
         if measured.stages:
             log.warning("%d stages were not timed in chains at each size, so none of these times is used; add --time-chains",
-                        len(lacking))
+                        len(without_chains))
         return tables
     chained = {
         (unit, stage): replace(times, ms={size: medians_ms[unit, stage, unit][size] for size in times.ms},
@@ -266,18 +267,18 @@ def _merged(tables: StageTables, further: StageTables, folder: Path) -> StageTab
 
 
 def _read_folder(label: str, folder: Path) -> StageTables:
-    grouped: dict[tuple[str, int], dict[LookupKey, LookupRecord]] = {}
+    records_of: dict[tuple[str, int], dict[LookupKey, LookupRecord]] = {}
     for key, record in read_lookup(folder).items():
         if record.total_time is not None:
-            grouped.setdefault((key.unit, key.stage - 1), {})[key] = record
-    times = {(named(label, unit), stage): _stage_times(unit, records) for (unit, stage), records in grouped.items()}
+            records_of.setdefault((key.unit, key.stage - 1), {})[key] = record
+    times = {(named(label, unit), stage): _stage_times(unit, records) for (unit, stage), records in records_of.items()}
     memories = {stage.memory for stage in times.values()} - {HOST}
     if not memories:
         return StageTables(times)
     copies = read_transfers(folder)
     if copies is None or (missing := memories - {record.memory for record in copies.records}):
-        what = ", ".join(sorted(memories if copies is None else missing))
-        raise UserError(f"{folder}: copies between the host and {what} were not measured; run: {REMAKE}")
+        uncopied = ", ".join(sorted(memories if copies is None else missing))
+        raise UserError(f"{folder}: copies between the host and {uncopied} were not measured; run: {REMAKE}")
     widths = {(record.features, record.hidden) for record in read_raw(folder / RAW).records}
     if len(widths) > 1:
         raise UserError(f"{folder}: layers of several widths; plans need one")

@@ -30,14 +30,14 @@ ATTRIBUTES: dict[str, dict[str, Any]] = {
     "LeakyRelu": {"alpha": as_float32(0.01)}, "Selu": {"alpha": as_float32(1.67326319217681884765625),
                                                        "gamma": as_float32(1.05070102214813232421875)},
     "QuickGelu": {"alpha": 1.0}}
-WHOLE_SHAPES = ("bt", "bt", "b1tt", "bhtt", "b1t", "bss", "r", "b")  # of masks, positions and words
+INTEGER_SHAPES = ("bt", "bt", "b1tt", "bhtt", "b1t", "bss", "r", "b")  # of masks, positions and words, a letter for each size
 LOWEST = {"float32": float(np.finfo(np.float32).min), "float16": float(np.finfo(np.float16).min)}
 
 
 def activation(dtype: str, batch: int, generator: Generator) -> Kernel:
     """An activation of an image or of tokens."""
-    near = side(generator)
-    image = (batch, channels_at(near, generator), near, near)
+    image_size = side(generator)
+    image = (batch, channels_at(image_size, generator), image_size, image_size)
     shape = image if generator.random() < 0.75 else (batch, tokens(1, generator)[2], channels(generator, 64, 5120))
     op = str(generator.choice(["Relu", "Clip", "QuickGelu", "Gelu", "Sigmoid", "HardSigmoid", "HardSwish"],
                               p=[0.25, 0.2, 0.2, 0.15, 0.1, 0.05, 0.05]))
@@ -74,24 +74,24 @@ def other_operand(dtype: str, shape: Sequence[int], generator: Generator) -> Ker
     if kind == "row":
         return tensor(dtype, *shape[:-1], 1, constant=constant)
     if kind == "some":
-        kept = generator.random(rank) < 0.5
-        return tensor(dtype, *(size if keep else 1 for size, keep in zip(shape, kept, strict=True)), constant=constant)
+        is_kept = generator.random(rank) < 0.5
+        return tensor(dtype, *(size if keeps else 1 for size, keeps in zip(shape, is_kept, strict=True)), constant=constant)
     return tensor(dtype, *shape, constant=constant)
 
 
 def arithmetic(dtype: str, batch: int, generator: Generator) -> Kernel:
     """Arithmetic on an image and another image, a scale per channel of each image, or a constant per last channel."""
-    near = side(generator)
-    wide = channels_at(near, generator)
-    shape: tuple[int, ...] = (batch, wide, near, near)
+    image_size = side(generator)
+    channel_count = channels_at(image_size, generator)
+    shape: tuple[int, ...] = (batch, channel_count, image_size, image_size)
     kind = generator.choice(["same", "scale", "last"], p=[0.5, 0.3, 0.2])
     op = str(generator.choice(["Add", "Mul", "Div", "Sub"], p=[0.4, 0.4, 0.1, 0.1] if kind == "same" else [0.5, 0.5, 0, 0]))
     operand = tensor(dtype, *shape)
     if kind == "scale":
-        operand = tensor(dtype, batch, wide, 1, 1)
+        operand = tensor(dtype, batch, channel_count, 1, 1)
     elif kind == "last":
-        shape = (batch, near, near, wide)
-        operand = tensor(dtype, *((wide,) if op == "Add" else (1, 1, 1, wide)), constant=True)
+        shape = (batch, image_size, image_size, channel_count)
+        operand = tensor(dtype, *((channel_count,) if op == "Add" else (1, 1, 1, channel_count)), constant=True)
     operands = [tensor(dtype, *shape), operand]
     return kernel(op, operands[::-1] if generator.random() < 0.5 else operands, [shape])
 
@@ -151,41 +151,41 @@ def choice(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def on_masks(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Integer comparisons and mask operations, as models compute masks and positions."""
+    """Integer comparisons and mask operations, with which models compute masks and positions."""
     sizes = SizesByLetter(batch, generator)
-    shape = sizes.shape(str(generator.choice(WHOLE_SHAPES)))
+    shape = sizes.shape(str(generator.choice(INTEGER_SHAPES)))
     op = str(generator.choice(["And", "Or", "Not", "Equal", "Greater", "Less", "Add", "Sub", "Mul", "Where"]))
-    whole = str(generator.choice(["int64", "int32"], p=[0.8, 0.2]))
+    integer = str(generator.choice(["int64", "int32"], p=[0.8, 0.2]))
     if op == "Not":
         return kernel(op, [tensor("bool", *shape)], [shape])
     if op in ("And", "Or"):
         first, second = (1, *shape[1:-1], 1), shape
-        if len(shape) > 1 and generator.random() < 0.5:  # of causes and of padding
+        if len(shape) > 1 and generator.random() < 0.5:  # a causal mask and a mask of padding
             return kernel(op, [tensor("bool", *first, constant=True), tensor("bool", *second)], [shape])
         return kernel(op, [tensor("bool", *shape)] * 2, [shape])
-    result = Tensor(dtype="bool" if op in ("Equal", "Greater", "Less") else whole, shape=shape)
+    result = Tensor(dtype="bool" if op in ("Equal", "Greater", "Less") else integer, shape=shape)
     if op == "Where":
-        return kernel(op, [tensor("bool", *shape), scalar(whole, 1), tensor(whole, *shape)], [result])
+        return kernel(op, [tensor("bool", *shape), scalar(integer, 1), tensor(integer, *shape)], [result])
     if len(shape) > 1 and generator.random() < 0.4:  # each along its own axis
-        return kernel(op, [tensor(whole, *shape[:-1], 1), tensor(whole, *[1] * (len(shape) - 1), shape[-1])], [result])
-    operand = scalar(whole, pick([0, 1, 2, 100], generator)) if generator.random() < 0.6 else tensor(whole, *shape)
-    return kernel(op, [tensor(whole, *shape), operand], [result])
+        return kernel(op, [tensor(integer, *shape[:-1], 1), tensor(integer, *[1] * (len(shape) - 1), shape[-1])], [result])
+    operand = scalar(integer, pick([0, 1, 2, 100], generator)) if generator.random() < 0.6 else tensor(integer, *shape)
+    return kernel(op, [tensor(integer, *shape), operand], [result])
 
 
-CODES = {"float32": 1, "int32": 6, "int64": 7, "bool": 9, "float16": 10}
+TYPE_CODES = {"float32": 1, "int32": 6, "int64": 7, "bool": 9, "float16": 10}  # ONNX's numbers of element types
 
 
 def cast(dtype: str, batch: int, generator: Generator) -> Kernel:
     """Cast: between floating types of tensors as large as activations, or of masks and positions."""
     if generator.random() < 0.55:
         shape = activation_shape(batch, generator)
-        before = dtype
-        after = "float16" if dtype == "float32" else "float32"
+        source = dtype
+        target = "float16" if dtype == "float32" else "float32"
     else:
-        shape = SizesByLetter(batch, generator).shape(str(generator.choice(WHOLE_SHAPES)))
-        before, after = [(("bool"), dtype), ("int64", dtype), ("int32", dtype), ("int64", "int32"), ("int64", "bool"),
-                         ("bool", "int32"), ("int32", "int64"), (dtype, "int64"), (dtype, "bool")][int(generator.integers(9))]
-    return kernel("Cast", [tensor(before, *shape)], [Tensor(dtype=after, shape=shape)], to=CODES[after], saturate=1)
+        shape = SizesByLetter(batch, generator).shape(str(generator.choice(INTEGER_SHAPES)))
+        source, target = [("bool", dtype), ("int64", dtype), ("int32", dtype), ("int64", "int32"), ("int64", "bool"),
+                          ("bool", "int32"), ("int32", "int64"), (dtype, "int64"), (dtype, "bool")][int(generator.integers(9))]
+    return kernel("Cast", [tensor(source, *shape)], [Tensor(dtype=target, shape=shape)], to=TYPE_CODES[target], saturate=1)
 
 
 UNARY = {op: partial(unary, op) for op in (

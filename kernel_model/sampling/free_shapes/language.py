@@ -175,11 +175,11 @@ def grouped_attention(dtype: str, batch: int, generator: Generator) -> Kernel:
     if shares:
         cache = pick([total, min(2 * total, MOST_TOKENS), max(total, round(log_uniform(total, MOST_TOKENS + 1, generator)))],
                      generator)
-    wide, narrow = sizes.heads * sizes.head_size, sizes.kv_heads * sizes.head_size
+    q_width, k_width = sizes.heads * sizes.head_size, sizes.kv_heads * sizes.head_size
     if generator.random() < 0.7:
-        inputs = [tensor(dtype, batch, queries, wide + 2 * narrow), ABSENT, ABSENT]
+        inputs = [tensor(dtype, batch, queries, q_width + 2 * k_width), ABSENT, ABSENT]
     else:
-        inputs = [tensor(dtype, batch, queries, wide), *[tensor(dtype, batch, queries, narrow)] * 2]
+        inputs = [tensor(dtype, batch, queries, q_width), *[tensor(dtype, batch, queries, k_width)] * 2]
     past, present = (batch, sizes.kv_heads, cache, sizes.head_size), (batch, sizes.kv_heads, max(cache, total), sizes.head_size)
     inputs += [*[tensor(dtype, *past)] * 2, tensor("int32", batch), tensor("int32")]
     rotates = generator.random() < 0.85 and sizes.head_size % 16 == 0
@@ -188,7 +188,7 @@ def grouped_attention(dtype: str, batch: int, generator: Generator) -> Kernel:
         inputs += [tensor(dtype, positions, sizes.rotated // 2, constant=True)] * 2
     if inputs[1].present and generator.random() < 0.6:  # on GPUs, ONNX Runtime fuses the norms of queries and keys into it
         inputs += [ABSENT] * (NORM - len(inputs)) + [tensor(dtype, sizes.head_size, constant=True)] * 2
-    return kernel("GroupQueryAttention", with_lengths(inputs, total), [(batch, queries, wide), present, present], CONTRIB,
+    return kernel("GroupQueryAttention", with_lengths(inputs, total), [(batch, queries, q_width), present, present], CONTRIB,
                   num_heads=sizes.heads, kv_num_heads=sizes.kv_heads, scale=as_float32(sizes.head_size ** -0.5),
                   local_window_size=sizes.window or -1, do_rotary=int(rotates), rotary_interleaved=0,
                   softcap=50.0 if sizes.head_size == 256 and generator.random() < 0.4 else 0.0, causal=1, k_quant_type="NONE",
@@ -235,11 +235,11 @@ def rotary(dtype: str, batch: int, generator: Generator) -> Kernel:
     """Rotary embedding of queries or keys."""
     sizes, (texts, tokens) = decoder(generator), rows(batch, generator)
     heads, positions = pick([sizes.heads, sizes.kv_heads], generator), max(tokens, pick([2048, 4096, 32768], generator))
-    shape, whole = (texts, tokens, heads * sizes.head_size), sizes.rotated == sizes.head_size
+    shape, rotates_all = (texts, tokens, heads * sizes.head_size), sizes.rotated == sizes.head_size
     return kernel("RotaryEmbedding", [tensor(dtype, *shape), indices((texts, tokens), positions),
                                       *[tensor(dtype, positions, sizes.rotated // 2, constant=True)] * 2], [shape], CONTRIB,
-                  interleaved=0, is_packed_batching=0, num_heads=0 if whole else heads,
-                  rotary_embedding_dim=0 if whole else sizes.rotated, scale=1.0)
+                  interleaved=0, is_packed_batching=0, num_heads=0 if rotates_all else heads,
+                  rotary_embedding_dim=0 if rotates_all else sizes.rotated, scale=1.0)
 
 
 class DrawnEncoder(NamedTuple):
@@ -332,10 +332,10 @@ def activation(dtype: str, batch: int, generator: Generator) -> Kernel:
     shape = (*rows(batch, generator), decoder(generator).between)
     op = str(generator.choice(ACTIVATIONS, p=[0.4, 0.15, 0.3, 0.15]))
     biased = op == "BiasGelu" or (op == "FastGelu" and generator.random() < 0.4)
-    of_its_own: dict[str, dict[str, Any]] = {"QuickGelu": {"alpha": 1.0 if generator.random() < 0.8 else as_float32(1.702)},
+    own_attributes: dict[str, dict[str, Any]] = {"QuickGelu": {"alpha": 1.0 if generator.random() < 0.8 else as_float32(1.702)},
                                               "Gelu": {"approximate": "tanh"}}
     return kernel(op, [tensor(dtype, *shape), *[tensor(dtype, shape[-1], constant=True)] * biased], [shape],
-                  "" if op == "Gelu" else CONTRIB, **of_its_own.get(op, {}))
+                  "" if op == "Gelu" else CONTRIB, **own_attributes.get(op, {}))
 
 
 def elementwise(dtype: str, batch: int, generator: Generator) -> Kernel:
@@ -417,15 +417,15 @@ def _expert_activation(gated: bool) -> dict[str, Any]:
 def quantise(dtype: str, batch: int, generator: Generator) -> Kernel:
     """An activation quantised to 8 bits, or dequantised."""
     shape, kind = (*rows(batch, generator), decoder(generator).width), str(generator.choice(["int8", "uint8"]))
-    about = [tensor(dtype, constant=True), tensor(kind, constant=True)]
+    scale = [tensor(dtype, constant=True), tensor(kind, constant=True)]
     if generator.random() < 0.5:
-        return kernel("QuantizeLinear", [tensor(dtype, *shape), *about], [Tensor(dtype=kind, shape=shape)], axis=1, saturate=1)
-    return kernel("DequantizeLinear", [tensor(kind, *shape), *about], [Tensor(dtype=dtype, shape=shape)], axis=1)
+        return kernel("QuantizeLinear", [tensor(dtype, *shape), *scale], [Tensor(dtype=kind, shape=shape)], axis=1, saturate=1)
+    return kernel("DequantizeLinear", [tensor(kind, *shape), *scale], [Tensor(dtype=dtype, shape=shape)], axis=1)
 
 
 ATTENTION_OPSET, BFLOAT16_OPSET = 23, 22
-OF_NETWORKS = (layers.convolution, layers.convolution, layers.gemm, layers.layer_product, layers.batched_product,
-               layers.pool, layers.global_pool, layers.layer_norm, layers.softmax, layers.mean)
+BFLOAT16_DRAWS = (layers.convolution, layers.convolution, layers.gemm, layers.layer_product, layers.batched_product,
+                  layers.pool, layers.global_pool, layers.layer_norm, layers.softmax, layers.mean)
 
 
 def onnx_attention(dtype: str, batch: int, generator: Generator) -> Kernel:
@@ -502,18 +502,18 @@ def quantised_weight(dtype: str, batch: int, generator: Generator) -> Kernel:
 def _quantised(dtype: str, shape: tuple[int, ...], scales: int, generator: Generator, to_whole: bool = False,
              axis: int = 1) -> Kernel:
     """Numbers quantised to 8 bits, or dequantised; with one scale, or mostly with `scales` ones if that is not 0."""
-    about = (scales,) if scales and generator.random() < 0.7 else ()
-    whole = str(generator.choice(["int8", "uint8"]))
-    first, made = (dtype, whole) if to_whole else (whole, dtype)
-    of_its_own: dict[str, Any] = {"saturate": 1} if to_whole else {}
-    inputs = [tensor(first, *shape, constant=bool(scales)), tensor(dtype, *about, constant=True),
-              tensor(whole, *about, constant=True)]
-    return kernel("QuantizeLinear" if to_whole else "DequantizeLinear", inputs, [Tensor(dtype=made, shape=shape)], axis=axis,
-                  **of_its_own)
+    scale_shape = (scales,) if scales and generator.random() < 0.7 else ()
+    integer_type = str(generator.choice(["int8", "uint8"]))
+    from_type, to_type = (dtype, integer_type) if to_whole else (integer_type, dtype)
+    own_attributes: dict[str, Any] = {"saturate": 1} if to_whole else {}
+    inputs = [tensor(from_type, *shape, constant=bool(scales)), tensor(dtype, *scale_shape, constant=True),
+              tensor(integer_type, *scale_shape, constant=True)]
+    return kernel("QuantizeLinear" if to_whole else "DequantizeLinear", inputs, [Tensor(dtype=to_type, shape=shape)], axis=axis,
+                  **own_attributes)
 
 
 def in_bfloat16(dtype: str, batch: int, generator: Generator) -> Kernel:
     """A kernel of a network in bfloat16."""
-    drawn = OF_NETWORKS[int(generator.integers(len(OF_NETWORKS)))]("bfloat16", batch, generator)
+    drawn = BFLOAT16_DRAWS[int(generator.integers(len(BFLOAT16_DRAWS)))]("bfloat16", batch, generator)
     return describe_kernel(drawn.op_type, drawn.domain, drawn.opset if drawn.domain else BFLOAT16_OPSET, drawn.attributes,
                            drawn.inputs, drawn.outputs)

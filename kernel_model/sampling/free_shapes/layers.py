@@ -37,7 +37,7 @@ from hase.records.kernel_record import Kernel, Tensor
 
 WINDOWS, WINDOW_WEIGHTS = ((1, 1), (3, 3), (5, 5), (7, 7), (1, 7), (7, 1), (1, 3), (3, 1), (2, 2), (11, 11)), (
     0.38, 0.42, 0.06, 0.04, 0.02, 0.02, 0.02, 0.02, 0.01, 0.01)
-BIASED = 0.85  # of convolutions and products
+BIASED = 0.85  # share of convolutions and products with a bias
 GROUP_WIDTHS = (2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 120, 128, 168, 232, 264)
 FRAMES = (1, 2, 4, 8, 16, 32)
 VIDEO_WINDOWS = ((1, 1, 1), (3, 3, 3), (1, 3, 3), (3, 1, 1), (1, 7, 7), (7, 7, 7), (3, 7, 7), (2, 2, 2), (5, 1, 1))
@@ -65,9 +65,9 @@ def convolution(dtype: str, batch: int, generator: Generator) -> Kernel:
         cin = cout = group = channels_at(height, generator)
         window = [int(generator.choice([3, 5, 7], p=[0.5, 0.25, 0.25]))] * 2
     elif kind == "grouped":
-        wide = pick(GROUP_WIDTHS, generator)
-        group = max(2, round(channels_at(height // stride, generator) / wide))
-        cin = cout = wide * group
+        group_width = pick(GROUP_WIDTHS, generator)
+        group = max(2, round(channels_at(height // stride, generator) / group_width))
+        cin = cout = group_width * group
         window = [int(generator.choice([1, 3, 5], p=[0.05, 0.9, 0.05]))] * 2
     elif kind == "first":
         cin, cout = 3, channels(generator, 8, 128)
@@ -95,14 +95,14 @@ def signal_convolution(dtype: str, batch: int, generator: Generator) -> Kernel:
     products, or be as wide as a position embedding."""
     length = round(log_uniform(16, 16384, generator))
     kind = generator.choice(["dense", "dilated", "depthwise", "grouped", "first"], p=[0.3, 0.1, 0.28, 0.22, 0.1])
-    wide = channels_at(max(int(length ** 0.5), 2), generator)
-    k, stride, dilation, cin, cout, group = pick([1, 3, 5, 7, 9], generator), pick([1, 1, 1, 2], generator), 1, wide, wide, 1
+    width = channels_at(max(int(length ** 0.5), 2), generator)
+    k, stride, dilation, cin, cout, group = pick([1, 3, 5, 7, 9], generator), pick([1, 1, 1, 2], generator), 1, width, width, 1
     if kind == "dense":
         cout = channels(generator, 16, 2048)
     elif kind == "dilated":
         k, stride, dilation = 3, 1, pick([2, 4, 8, 16, 32, 64, 128], generator)
     elif kind == "depthwise":
-        k, group = pick([3, 4, 7, 9, 15, 31, 31, 51], generator), wide
+        k, group = pick([3, 4, 7, 9, 15, 31, 31, 51], generator), width
     elif kind == "grouped":
         group, k, stride = pick([2, 4, 8, 16, 32], generator), pick([1, 1, 1, 3, 5, 9, 31, 128], generator), 1
         cin = group * max(channels(generator, 64, 3072) // group, 1)
@@ -175,9 +175,9 @@ def pool(dtype: str, batch: int, generator: Generator) -> Kernel:
     pads = [pad if size > 1 else 0 for size in window]
     out = [max((size + 2 * p - w) // s + 1, 0) for size, p, w, s in zip(sizes, pads, window, strides, strict=True)]
     op = str(generator.choice(["MaxPool", "AveragePool"]))
-    more = {"count_include_pad": 1} if op == "AveragePool" else {"storage_order": 0, "dilations": [1] * rank}
+    own_attributes = {"count_include_pad": 1} if op == "AveragePool" else {"storage_order": 0, "dilations": [1] * rank}
     return kernel(op, [tensor(dtype, batch, wide, *sizes)], [(batch, wide, *out)], kernel_shape=window,
-                  strides=strides, pads=[*pads, *pads], ceil_mode=0, auto_pad="NOTSET", **more)
+                  strides=strides, pads=[*pads, *pads], ceil_mode=0, auto_pad="NOTSET", **own_attributes)
 
 
 def global_pool(dtype: str, batch: int, generator: Generator) -> Kernel:
@@ -230,11 +230,11 @@ def batched_product(dtype: str, batch: int, generator: Generator) -> Kernel:
         keys = pick(LONG, generator) + pick([0, 1], generator)
     shared = (lead[0], *[1] * (len(lead) - 1)) if len(lead) == 2 and generator.random() < 0.08 else lead
     if generator.random() < 0.5:
-        turned = generator.random() < 0.35
+        transposed = generator.random() < 0.35
         return kernel("FusedMatMul", [tensor(dtype, *lead, queries, width),
-                                      tensor(dtype, *shared, *((keys, width) if turned else (width, keys)))],
+                                      tensor(dtype, *shared, *((keys, width) if transposed else (width, keys)))],
                       [(*lead, queries, keys)], CONTRIB, alpha=as_float32(width ** -0.5),
-                      transA=0, transB=int(turned), transBatchA=0, transBatchB=0)
+                      transA=0, transB=int(transposed), transBatchA=0, transBatchB=0)
     if generator.random() < 0.2:
         return kernel("FusedMatMul", [tensor(dtype, *lead, keys, queries), tensor(dtype, *shared, keys, width)],
                       [(*lead, queries, width)], CONTRIB, alpha=1.0, transA=1, transB=0, transBatchA=0, transBatchB=0)
@@ -275,10 +275,10 @@ def recurrent_layer(op: str, dtype: str, steps: int, rows: int, wide: int, hidde
         inputs += [ABSENT, state, *([state] if op == "LSTM" else [])]
     last = (directions, rows, hidden)
     outputs = [(steps, directions, rows, hidden), last, *([last] if op == "LSTM" else [])]
-    of_its_own: dict[str, dict[str, Any]] = {"LSTM": {"input_forget": 0}, "GRU": {"linear_before_reset": 1},
+    own_attributes: dict[str, dict[str, Any]] = {"LSTM": {"input_forget": 0}, "GRU": {"linear_before_reset": 1},
                                               "RNN": {"activations": ["Tanh"] * directions}}
     return kernel(op, inputs, outputs if last_states else outputs[:1], hidden_size=hidden, layout=0,
-                  direction="bidirectional" if directions == 2 else "forward", **of_its_own[op])
+                  direction="bidirectional" if directions == 2 else "forward", **own_attributes[op])
 
 
 def recurrent(dtype: str, batch: int, generator: Generator) -> Kernel:
@@ -291,6 +291,8 @@ def recurrent(dtype: str, batch: int, generator: Generator) -> Kernel:
     begins, last_states = generator.random() < 0.8, generator.random() >= 0.3
     return recurrent_layer(op, dtype, steps, rows, wide, hidden, directions, begins, last_states)
 
+
+# reductions and normalisations -------------------------------------------------------------------------------------------
 
 # The tensors that models reduce, and along which axes.
 FORMS = (("bcss", (2, 3)), ("bcss", (-1, -2)), ("bssc", (1, 2)), ("btx", (-1,)), ("btx", (1,)), ("bhtt", (-1,)), ("bhtd", (3,)),
@@ -320,8 +322,9 @@ def norm(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def _reduced(shape: tuple[int, ...], axes: tuple[int, ...], keep: bool) -> tuple[int, ...]:
-    gone = {axis % len(shape) for axis in axes}
-    return tuple(1 if axis in gone else size for axis, size in enumerate(shape) if keep or axis not in gone)
+    """The shape after a reduction along `axes`; with `keep`, these have size 1."""
+    reduced = {axis % len(shape) for axis in axes}
+    return tuple(1 if axis in reduced else size for axis, size in enumerate(shape) if keep or axis not in reduced)
 
 
 def reduction(dtype: str, batch: int, generator: Generator) -> Kernel:
@@ -433,8 +436,10 @@ def biased_softmax(dtype: str, batch: int, generator: Generator) -> Kernel:
     return kernel("BiasSoftmax", operands, [shape], CONTRIB, axis=len(shape) - 1, is_inner_broadcast=inner)
 
 
+# rare sizes --------------------------------------------------------------------------------------------------------------
+
 LONGEST_SIDE = {1: 20000, 2: 256, 3: 64}  # by rank
-RARE_BIASED = 0.8  # of convolutions and products
+RARE_BIASED = 0.8  # the same for the rare layers below
 MOST_NUMBERS = 2.0 ** 26  # of an image with all its channels and its batch
 
 
@@ -525,12 +530,12 @@ def deep_product(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 def _product(dtype: str, rows: int, depth: int, columns: int, generator: Generator) -> Kernel:
     """A product with a constant matrix: as MatMul, or as Gemm with or without bias."""
-    turned = bool(generator.random() < 0.5)
+    transposed = bool(generator.random() < 0.5)
     if generator.random() < 0.3:
         return inferred("MatMul", [tensor(dtype, rows, depth), tensor(dtype, depth, columns, constant=True)])
-    weight = (columns, depth) if turned else (depth, columns)
+    weight = (columns, depth) if transposed else (depth, columns)
     inputs = with_weight(tensor(dtype, rows, depth), weight, columns, RARE_BIASED, generator)
-    return inferred("Gemm", inputs, transB=int(turned))
+    return inferred("Gemm", inputs, transB=int(transposed))
 
 
 def attention_product(dtype: str, batch: int, generator: Generator) -> Kernel:

@@ -19,7 +19,7 @@ from hase.kernel_model.sampling.free_shapes.sizes import (
 )
 from hase.records.kernel_record import Kernel, KernelInput, Tensor
 
-FAR = 2**63 - 1  # the end of a Slice that goes on to the end
+END = 2**63 - 1  # the `ends` of a Slice without an end
 ORDERS = (  # the axes of tensors as `SizesByLetter` names them, and how models permute them
     ("Btx", "021"), ("bcl", "021"), ("tbx", "102"), ("bx", "10"), ("bcss", "0231"), ("bssc", "0312"), ("bthd", "0213"),
     ("bhtd", "0213"), ("bhtd", "0132"), ("htbd", "1023"), ("bhtd", "2013"), ("bcss", "0321"), ("btkhd", "20314"),
@@ -120,7 +120,7 @@ def part(dtype: str, batch: int, generator: Generator) -> Kernel:
                      ("btx", 2), ("bt", 1), ("rx", 1), ("bcl", 2)][int(generator.integers(12))]
     shape = SizesByLetter(batch, generator).shape(letters)
     size = shape[axis]
-    start, end, step = [(0, 1, 1), (-1, FAR, 1), (1, FAR, 1), (0, -1, 1), (0, FAR, 2), (1, FAR, 2), (size // 2, FAR, 1),
+    start, end, step = [(0, 1, 1), (-1, END, 1), (1, END, 1), (0, -1, 1), (0, END, 2), (1, END, 2), (size // 2, END, 1),
                         (0, max(size // 2, 1), 1)][int(generator.integers(8))]
     out = (*shape[:axis], len(range(size)[slice(start, end, step)]), *shape[axis + 1:])
     inputs = [tensor(dtype, *shape), numbers(start), numbers(end), numbers(axis)]
@@ -159,10 +159,10 @@ def pad_any(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 def repeat(dtype: str, batch: int, generator: Generator) -> Kernel:
     """Expand or Tile: heads that share keys, a token per image, a row per column."""
-    letters, axis, often = [("bk1td", 2, "h"), ("1tx", 0, "b"), ("bt1x", 2, "w"), ("b1tt", 1, "h"), ("bc11", 2, "s"),
-                            ("b1x", 1, "t"), ("bk1hd", 2, "h")][int(generator.integers(7))]
+    letters, axis, repeats = [("bk1td", 2, "h"), ("1tx", 0, "b"), ("bt1x", 2, "w"), ("b1tt", 1, "h"), ("bc11", 2, "s"),
+                              ("b1x", 1, "t"), ("bk1hd", 2, "h")][int(generator.integers(7))]
     sizes = SizesByLetter(batch, generator)
-    shape, count = sizes.shape(letters), sizes[often]
+    shape, count = sizes.shape(letters), sizes[repeats]
     out = tuple(count if index == axis else size for index, size in enumerate(shape))
     if generator.random() < 0.6:
         wanted = numbers(*out) if generator.random() < 0.5 else numbers(*(

@@ -115,6 +115,7 @@ def test_the_documented_number_of_models() -> None:
     assert {(size.features, size.hidden) for size in sizes} == {(500, 256)}
 
 
+@pytest.mark.slow
 def test_files_of_other_widths_or_cut_short_are_written_again(tmp_path: Path) -> None:
     size = GraphSize(nodes=10, edges=20, features=4, hidden=3)
     files = list(model_files([size], 0))
