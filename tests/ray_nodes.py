@@ -1,4 +1,4 @@
-"""Several Ray nodes on this machine, each in place of a machine of its own, for tests.
+"""Several Ray nodes on this machine, each in place of a machine of its own, for tests and the campaign of kills.
 
 Two nodes of one machine measure the same CPU, and Hase would refuse that: each node has a folder of its own for the locks of
 devices.
@@ -22,6 +22,7 @@ from hase.utils.locks import FOLDER_VARIABLE
 
 STORE_BYTES = 80 << 20  # of each node's object store
 ACTOR = "ray::RemoteMeasurer"  # how the command line of an actor's process begins
+WORKER = "hase.benchmark.ort.worker"  # stands in that of a process in which it measures
 ENDS_WITHIN_S = 10.0  # the processes of a node that was killed
 
 
@@ -50,14 +51,15 @@ class NodesHere:
             os.sched_setaffinity(0, before)
         return self.nodes[-1]
 
-    def processes(self, begins: str) -> list[psutil.Process]:
-        """The processes of the nodes whose command line begins so."""
+    def processes(self, begins: str, contains: str = "") -> list[psutil.Process]:
+        """The processes of the nodes whose command line begins so, and contains that."""
         found = []
         for node in self.nodes:
             with suppress(psutil.NoSuchProcess):
                 for process in psutil.Process(raylet(node)).children(recursive=True):
                     with suppress(psutil.NoSuchProcess):
-                        if " ".join(process.cmdline()).startswith(begins):
+                        line = " ".join(process.cmdline())
+                        if line.startswith(begins) and contains in line:
                             found.append(process)
         return found
 

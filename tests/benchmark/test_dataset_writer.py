@@ -25,6 +25,7 @@ from hase.records.dataset_files import (
     kernel_table_path,
     kernels_path,
     model_table_path,
+    note_tables,
     read_header,
     read_journal,
     read_kernels,
@@ -184,9 +185,17 @@ def test_tables_of_an_older_journal_are_made_anew_whatever_their_times_say(
         os.utime(path, ns=(later_ns, later_ns))
     open_writer(folder).write_tables()
     assert (rewrites, tables(folder)) == ([2], right)
-    kernel_table_path(folder).unlink()
+
+
+def test_tables_that_are_gone_or_of_an_earlier_versions_columns_are_made_anew(folder: Path, rewrites: list[int]) -> None:
+    right, path = tables(folder), kernel_table_path(folder)
+    path.unlink()
     open_writer(folder).write_tables()
-    assert tables(folder) == right
+    assert (rewrites, tables(folder)) == ([1], right)
+    path.write_text(right[0].replace("run_median_ms", "median"))
+    note_tables(folder)  # that version did
+    open_writer(folder).write_tables()
+    assert (rewrites, tables(folder)) == ([1, 1], right)
 
 
 def change_table(folder: Path) -> None:
@@ -217,6 +226,14 @@ def test_tables_that_were_never_checked_are_made_anew_where_that_is_possible(fol
     change_table(folder)
     assert read(folder)["run_median_ms"][0] == 0.7
     assert "its tables can't be checked without kernels.jsonl; they are used as they are" in caplog.text
+
+
+def test_a_changed_table_without_its_journal_is_refused(folder: Path) -> None:
+    digests_path(folder).write_text(json.dumps(files.with_digest(files.read_json(digests_path(folder)) | {"files": {}})))
+    journal_path(folder).unlink()
+    change_table(folder)
+    with pytest.raises(UserError, match=r"the tables were changed .* without measurements\.jsonl; measure anew"):
+        read(folder)
 
 
 def test_tables_are_read_while_another_process_measures(folder: Path, caplog: pytest.LogCaptureFixture,
@@ -276,6 +293,20 @@ def test_damage_is_reported_with_its_place(folder: Path, digests: bool, path_of:
     by_digest = rf"{path.name}, line 1: damaged .*its digest does not match its contents"
     with pytest.raises(UserError, match=by_digest if digests and wrong else message):
         (read_journal if path_of is journal_path else read_kernels)(folder)
+
+
+@pytest.mark.parametrize("line", ["no json", "[]", '{"kernel": 1}', '{"models": []}'])
+def test_a_line_that_describes_no_kernel_is_reported(folder: Path, line: str) -> None:
+    files.append_line(kernels_path(folder), line)
+    with pytest.raises(UserError, match=r"kernels\.jsonl, line 2: damaged .*; measure anew: python benchmark/collector\.py"):
+        open_writer(folder, SECOND)
+
+
+def test_a_label_that_the_dataset_does_not_have_is_refused(folder: Path) -> None:
+    writer, block = open_writer(folder), block_of(FIRST)
+    writer.append(block.model_copy(update={"measurements": (block.measurements[0].model_copy(update={"label": "odd"}),)}))
+    with pytest.raises(UserError, match=r"measurements\.jsonl: damaged: it has odd_ms, which kernel_latency\.csv has no "):
+        writer.write_tables()
 
 
 def test_a_journal_that_lost_blocks_is_refused(folder: Path) -> None:

@@ -157,14 +157,24 @@ def test_gpm_gives_ratios_and_bytes(fake: FakeNvml) -> None:
         source.window(0.11)
 
 
-def test_a_driver_that_fails_is_reported(fake: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU that is lost while a window is open."""
+@pytest.mark.parametrize("call", ["nvmlGpmSampleGet", "nvmlGpmMetricsGet"])
+def test_a_driver_that_fails_is_reported(call: str, fake: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that is lost while a window is open, whether its sample or the means of two are asked for."""
+    monkeypatch.setattr(gpu_sources, "GPM_LAG_SECONDS", 0.11)
     source = gpu_sources.NvmlSource([SM])
     opened = source.start()
     opened.reading.gpm.value()
-    monkeypatch.setattr(fake, "nvmlGpmSampleGet", Mock(side_effect=fake.NVMLError("GPU is lost")))
+    monkeypatch.setattr(fake, call, Mock(side_effect=fake.NVMLError("GPU is lost")))
     with pytest.raises(UserError, match=r"NVML with GPM: the driver does not answer \(GPU is lost\)"):
         source.stop(opened)
+
+
+def test_a_metric_that_the_driver_gives_no_more_is_reported(fake: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_sources, "GPM_LAG_SECONDS", 0.11)
+    source = gpu_sources.NvmlSource([SM, ENGINE])
+    monkeypatch.setattr(FakeNvml, "UNSUPPORTED", gpu_sources.GPM[SM][0])
+    with pytest.raises(UserError, match=rf"metric {SM}: NVML with GPM has no reading of it in a window of 0\.\d s"):
+        source.window(0.11)
 
 
 def test_a_gpm_window_is_the_right_time_although_samples_lag(fake: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,6 +380,11 @@ def test_dcgm_that_is_blank_or_not_here_or_goes_away(dcgm: FakeDcgm, monkeypatch
     dcgm.down = True
     with pytest.raises(UserError, match="DCGM does not answer any more: Connection not valid"):
         source.stop(window)
+    dcgm.down = False
+    monkeypatch.setattr(gpu_sources, "gpu_facts", lambda: {"uuid": "GPU-new"})
+    with pytest.raises(gpu_sources.DcgmMissing, match="node8 does not know this machine's GPU GPU-new; give the address of"):
+        gpu_sources.DcgmSource(address="node8")
+    dcgm.down = True
     with pytest.raises(gpu_sources.DcgmMissing, match="DCGM at node8 does not answer: Connection not valid; is nv-hostengine"):
         gpu_sources.DcgmSource(address="node8")
     monkeypatch.setitem(sys.modules, "pydcgm", None)  # as where it is not installed

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import platform
 import re
+import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +24,8 @@ from prometheus_stand import INTERVAL_S, Exporter, free_port, recorded, start_ex
 
 from hase.benchmark import metrics_exporter
 from hase.benchmark.metrics.names import LATENCY, MODE, PHASE, TAKEN, Probed, ProbeSample, probed_of
-from hase.benchmark.metrics_exporter import LAST_SAMPLE, PROCESSES, ProbeSampler, ProcessSampler, device_labels
+from hase.benchmark.metrics.sources import CpuSource
+from hase.benchmark.metrics_exporter import LAST_SAMPLE, PROCESSES, ProbeSampler, ProcessSampler, Sampler, device_labels
 from hase.utils.errors import UserError
 from hase.utils.paths import ROOT
 from hase.utils.web_server import STALE
@@ -123,6 +126,24 @@ def test_invalid_readings_are_never_served(export: Export) -> None:
         return "stuck at 0" in refused.text
 
     wait_for(refused_with_reason)
+
+
+@pytest.mark.slow
+def test_sampling_goes_on_after_a_lack_of_file_descriptors(log_lines: list[str]) -> None:
+    sampler, over = Sampler(CpuSource(), interval_s=0.25), threading.Event()
+    thread = threading.Thread(target=sampler.run, args=(over,), daemon=True)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    thread.start()
+    wait_for(lambda: bool(sampler.means))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        wait_for(lambda: "Too many open files" in sampler.error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    wait_for(lambda: not sampler.trouble() and time.time() - sampler.sampled_s < 0.25)
+    over.set()
+    thread.join(PATIENCE_S)
+    assert ["Too many open files" in line for line in log_lines] == [True]  # logged once
 
 
 def probe_samples(by_name: Mapping[str, Any]) -> list[ProbeSample]:

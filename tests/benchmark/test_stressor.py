@@ -101,6 +101,18 @@ def test_reports_that_never_come_or_are_torn_by_a_kill(monkeypatch: pytest.Monke
         _end(process)
 
 
+def test_a_stressor_killed_as_its_workers_start_is_reported_at_once_and_they_end() -> None:
+    """The child holds the pipe, like a worker that is still starting."""
+    process = subprocess.Popen(["sh", "-c", "sleep 60 & kill -9 $$"], stdout=subprocess.PIPE, text=True, process_group=0)
+    with pytest.raises(UserError, match="the stressor ended with exit code -9"):
+        _wait_until_ready(process)
+    [sleeper] = [child for child in psutil.process_iter() if os.getpgid(child.pid) == process.pid]
+    _end(process)
+    assert process.stdout is not None
+    assert process.stdout.read() == ""  # nobody holds the pipe any more
+    assert gone([sleeper])
+
+
 def test_dies_with_its_parent(tmp_path: Path) -> None:
     parent = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None

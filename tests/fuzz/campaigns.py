@@ -3,8 +3,9 @@
 A case must give an answer, or one error for the user. Everything else is a fault: a traceback, a crash, more than a minute or
 4 GiB, an answer that differs from the right one, or measurements that are lost or stand twice. Campaigns: models (500 damaged
 ONNX files, and those made to do harm), files (30 damages of every file of a workspace), servers (in Prometheus's place, and
-clients of the exporter), kills (40 commands ended at a random moment, and run again), long (10,000 predictions in one process),
-and rewriting (50 processes that predict while the predictors are trained again and again).
+clients of the exporter), kills (40 commands ended at a random moment, and run again), cluster (25 collections on two Ray
+nodes of which something is killed), long (10,000 predictions in one process), and rewriting (50 processes that predict while
+the predictors are trained again and again).
 
 Prints a line for each part, and the faults on stderr. What they need is made in --out; damaged models that gave a fault stay
 there. docs/robustness.md has the counts.
@@ -24,7 +25,7 @@ from hase.utils import cli
 from hase.utils.paths import ROOT
 
 CAMPAIGNS = {"models": "damaged_models", "files": "damaged_workspace", "servers": "hostile_servers", "kills": "kills",
-             "long": "long_run", "rewriting": "rewriting"}  # and the module of each
+             "cluster": "cluster_kills", "long": "long_run", "rewriting": "rewriting"}  # and the module of each
 EXAMPLES = """
 python tests/fuzz/campaigns.py
 python tests/fuzz/campaigns.py models files --size 0.1 --seed 7

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -72,9 +72,9 @@ def collecting(root: Path) -> Commands:
     return [["benchmark/collector.py", "--workspace", root, "--config", root / "collector.yaml", "--quiet"]]
 
 
-def analysed(root: Path) -> None:
-    """A workspace with two small models, their records and their kernels."""
-    with_models(root, 2)
+def analysed(root: Path, models: int = 2) -> None:
+    """A workspace with some small models, their records and their kernels."""
+    with_models(root, models)
     (root / "collector.yaml").write_text(COLLECTOR)
     for command in analysing(root):
         subprocess.run([sys.executable, *command], cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
@@ -99,8 +99,35 @@ def predicted(root: Path) -> tuple[str, ...]:
     return *kept, *(f"{latency_ms:.9g}" for latency_ms in answers)
 
 
+def exporting(root: Path) -> Commands:
+    return [["model_zoo/torchvision_exporter.py", "--workspace", root, "--model", "squeezenet1_1", "--model", "squeezenet1_0",
+             "--image-size", "32", "--device", "cpu", "--quiet"]]
+
+
+def exported(root: Path) -> tuple[str, ...]:
+    """The files of a zoo with their sizes."""
+    return tuple(f"{path.relative_to(root)}: {path.stat().st_size}" for path in sorted((root / "model_zoo").rglob("*"))
+                 if path.is_file() and path.name not in (".writer", ".lock"))
+
+
+def measuring(root: Path) -> Commands:
+    return [["inference/predict_model_latency.py", "--workspace", root, "--model", root / "newnet.onnx", "--target", TARGET,
+             "--measure-missing", "--quiet"]]
+
+
+def looked_up(root: Path) -> tuple[int, list[str], float]:
+    """How often a kernel was measured while the machine was steady, at the most; which kernels were measured at all; and which
+    share of the model's latency is."""
+    workspace = Workspace(root)
+    blocks = read_journal(workspace.dataset(TARGET))
+    steady = Counter((m.id, m.label, m.place) for block in blocks for m in block.measurements if not block.unsteady)
+    share = predict(root / "newnet.onnx", target=TARGET, workspace=workspace).time_share["measured"]
+    return max(steady.values(), default=1), sorted({m.id for block in blocks for m in block.measurements}), round(share, 6)
+
+
 WORKS = (Work("analysis", analysing, with_models, built), Work("collector", collecting, analysed, measured),
-         Work("training", learning, make_workspace, predicted))
+         Work("training", learning, make_workspace, predicted), Work("exporter", exporting, Path.mkdir, exported),
+         Work("measure-missing", measuring, lambda root: conv_net(root / "newnet.onnx", channels=20, size=12), looked_up))
 
 
 def started(command: list[str | Path], temporary: Path) -> subprocess.Popen[str]:
@@ -159,35 +186,44 @@ def journal_lines(root: Path) -> bytes:
     return path.read_bytes()[:complete_bytes(path)] if path.is_file() else b""
 
 
-def outcome_of(work: Work, prepared: Path, wanted: Any, case: str, moments_s: list[float], number: signal.Signals) -> Outcome:
-    """The outcome of a work that a signal ends at some moments, and that then runs to its end."""
+def left_in(folder: Path) -> list[str]:
+    """Temporary files of Hase."""
+    return [path.name for path in folder.iterdir() if path.name.startswith((PREFIX, UNLOCKED_PREFIX))]
+
+
+Disturb = Callable[[Path, Path], Iterable[str]]  # in a workspace, with a folder for temporary files: what is wrong each time
+
+
+def outcome_of(work: Work, prepared: Path, wanted: Any, case: str, disturb: Disturb) -> tuple[Outcome, list[bytes]]:
+    """The outcome of a work that is disturbed and then runs to its end, and the lines of its journal after each of these."""
     with tempfile.TemporaryDirectory(dir=prepared.parent) as folder:
         root, temporary, began_s, wrong = Path(folder) / prepared.name, Path(folder) / "temporary", time.monotonic(), ""
         temporary.mkdir()
         shutil.copytree(prepared, root)
-        journals = [b""]
-        for moment_s in moments_s:
-            wrong = wrong or interrupted(work.commands(root)[0], moment_s, number, temporary)
+        journals = list[bytes]()
+        for found in disturb(root, temporary):
+            wrong = wrong or found
             journals.append(journal_lines(root))
         if wrong := wrong or resumed(work.commands(root), temporary):
-            return Outcome("traceback" if "Traceback" in wrong else "hang" if "did not end" in wrong else "crash", case, wrong)
+            what = "traceback" if "Traceback" in wrong else "hang" if "did not end" in wrong else "crash"
+            return Outcome(what, case, wrong), journals
+        journals.append(journal_lines(root))
         what, message, state = "another answer", "", work.state(root)
-        if not all(after.startswith(before) for before, after in pairwise([*journals, journal_lines(root)])):
+        if not all(after.startswith(before) for before, after in pairwise(journals)):
             message = "lines of the journal are lost"
         elif state != wanted:
             message = f"{state} where {wanted} is right"
-        elif left := [path.name for path in temporary.iterdir() if path.name.startswith((PREFIX, UNLOCKED_PREFIX))]:
+        elif left := left_in(temporary):
             message = f"files are left: {left}"
         else:
             what = "answer"
-        return Outcome(what, case, message, seconds=time.monotonic() - began_s)
+        return Outcome(what, case, message, seconds=time.monotonic() - began_s), journals
 
 
-def interruptions(work: Work, numbers: Sequence[int], seed: int, folder: Path) -> Iterator[Outcome]:
-    """The outcomes of interruptions of a work, each with a number of its own; every other one is a SIGKILL."""
+def whole_run(work: Work, prepared: Path) -> tuple[Any, float]:
+    """What is right in the end, by a run without interruption, and the seconds that its first command takes."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell started this in the background, where none hears Ctrl-C
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    prepared = folder / work.name / "workspace"
     shutil.rmtree(prepared.parent, ignore_errors=True)
     prepared.parent.mkdir(parents=True)
     work.prepare(prepared)
@@ -195,12 +231,24 @@ def interruptions(work: Work, numbers: Sequence[int], seed: int, folder: Path) -
     wrong, lasts_s = resumed(work.commands(whole)[:1], prepared.parent), time.monotonic() - began_s
     if wrong := wrong or resumed(work.commands(whole)[1:], prepared.parent):
         raise RuntimeError(f"{work.name}: {wrong}")
-    wanted = work.state(whole)  # without an interruption
+    return work.state(whole), lasts_s
+
+
+def interruptions(work: Work, numbers: Sequence[int], seed: int, folder: Path) -> Iterator[Outcome]:
+    """The outcomes of interruptions of a work, each with a number of its own; every other one is a SIGKILL."""
+    prepared = folder / work.name / "workspace"
+    wanted, lasts_s = whole_run(work, prepared)
     for number in numbers:
         rng, signal_number = random.Random(f"{seed} {work.name} {number}"), SIGNALS[number % len(SIGNALS)]
         moments_s = [rng.uniform(0.0, lasts_s) for _ in range(rng.choice([1, 1, 2]))]
         case = f"{work.name}, {signal_number.name} after {' and '.join(f'{moment_s:.2f} s' for moment_s in moments_s)}"
-        yield outcome_of(work, prepared, wanted, case, moments_s, signal_number)
+
+        def disturb(root: Path, temporary: Path, moments_s: list[float] = moments_s,
+                    number: signal.Signals = signal_number) -> Iterator[str]:
+            for moment_s in moments_s:
+                yield interrupted(work.commands(root)[0], moment_s, number, temporary)
+
+        yield outcome_of(work, prepared, wanted, case, disturb)[0]
 
 
 def parts(count: int, seed: int, folder: Path) -> Parts:

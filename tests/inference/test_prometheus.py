@@ -35,7 +35,7 @@ from trained_workspace import METRIC
 
 from hase.benchmark.metrics.names import FIELDS, PART_LABEL, PROFILE_LABEL
 from hase.benchmark.metrics.source import MANY, values
-from hase.inference.live.load import InferenceConfig
+from hase.inference.live.load import InferenceConfig, current_load
 from hase.inference.live.prometheus import PrometheusConfig, PrometheusError, PrometheusServer
 from hase.inference.live.prometheus_readings import PrometheusSource
 from hase.utils.config import read_config
@@ -73,6 +73,7 @@ def exporters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ex
         "rising": device("rising", *({UTIL: 100.0 * i / READINGS} for i in range(READINGS)), host="node9"),
         "renamed": device("renamed", {UTIL: 40.0, CLOCK: 1980.0, POWER: 312.5, SM: 0.25}, new_names=True),
         "shared": device("shared", {UTIL: 10.0}), "killed": device("killed", {UTIL: 60.0}),
+        "moved": device("moved", {UTIL: 30.0}), "moved_from": device("from", {UTIL: 60.0}, uuid="GPU-moved"),
         "cpu": device("cpu", {METRIC: 0.375}, uuid="node7", index=""),
     }
     yield made
@@ -90,7 +91,9 @@ def made_up() -> Iterator[MadeUpExporter]:
 
     made = MadeUpExporter({
         "nan": page("nan", {UTIL: "NaN"}), "blank": page("blank", {UTIL: 4294967295}),
-        "old": page("old", {UTIL: 5}, age_s=40.0),
+        "infinite": page("infinite", {UTIL: "+Inf"}), "old": page("old", {UTIL: 5}, age_s=40.0),
+        "pods": Page(device_labels("GPU-pods") | {"pod": "a"}, {UTIL: 20}, more=[
+            (device_labels("GPU-pods") | {"pod": "b"}, {UTIL: 20})]),
         "frozen": page("frozen", {SM: 0.4}, value_of={ENGINE: lambda scrape: 0.3 + 0.01 * (scrape % 20)}),
         "stuck": page("stuck", {SM: 0, ENGINE: 0, UTIL: 95}),
         "split": page("split", {}, more=[part("split", 1, "1g.18gb"), part("split", 2, "3g.71gb")]),
@@ -177,12 +180,18 @@ def test_parts_of_a_gpu(port: int) -> None:
     assert "dcgm-exporter --devices g" in text
 
 
+def test_a_gpu_of_several_pods_is_read_once(port: int) -> None:
+    pods = PrometheusSource(PrometheusServer(config(port, "GPU-pods")), [UTIL]).latest()[UTIL]
+    assert pods.value == 20.0
+    assert pods.readings <= (value(port, f'count_over_time({UTIL}{{UUID="GPU-pods",pod="a"}}[1m])') or 0.0)
+
+
 # what is refused -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("gpu", "message"), [
     ("GPU-nan", rf"UUID GPU-nan: metric {UTIL}: the device reports nan per cent, possible is 0 to 100; mend its exporter, or"),
-    ("GPU-blank", r"reports 4294967295, which stands for no value \(blank\); mend"),
+    ("GPU-infinite", "the device reports inf"), ("GPU-blank", r"reports 4294967295, which stands for no value \(blank\); mend"),
     ("GPU-old", r"UTIL of GPU-old \(index 0, host node7\) is stale: its newest sample is 4\d\.\d s old, max_age_s is 5"),
     ("GPU-none", r"no metrics of UUID GPU-none, but of .*GPU-blank \(index 0, host node7\), job blank; .*GPU-busy.* more"),
     ("GPU-never", "can't be scraped at present: job never"),
@@ -208,6 +217,8 @@ def test_missing_metrics(port: int) -> None:
             f"{UTIL}; these predictors need it") in text
     assert refusal(config(port), "DCGM_FI_DEV_CPU_UTIL_IRQ").startswith(
         f"prometheus.url http://127.0.0.1:{port}: HTTP 200, but it knows none of the metrics DCGM_FI_DEV_CPU_UTIL_IRQ")
+    with pytest.raises(UserError, match="metric unheard_of: Prometheus can't read it here; it has DCGM_FI_PROF"):
+        read(config(port), "unheard_of")
 
 
 def test_an_exporter_that_fails_later(port: int, exporters: dict[str, Exporter]) -> None:
@@ -222,6 +233,14 @@ def test_an_exporter_that_fails_later(port: int, exporters: dict[str, Exporter])
     wait_for(lambda: value(port, f'count_over_time({UTIL}{{UUID="GPU-killed"}}[300ms])') is None)
     assert "no sample of GPU-killed (index 0, host node7) within 0.3 s, though there were some within 1h" in refusal(
         settings.model_copy(update={"window_s": 0.3, "max_age_s": 0.3}))
+
+
+def test_an_exporter_that_was_replaced(port: int, exporters: dict[str, Exporter]) -> None:
+    """Of two that reported a GPU within the window, the one that is up counts."""
+    exporters["moved_from"].close()
+    wait_for(lambda: value(port, 'up{job="moved_from"}') == 0.0)
+    assert value(port, f'count(count_over_time({UTIL}{{UUID="GPU-moved"}}[1m]))') == 2.0
+    assert read(config(port, "GPU-moved")) == {UTIL: pytest.approx(30.0)}
 
 
 @pytest.mark.parametrize(("status", "answer", "message"), [
@@ -321,6 +340,8 @@ def test_tokens_stay_secret(port: int, recorder: Recorder, tmp_path: Path, monke
     monkeypatch.delenv("HASE_TEST_TOKEN", raising=False)
     with pytest.raises(UserError, match="token_env: no environment variable"):
         read(config(port, url=recorder.url, token_env="HASE_TEST_TOKEN"))
+    with pytest.raises(UserError, match="token_env"):  # the config is wrong, not the server: there is no idle device to assume
+        current_load(InferenceConfig(prometheus=config(port, on_failure="idle", token_env="HASE_TEST_TOKEN")), fields=[UTIL])
 
 
 # the config ----------------------------------------------------------------------------------------------------------------

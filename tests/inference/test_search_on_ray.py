@@ -1,9 +1,10 @@
-"""Searches on a real Ray cluster, two nodes on this machine: the same table as without Ray, whatever happens to a node; errors
-of one line."""
+"""Searches on a real Ray cluster, two nodes on this machine: the same table as without Ray, whatever happens to a node or the
+command; errors of one line."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -19,11 +20,14 @@ from optional_packages import needs, without
 from ray_nodes import NodesHere, nodes_here
 from test_search import H200, MY_SPACE
 from test_search import question as h200_question
+from trained_workspace import conv_net
 
-from hase.inference.search import ofa, searching
-from hase.inference.search.evaluating import SearchLimits, SearchQuestion
+from hase.inference.search import ofa, on_ray, searching
+from hase.inference.search.evaluating import Evaluator, SearchLimits, SearchQuestion
 from hase.inference.search.searching import search
+from hase.recipes.same_predictions.record import CPU_WORKSPACE
 from hase.utils.errors import UserError
+from hase.utils.files import unpack
 from hase.utils.paths import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly,
@@ -88,6 +92,52 @@ def test_a_node_that_is_lost_costs_nothing(cluster: NodesHere, tmp_path: Path) -
     assert killed == [True]
     assert found == before
     assert out.read_bytes() == whole.read_bytes()
+
+
+def test_predictors_of_ones_own_travel(cluster: NodesHere, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a node without the workspace."""
+    monkeypatch.chdir(ROOT)  # an actor enters the driver's folder; here, this process is the actor
+    unpack(CPU_WORKSPACE, tmp_path / "workspace")
+    models = [conv_net(tmp_path / "models" / f"{channels}.onnx", channels=channels) for channels in (8, 16)]
+    asked = h200_question(str(tmp_path / "models"), None, workspace=tmp_path / "workspace", target="avx512", host_pace=None,
+                          force=True)
+    found = search(asked, 5, ray_address=cluster.address)
+    assert found == search(asked, 5)
+    assert (len(found.best), found.failed) == (2, 0)
+    here = Evaluator(asked)
+    work = on_ray.ClusterWork(here.elsewhere._replace(workspace=Path("/nowhere")), 0, SMALL, tmp_path, here.learned, {})
+    assert on_ray._evaluator(work, tmp_path / "elsewhere")(models) == here(models)
+
+
+def test_a_stopped_command_goes_on_where_it_was(cluster: NodesHere, tmp_path: Path) -> None:
+    out, whole, part = (tmp_path / name for name in ("found.csv", "whole.csv", "found.csv.part"))
+    alone = f"inference/search_models.py --space ofa --target {H200} --latency-ms 1.1 --host-pace 1 --count 6000".split()
+    command = [*alone, "--out", str(out), "--ray", cluster.address]
+    with subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          text=True) as process:
+        while process.poll() is None and not (part.exists() and len(part.read_bytes().splitlines()) > 1):
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert (process.returncode, "Traceback" in errors, out.exists()) == (130, False, False)
+    assert "what was searched (with --out) is kept: run again to go on" in errors
+    assert "candidates were searched before; going on from there" in run_script(*command).stderr
+    run_script(*alone, "--out", whole)
+    assert out.read_bytes() == whole.read_bytes()
+
+
+@pytest.mark.parametrize("package", ["onnx", "pydantic"])
+def test_a_node_without_a_package_is_one_line(cluster: NodesHere, tmp_path: Path, package: str) -> None:
+    """One that is loaded at its first use, and one without which nothing of Hase can be imported."""
+    node = cluster.add((0,), PYTHONPATH=without([package], tmp_path / "none")["PYTHONPATH"])
+    try:
+        done = run_script("inference/search_models.py", "--space", "ofa", "--target", H200, "--host-pace", "1", "--count",
+                          "3000", "--ray", cluster.address, "--quiet")
+    finally:
+        cluster.kill(node)
+    line = done.stderr.splitlines()[-1]
+    assert (done.returncode, line.startswith("error: "), "Traceback" in done.stderr) == (1, True, False)
+    assert line.endswith(f"No module named {package}; install the same packages on all machines of the cluster")
 
 
 def test_errors_are_one_line(tmp_path: Path) -> None:

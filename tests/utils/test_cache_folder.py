@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -49,6 +50,20 @@ def test_json_is_made_once(folder: Path) -> None:
         kept_json("another", make)
         kept_json("k", make)
     assert (make.call_count, read_entry("another")) == (3, None), "neither read nor written"
+
+
+def test_many_write_and_read_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody sees half an entry, also while entries are removed."""
+    monkeypatch.setattr(cache_folder, "MOST_BYTES", 20 * 4096)
+    contents = {f"{number}": bytes([number]) * 3000 for number in range(40)}
+
+    def use(key: str) -> bool:
+        write_entry(key, contents[key])
+        return all(read_entry(name) in (None, data) for name, data in contents.items())
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(use, contents))
+    assert not list(folder.glob(".*"))
 
 
 def test_what_was_not_used_for_longest_goes_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

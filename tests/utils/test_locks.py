@@ -79,6 +79,20 @@ def test_the_error_names_the_process_and_locks_end_with_it(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+def test_a_process_may_hold_a_lock_several_times(tmp_path: Path) -> None:
+    """Others may take it once it has left it as often."""
+    program = "import sys\nfrom pathlib import Path\nfrom hase.utils.locks import sole_writer\n" \
+              "with sole_writer(Path(sys.argv[1])): print('mine')"
+    with sole_writer(tmp_path):
+        with sole_writer(tmp_path):
+            pass
+        assert "in use by process" in subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT,
+                                                     capture_output=True, text=True).stderr
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "mine\n", done.stderr
+
+
+@pytest.mark.slow
 def test_a_lock_is_waited_for_where_the_option_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(locks.WAIT_VARIABLE, "")
     onnx.save(small_model(), tmp_path / "net.onnx")
@@ -196,9 +210,12 @@ def test_a_shared_folder_is_removed_by_the_last_who_leaves_it_or_by_whoever_come
         other.communicate("leave\n")
         assert folder.is_dir()
     assert not folder.exists()
-    killed = sharer("killed")
+    killed, stays = sharer("killed"), sharer("stays")
     killed.kill()
     killed.communicate()
+    assert remove_left_over() == []
+    stays.kill()
+    stays.communicate()
     assert remove_left_over() == [folder]
 
 

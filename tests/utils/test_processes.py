@@ -55,6 +55,22 @@ def test_a_child_that_is_asked_to_end_raises_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="pipes that break")
+def test_a_worker_whose_parent_has_gone_ends_without_a_traceback() -> None:
+    """Its parent ended before it could ask to end with it; a request waits in its pipe."""
+    program = ("from hase.utils import processes; processes.die_with_parent = lambda: None; "
+               "processes.serve_lines(lambda line: 'reply')")
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, input=b"request\n", stdout=writing,
+                              stderr=subprocess.PIPE, timeout=60, check=False)
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def asked_or_dead(worker: WorkerProcess[AnalysisTask, AnalysisReply], task: AnalysisTask) -> AnalysisReply:
     """Asks the child that analyses models, which dies at a model named `dies`."""
     if task.model.stem == "dies":

@@ -146,6 +146,15 @@ def test_exit_codes(body: Callable[[Workspace], int | None], arguments: tuple[st
     assert (message or "") in done.stderr
 
 
+@pytest.mark.slow
+def test_a_bug_keeps_its_traceback() -> None:
+    """And a user's error has none, whatever caused it."""
+    for error, has_one in (("ValueError('a bug')", True), ("errors.UserError('mend this') from ValueError('a bug')", False)):
+        script = f"from hase.utils import cli, errors\ndef main(): raise {error}\ncli.run(main)"
+        done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+        assert (done.returncode, "Traceback" in done.stderr, "a bug" in done.stderr) == (1, has_one, has_one)
+
+
 def test_a_reader_that_closed_its_pipe_is_no_error() -> None:
     script = "from hase.utils import cli\ncli.run(lambda: print('line\\n' * 100000))"
     done = subprocess.run(f'"{sys.executable}" -c "{script}" | head -1; echo "${{PIPESTATUS[0]}}"', shell=True, cwd=ROOT,

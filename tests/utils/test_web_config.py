@@ -1,4 +1,4 @@
-"""The servers that Prometheus scrapes: TLS, users, and clients that disconnect."""
+"""The servers that Prometheus scrapes: TLS, users, and clients that disconnect; and a real Prometheus."""
 
 from __future__ import annotations
 
@@ -22,13 +22,29 @@ from command import run_script
 from optional_packages import needs
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
-from prometheus_stand import PASSWORD, PASSWORD_BCRYPT, USER, certificates, drips_until_disconnected, serving
+from prometheus_stand import (
+    PASSWORD,
+    PASSWORD_BCRYPT,
+    READINGS,
+    USER,
+    certificates,
+    drips_until_disconnected,
+    prometheus,
+    prometheus_or_skip,
+    recorded,
+    serving,
+    start_exporter,
+    value,
+    wait_for,
+)
 
 from hase.utils import web_server
 from hase.utils.errors import UserError
 from hase.utils.web_server import ScrapeServer, WebAccess, scrape_server
 
 pytestmark = pytest.mark.slow
+
+UTIL = "DCGM_FI_DEV_GPU_UTIL"
 TLS = {"cert_file": "server.pem", "key_file": "server.key"}  # beside the config
 WANTS_CERTIFICATE = {"client_ca_file": "ca.pem", "client_auth_type": "RequireAndVerifyClientCert"}
 USERS = {USER: PASSWORD_BCRYPT}
@@ -203,6 +219,33 @@ def test_the_commands_errors(folder: Path, tmp_path: Path, monkeypatch: pytest.M
     assert exporter(path) == (
         1, f"error: {path}: basic_auth_users needs the package bcrypt; pip install -r requirements-operating.txt\n")
     assert exporter(written(folder, {"tls_server_config": TLS})) == (0, "")
+
+
+def test_a_prometheus_that_may_scrape_and_others_that_may_not(folder: Path, tmp_path: Path) -> None:
+    """The real command, scraped over TLS with a certificate and a password as docs/operating.md says."""
+    prometheus_or_skip()
+    path = written(folder, {"tls_server_config": TLS | WANTS_CERTIFICATE, "basic_auth_users": USERS})
+    done = subprocess.run(["promtool", "check", "web-config", str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr  # the same file serves Prometheus's own exporters
+    process, url = start_exporter(recorded(tmp_path / "gpu.jsonl", [{UTIL: 60.0}] * READINGS), "--web-config", str(path))
+    try:
+        address = url.removeprefix("https://").removesuffix("/metrics")
+        login = {"username": USER, "password": PASSWORD}
+        tls = {"ca_file": str(folder / "ca.pem"), "cert_file": str(folder / "client.pem"),
+               "key_file": str(folder / "client.key")}
+        how = {"right": {"scheme": "https", "basic_auth": login, "tls_config": tls}, "plain": {"basic_auth": login},
+               "wrong": {"scheme": "https", "basic_auth": login | {"password": "wrong"}, "tls_config": tls},
+               "stranger": {"scheme": "https", "basic_auth": login, "tls_config": {"ca_file": tls["ca_file"]}}}
+        with prometheus(tmp_path / "prometheus", dict.fromkeys(how, (address, "metrics")), jobs=how) as port:
+            wait_for(lambda: value(port, 'up{job="right"}') == 1.0 and value(port, "count(up == 0)") == 3.0)
+            assert value(port, UTIL) == 60.0
+            found = requests.get(f"http://127.0.0.1:{port}/api/v1/targets", timeout=10).json()["data"]["activeTargets"]
+            errors = {target["labels"]["job"]: target["lastError"] for target in found}
+            assert [job for job, error in errors.items() if not error] == ["right"]
+            assert "401 Unauthorized" in errors["wrong"]
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_a_client_that_disconnects_costs_no_traceback_and_no_other_answer(capfd: pytest.CaptureFixture[str]) -> None:
