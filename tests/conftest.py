@@ -38,6 +38,7 @@ TORCH_MODELS = {"resnet18": 64, "mobilenet_v3_small": 64, "vit_tiny": 32}  # nam
 TORCH_BATCH = 2
 NIGHTLY = ("tests/extras/", "tests/extras/convolutions/", "tests/extras/graph_stages/", "tests/runtimes/test_tvm",
            "tests/runtimes/test_openvino")  # their slow tests
+LONGEST = "test_readme.py"  # takes minutes: begins first, or one worker would wait for the other
 QUICK_S = 2.0  # what takes longer, its fixtures included, is to be marked slow
 Once = Callable[[str, Callable[[Path], object]], Path]  # the type of the fixture `once`
 
@@ -51,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("nightly")
     measuring = {item.path for item in items if item.get_closest_marker("measuring")}
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    files = sorted({item.path for item in items}, key=lambda path: (path not in slow, path))
+    files = sorted({item.path for item in items}, key=lambda path: (path not in slow, path.name != LONGEST, path))
     position = {path: (path not in slow, number) for kind in (True, False)
                 for number, path in enumerate(path for path in files if (path in measuring) is kind)}
     items.sort(key=lambda item: (*position[item.path], item.path))
