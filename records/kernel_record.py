@@ -159,7 +159,7 @@ class Kernel(Frozen):
     @property
     def subgraphs(self) -> tuple[str, ...]:
         """The attributes with a graph (of If, Loop and Scan), of which the record keeps only a hash."""
-        return tuple(key for key, value in sorted(self.attributes.items()) if isinstance(value, dict) and "graph" in value)
+        return tuple(sorted(key for key, value in self.attributes.items() if isinstance(value, dict) and "graph" in value))
 
     @property
     def activations(self) -> tuple[KernelInput, ...]:
