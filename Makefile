@@ -1,4 +1,4 @@
-# make demo: the whole pipeline at a small size, into out/demo.   make quick: the tests of three minutes.   make test: what CI runs.
+# make demo: the whole pipeline at a small size, into out/demo.   make quick: the tests of one minute.   make test: what CI runs.
 # make nightly: the long campaigns (attacks, kills, installs, clusters, other runtimes).   make check: ruff, mypy, imports.
 PYTHON ?= python3
 VENV := .venv

@@ -154,6 +154,7 @@ def test_speeds_are_timed(workspace: Workspace, tmp_path: Path) -> None:
     assert run_script(*speed, "anet_c8.onnx").returncode == 2  # several models need --shell
 
 
+@pytest.mark.nightly
 def test_a_version_is_timed_against_another(tmp_path: Path, capsys: pytest.CaptureFixture[str],
                                             monkeypatch: pytest.MonkeyPatch) -> None:
     """Against itself, under another name."""

@@ -281,6 +281,7 @@ def test_without_its_package_a_collection_says_how_to_get_it(tmp_path: Path, mon
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_decoder_of_transformers_continues_its_prompt(tmp_path: Path) -> None:
     """The token after a prompt has the same scores with the prompt as with its keys and values."""
     pytest.importorskip("transformers")
