@@ -63,13 +63,8 @@ class Arena:
 
     def allocate(self, size: int) -> tuple[int, int]:
         """Takes a chunk of at least `size` bytes; returns the handle for `free`."""
-        size = -(-size // ALIGNED) * ALIGNED or ALIGNED
-        free = self._free
-        index = bisect_left(free, (size,))
-        if index == len(free):
-            self._extend(size)
-            index = bisect_left(free, (size,))
-        whole, at = free.pop(index)
+        size = aligned(size)
+        whole, at = self._free.pop(self._find(size))
         end = at + whole
         del self._free_from[at], self._free_up_to[end]
         if whole >= 2 * size or whole - size >= DEAD_BYTES:
@@ -81,11 +76,7 @@ class Arena:
     def lend(self, size: int) -> None:
         """Takes a chunk of at least `size` bytes and frees it at once, as scratch."""
         size = aligned(size)
-        index = bisect_left(self._free, (size,))
-        if index == len(self._free):
-            self._extend(size)
-            index = bisect_left(self._free, (size,))
-        _, at = self._free[index]
+        _, at = self._free[self._find(size)]
         self._use(at, at + size)
 
     def keep(self, sizes: Iterable[int]) -> None:
@@ -94,11 +85,7 @@ class Arena:
         """
         free = self._free
         for size in sizes:
-            index = bisect_left(free, (size,))
-            if index == len(free):
-                self._extend(size)
-                index = bisect_left(free, (size,))
-            whole, at = free.pop(index)
+            whole, at = free.pop(self._find(size))
             if whole >= 2 * size or whole - size >= DEAD_BYTES:
                 insort(free, (whole - size, at + size))
         self._free_from = {at: size for size, at in free}
@@ -115,6 +102,14 @@ class Arena:
             del self._free[bisect_left(self._free, (self._free_from[before], before))]
             start = before
         self._add(start, end)
+
+    def _find(self, size: int) -> int:
+        """The index of the smallest free chunk of at least `size` bytes; without one, a region is added."""
+        index = bisect_left(self._free, (size,))
+        if index == len(self._free):
+            self._extend(size)
+            index = bisect_left(self._free, (size,))
+        return index
 
     def _use(self, start: int, end: int) -> None:
         """Counts the bytes of a region that were never in use before."""
@@ -311,13 +306,13 @@ def buffers_of_run(record: ModelRecord, layouts: Mapping[str, Layout], apart: Co
     return planned.nodes
 
 
-def lay_out(store: Arena | Block, run: Iterable[NodeBuffers], scratch_bytes: Iterable[int] = itertools.repeat(0),
+def lay_out(store: Arena | Block, run: Sequence[NodeBuffers], scratch_bytes: Sequence[int] | None = None,
             times: float = 1.0) -> None:
     """Allocates and frees the buffers of a run, node by node, with their sizes multiplied by `times`. Scratch lies in an arena
     alone.
     """
     handles: dict[str, tuple[int, int]] = {}
-    for (made, _, freed), scratch in zip(run, scratch_bytes, strict=False):
+    for (made, _, freed), scratch in zip(run, [0] * len(run) if scratch_bytes is None else scratch_bytes, strict=True):
         for name, size in made:
             handles[name] = store.allocate(int(times * size))
         if scratch and isinstance(store, Arena):
@@ -343,7 +338,7 @@ class _Plan:
 
     def add(self, nodes: Iterable[Node], layouts: Mapping[str, Layout]) -> None:
         """Adds the nodes of a run, in order."""
-        buffer_of, pending, kind_of, last_use = self._buffer_of, self._pending, self._kind_of, self.last_use
+        buffer_of, pending, kind_of = self._buffer_of, self._pending, self._kind_of
         for index, node in enumerate(nodes):
             layout, made, lent_bytes = layouts[node.kernel_id], list[tuple[str, int]](), 0
             outputs = zip(node.outputs, layout.output_bytes, layout.output_kinds, strict=False)
@@ -364,22 +359,24 @@ class _Plan:
                     kind_of[name] = kind
                     made.append((name, size))
                 if (buffer := buffer_of[name]) in kind_of:
-                    last_use[buffer] = index
-                    if not pending[buffer]:
-                        self._unread.setdefault(kind_of[buffer], []).append(buffer)
+                    self._used(buffer, index)
             for name in node.inputs:
                 if name in buffer_of:  # otherwise a constant, or a missing optional input
                     buffer = buffer_of[name]
                     pending[buffer] -= 1
                     if buffer in kind_of:
-                        last_use[buffer] = index
-                        if not pending[buffer]:
-                            self._unread.setdefault(kind_of[buffer], []).append(buffer)
+                        self._used(buffer, index)
             self.nodes.append(NodeBuffers(made, lent_bytes, []))
 
     def _own(self, name: str, buffer: str, size: int) -> None:
         """Gives a tensor its own buffer."""
         self._buffer_of[name], self._bytes[buffer], self._pending[buffer] = buffer, size, self._readers[name]
+
+    def _used(self, buffer: str, index: int) -> None:
+        """Marks an intermediate buffer as needed by a node."""
+        self.last_use[buffer] = index
+        if not self._pending[buffer]:
+            self._unread.setdefault(self._kind_of[buffer], []).append(buffer)
 
     def _shared(self, node: Node, layout: Layout, size: int) -> str | None:
         """The input buffer that a node's first output of `size` bytes reuses; None if it needs its own."""
