@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hase.learned import target_files
-from hase.recipes.figures import figure_pages, filled, read_figures
+from hase.recipes.figures import FIGURES, figure_pages, filled, measured_again, read_figures
 from hase.recipes.write_pages import COMMANDS_PAGE, all_commands, commands_page
+from hase.utils.errors import UserError
 from hase.utils.paths import ROOT, SHIPPED
 
 DOCUMENTS = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("[!.]*/README.md")])  # the README links to them
@@ -93,3 +95,19 @@ def test_examples_name_existing_files() -> None:
              if re.search(r"\w\.(onnx|json|jsonl|yaml|txt|npz|pt2|csv|pkl|xz)$", word)}
     assert not sorted(line for word, line in named if not word.startswith("out/") and word not in written
                       and Path(word).name not in MADE and not any(ROOT.glob(word)))
+
+
+@pytest.mark.parametrize(("group", "printed", "values"), [
+    ("kinds", {"marks": {"models": 99, "marked": 3, "mape": 0.0712, "held": 0.917}}, ["99", "3", "7.1", "92"]),
+    ("h100_sheet", {"summary": [{"predicted": "as on NVIDIA H200", "MAPE_%": 9.0, "median_%": 8.0},
+                                {"predicted": "from the data sheet", "MAPE_%": 5.04, "median_%": 3.0}]}, ["5.0", "3.0"])])
+def test_figures_are_taken_from_what_their_command_printed(group: str, printed: dict[str, Any], values: list[str]) -> None:
+    """Those of the group alone change: their value, commit and date."""
+    text = FIGURES.read_text(encoding="utf-8")
+    lines = zip(text.splitlines(), measured_again(text, group, printed).splitlines(), strict=True)
+    changed = [after for before, after in lines if before != after]
+    assert [line.partition("value: ")[2].partition(",")[0] for line in changed] == values
+    with pytest.raises(UserError, match=rf"{group}_\w+: the command's JSON has nothing at"):
+        measured_again(text, group, {})
+    with pytest.raises(UserError, match="no figure none_… says where"):
+        measured_again(text, "none", printed)
