@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE :=  # Python keeps what it compiled: the tests st
 
 setup: $(VENV)/.installed
 
-$(VENV)/.installed: requirements.txt
+$(VENV)/.installed: requirements.txt pyproject.toml
 	@echo "installing requirements.txt into $(VENV): needs about 7 GB of disk (most of it torch's CUDA libraries)"
 	@mkdir -p $(VENV)
 	@$(PYTHON) -c 'import shutil, sys; free = shutil.disk_usage("$(VENV)").free / 2**30; sys.exit(0 if free > 9 else f"error: {free:.1f} GB are free here; 9 GB are needed")'
@@ -28,9 +28,7 @@ quick: setup
 	$(RUN) -m pytest -n 2 -m "not slow and not nightly"
 
 nightly: setup
-	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements-stages.txt -r requirements-tvm.txt \
-	    -r requirements-pool.txt -r requirements-operating.txt -r requirements-search.txt -r requirements-ray.txt
-	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-llm.txt
+	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements.txt -e '.[llm,operating,pool,ray,search,stages,tvm]'
 	$(RUN) -m pytest -n 2 -m nightly
 
 check: setup

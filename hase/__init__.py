@@ -9,4 +9,4 @@ from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[1]
 if (_ROOT / "pyproject.toml").is_file():
-    __path__ = [str(_ROOT)]
+    __path__ = [str(_ROOT), *__path__]

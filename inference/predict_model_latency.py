@@ -76,7 +76,7 @@ from hase.utils.errors import UserError
 from hase.utils.files import write_json
 from hase.utils.logger import get_logger, progress
 from hase.utils.pages.rendering import write_page
-from hase.utils.paths import ROOT
+from hase.utils.paths import default_root
 from hase.utils.text import first_and_count, names_by_warning
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ def advise_measuring(args: argparse.Namespace, predictions: Sequence[Prediction]
     command = ["python", "inference/predict_model_latency.py", "--model", *map(str, args.model), "--measure-missing",
                *(["--static"] if args.static else [])]
     for option, values in (("--dim", args.dim), ("--target", [args.target] if args.target else []),
-                           ("--workspace", [str(args.workspace)] if args.workspace != ROOT else [])):
+                           ("--workspace", [str(args.workspace)] if args.workspace != default_root() else [])):
         for value in values:
             command += [option, value]
     if args.sizes:

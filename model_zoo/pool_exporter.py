@@ -12,7 +12,7 @@ Reads model_zoo/pool.yaml, which lists the models of five collections, or takes 
 Writes `<model>.onnx` and, with --dtype fp16, `<model>_fp16.onnx` to model_zoo/models, with dynamic batch (and sequence length).
 Each file is checked by onnx.checker, and by runs at two sets of sizes whose outputs agree with those of torch (those of a
 detector are not compared: how many boxes it finds depends on rounding). Weights are random, so nothing is downloaded. Finished
-files are kept by the next run. timm and transformers are in requirements-pool.txt.
+files are kept by the next run. timm and transformers come with pip install '.[pool]'.
 """
 
 from __future__ import annotations

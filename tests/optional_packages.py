@@ -13,11 +13,11 @@ import pytest
 NEEDED = "HASE_NEEDS_PACKAGES"
 
 
-def needs(package: str, requirements: str) -> None:
+def needs(package: str, extra: str) -> None:
     """Skips or fails a test or fixture that needs a package which is missing. A folder of tests with its name is none."""
     spec = find_spec(package)
     if spec is None or spec.origin is None:
-        message = f"needs the package {package}: pip install -r {requirements}"
+        message = f"needs the package {package}: pip install '.[{extra}]'"
         pytest.fail(message) if os.environ.get(NEEDED) else pytest.skip(message)
 
 

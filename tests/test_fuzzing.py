@@ -37,7 +37,7 @@ CAMPAIGNS: dict[str, tuple[Callable[[Path, Path], Iterable[Outcome]], set[str]]]
 @pytest.mark.parametrize("campaign", CAMPAIGNS)
 def test_a_campaign_finds_no_fault(campaign: str, tmp_path: Path, trained_workspace: Workspace) -> None:
     if campaign == "kills on a cluster":
-        needs("ray", "requirements-ray.txt")
+        needs("ray", "ray")
     cases, wanted = CAMPAIGNS[campaign]
     outcomes = list(cases(tmp_path, trained_workspace.root))
     assert not [str(outcome) for outcome in outcomes if outcome.fault]

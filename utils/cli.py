@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import re
-import shlex
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -20,18 +19,20 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from hase.utils import logger
+from hase.utils.cache_folder import cache_folder
+from hase.utils.commands import as_typed, command_line, program
 from hase.utils.errors import OpenSizes, UserError, explain, user_can_mend
 from hase.utils.fingerprint import FROM_SHEET
-from hase.utils.lazy import rich
+from hase.utils.lazy import argcomplete, rich
 from hase.utils.locks import wait_for_locks
-from hase.utils.paths import ROOT, Workspace
+from hase.utils.paths import IN_CLONE, ROOT, Workspace, default_root
 from hase.utils.processes import asked_by, begin_command, say
 from hase.utils.text import cell
 
 EXIT_USAGE = 2
 EXIT_ROUGH = 3  # an answer is a rough estimate (with --fail-on-rough)
 EXIT_SLO_MISSED = 4  # a latency objective is not met
-LEFT_OUT = ("torch", "torchvision", "onnxscript", "matplotlib")  # packages that requirements-predict.txt leaves out
+LEFT_OUT = {"torch": "export", "torchvision": "export", "onnxscript": "export", "matplotlib": "plot"}  # package: its extra
 LAST_PORT = 65535
 PLOTS = (".png", ".svg", ".pdf")  # suffixes of plots
 FILE_COLUMNS = ("model", "file", "status", "mb", "difference")  # columns of the table of exported files
@@ -70,14 +71,14 @@ def _report(error: BaseException, stopped: str) -> int | None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     if isinstance(error, OpenSizes):
-        print(f"error: {error.problem}: python {shlex.join(sys.argv)} {error.options}", file=sys.stderr)
+        print(f"error: {error.problem}: {command_line()} {error.options}", file=sys.stderr)
     elif isinstance(error, UserError):
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {as_typed(str(error))}", file=sys.stderr)
     elif isinstance(error, OSError) and user_can_mend(error):
         print(f"error: {explain(error)}", file=sys.stderr)
     elif isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in LEFT_OUT:
-        print(f"error: needs the package {error.name}, which requirements-predict.txt leaves out; "
-              "pip install -r requirements.txt", file=sys.stderr)
+        extra = LEFT_OUT[str(error.name).partition(".")[0]]
+        print(as_typed(f"error: needs the package {error.name}; pip install '.[{extra}]'"), file=sys.stderr)
     else:
         return None
     return 1
@@ -166,7 +167,7 @@ def plot_file(text: str) -> Path:
     if path.suffix not in PLOTS:
         raise argparse.ArgumentTypeError(f"{text}: a {', '.join(PLOTS[:-1])} or {PLOTS[-1]}")
     if path.suffix != ".svg" and find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError(f"{text} needs matplotlib, which requirements-predict.txt leaves out; "
+        raise argparse.ArgumentTypeError(f"{text} needs matplotlib (pip install '.[plot]'); "
                                          f"{path.with_suffix('.svg')} needs nothing")
     return path
 
@@ -407,11 +408,16 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)
+        self.completing = False
         self.given: set[str] = set()  # the options of one value in the command line that is being parsed
         for name in (None, "store"):
             self.register("action", name, StoreOnce)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if os.environ.get("_ARGCOMPLETE") and not self.completing:  # a shell asks what could be typed next
+            self.completing = True
+            os.environ["_ARGCOMPLETE"] = "2" if program().startswith("hase ") else os.environ["_ARGCOMPLETE"]
+            argcomplete.autocomplete(self)
         self.given.clear()
         words = list(sys.argv[1:] if args is None else args)
         for word in itertools.takewhile(lambda word: word != "--", words):
@@ -427,17 +433,18 @@ class Parser(argparse.ArgumentParser):
         return f"; did you mean {' or '.join(similar)}?" if similar else ""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_USAGE, f"error: {message} (see {self.prog} --help)\n")
+        self.exit(EXIT_USAGE, as_typed(f"error: {message} (see {self.prog} --help)\n"))
 
 
 def parser(doc: str | None, examples: str) -> argparse.ArgumentParser:
     """An argument parser with the shared options. Its help begins with the script's docstring and ends with `examples`."""
     command_parser = Parser(
-        description=doc, epilog="examples:\n" + examples.strip("\n"), formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+        prog=program(), description=as_typed(doc or ""), epilog=as_typed("examples:\n" + examples.strip("\n")),
+        formatter_class=argparse.RawDescriptionHelpFormatter)
     shared = command_parser.add_argument_group("shared options")
-    shared.add_argument("--workspace", type=Path, default=ROOT, metavar="DIR",
-                        help="folder that holds what the phases write (default: the repository)")
+    shared.add_argument("--workspace", type=Path, default=default_root(), metavar="DIR",
+                        help="folder that holds what the phases write (default: the "
+                             f"{'repository' if IN_CLONE else 'current folder'})")
     shared.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
     shared.add_argument("--wait", action="store_true",
                         help="wait while another process writes to the same folder or measures on the same device (default: "
@@ -456,13 +463,21 @@ def existing_folder(option: str, folder: Path, remedy: str = "") -> Path:
     raise UserError(f"{option} {folder}: no such folder{remedy and '; '}{remedy}")
 
 
+def log_file(workspace: Workspace) -> Path | None:
+    """Where a command logs: in its workspace, or in the user's cache if Hase is installed and no folder was named."""
+    if IN_CLONE or workspace.root != default_root():
+        return workspace.log_file
+    folder = cache_folder()
+    return folder and folder / "hase.log"
+
+
 def start(args: argparse.Namespace, begins: bool = False) -> Workspace:
     """Configures logging by the shared options, and returns the workspace, which must exist unless the script `begins` it."""
     folder = Path(args.workspace)
     if folder.exists() or not begins:
         existing_folder("--workspace", folder, f"check its name, or make it first: mkdir -p {folder}")
     workspace = Workspace(folder.resolve())
-    logger.configure(workspace.log_file, verbose=args.verbose, quiet=args.quiet)
+    logger.configure(log_file(workspace), verbose=args.verbose, quiet=args.quiet)
     if args.wait:
         wait_for_locks()
     return workspace

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import multiprocessing
 
     import ai3
+    import argcomplete
     import bcrypt
     import jinja2
     import matplotlib.patheffects
@@ -77,9 +78,10 @@ if TYPE_CHECKING:
     import xgboost
     import yaml
 
-__all__ = ["ai3", "bcrypt", "jinja2", "matplotlib", "multiprocessing", "networkx", "onnx", "onnx_ir", "onnxruntime",
-           "onnxruntime_genai", "openvino", "optuna", "pandas", "prometheus_client", "pyarrow", "pynvml", "ray", "requests",
-           "rich", "scipy", "sklearn", "timm", "torch", "torchvision", "transformers", "tvm", "tvm_ffi", "xgboost", "yaml"]
+__all__ = ["ai3", "argcomplete", "bcrypt", "jinja2", "matplotlib", "multiprocessing", "networkx", "onnx", "onnx_ir",
+           "onnxruntime", "onnxruntime_genai", "openvino", "optuna", "pandas", "prometheus_client", "pyarrow", "pynvml", "ray",
+           "requests", "rich", "scipy", "sklearn", "timm", "torch", "torchvision", "transformers", "tvm", "tvm_ffi", "xgboost",
+           "yaml"]
 
 
 class LazyPackage:

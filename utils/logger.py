@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hase.utils.commands import as_typed
 from hase.utils.lazy import rich
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s[%(process)d]: %(message)s"
@@ -25,7 +26,7 @@ class _ConsoleFormatter(logging.Formatter):
     COLOURS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[31m"}
 
     def format(self, record: logging.LogRecord) -> str:
-        message = record.getMessage()
+        message = as_typed(record.getMessage())
         if record.exc_info:
             message += "\n" + self.formatException(record.exc_info)
         if record.levelno < logging.WARNING:

@@ -11,7 +11,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +19,9 @@ from pydantic import AfterValidator
 
 from hase.utils.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[1]  # holds the package's folders: the repository, or `hase` in a wheel's site-packages
+IN_CLONE = (ROOT / "pyproject.toml").is_file()
+IMPORTED_FROM = ROOT if IN_CLONE else ROOT.parent  # where Python finds `hase`
 SHIPPED = ROOT / "learned" / "shipped"  # predictors that come with Hase, in the same layout as those of a workspace
 ESTIMATORS = ROOT / "training" / "estimators"  # estimators that come with Hase, a file each
 COMPOSITION = "composition.json"  # how kernel times add up to a model's time
@@ -28,11 +30,17 @@ LONGEST_BYTES = 240  # of a name: file systems allow 255, and a suffix is added
 _UNSAFE = re.compile(r'[/\\\x00-\x1f\x7f]')  # separates folders, or is not printable
 
 
+def default_root() -> Path:
+    """The root of the default workspace."""
+    return ROOT if IN_CLONE else Path.cwd()
+
+
 @dataclass(frozen=True)
 class Workspace:
-    """A folder for what the phases write. It has the same layout as the repository, which is the default."""
+    """A folder for what the phases write, with the layout of the repository. By default the repository itself, or the current
+    folder where Hase is installed as a package."""
 
-    root: Path = ROOT
+    root: Path = field(default_factory=default_root)
 
     @property
     def log_file(self) -> Path:

@@ -36,7 +36,7 @@ from pydantic import BaseModel
 from hase.utils.files import remove_temporaries, temporary_folder
 from hase.utils.lazy import multiprocessing
 from hase.utils.logger import progress
-from hase.utils.paths import ROOT
+from hase.utils.paths import IMPORTED_FROM
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -417,7 +417,7 @@ def _run(module: str, environment: Mapping[str, str], started: Future[subprocess
     """
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", module], cwd=ROOT, env=os.environ | dict(environment),
+            [sys.executable, "-m", module], cwd=IMPORTED_FROM, env=os.environ | dict(environment),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             process_group=0 if os.name == "posix" else None)  # Ctrl-C is for the process that started it
     except BaseException as error:  # noqa: BLE001 - raised where the process is awaited

@@ -17,12 +17,12 @@ from typing import Any
 from hase.utils.errors import UserError
 from hase.utils.lazy import ray
 from hase.utils.logger import get_logger
-from hase.utils.paths import ROOT
+from hase.utils.paths import IN_CLONE, ROOT
 from hase.utils.processes import SIGNALS
 
 log = get_logger("ray")
 AUTO = "auto"  # this machine's cluster; if there is none, one is started here
-RAY = {"ray": "requirements-ray.txt"}  # the package, and the file that lists it
+RAY = {"ray": "ray"}  # the package, and the extra that brings it
 PACKAGE = ("hase/__init__.py", "pyproject.toml")  # with these, a node finds the package as in a clone
 STORE_BYTES = 200 << 20  # object store of a cluster started here
 CONNECT_S = 5.0
@@ -48,12 +48,12 @@ def connected(address: str, code: Collection[str], packages: Mapping[str, str] =
 
 def check_packages(packages: Mapping[str, str] = RAY) -> None:
     """Raises `UserError` if one of the packages is not installed."""
-    for package, requirements in packages.items():
+    for package, extra in packages.items():
         try:
             import_module(package)
         except ModuleNotFoundError:
             raise UserError(
-                f"--ray needs the package {package}, here and on every node: pip install -r {requirements}") from None
+                f"--ray needs the package {package}, here and on every node: pip install '.[{extra}]'") from None
 
 
 def _connect(address: str, code: Collection[str]) -> None:
@@ -66,10 +66,11 @@ def _connect(address: str, code: Collection[str]) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     sent = {*PACKAGE, *code, "hase"}
-    left_out = [f"/{name}" for path in (*ROOT.iterdir(), *(ROOT / "hase").iterdir())
-                if (name := path.relative_to(ROOT).as_posix()) not in sent]
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR,
-                               "runtime_env": {"working_dir": str(ROOT), "excludes": left_out}}
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if IN_CLONE:  # a package is installed on every node
+        left_out = [f"/{name}" for path in (*ROOT.iterdir(), *(ROOT / "hase").iterdir())
+                    if (name := path.relative_to(ROOT).as_posix()) not in sent]
+        options["runtime_env"] = {"working_dir": str(ROOT), "excludes": left_out}
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         try:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import GaugeMetricFamily
     from prometheus_client.registry import Collector
 
-INSTALL = "pip install -r requirements-operating.txt"
+INSTALL = "pip install '.[operating]'"
 PAGE = "docs/operating.md"
 BCRYPT = re.compile(r"\$2[abxy]\$(?:0[4-9]|[12][0-9]|3[01])\$[./A-Za-z0-9]{53}")
 KEPT = 100  # cached password checks, since one takes up to 0.2 s

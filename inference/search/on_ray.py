@@ -31,7 +31,7 @@ from hase.utils.ray_cluster import RAY, connected
 log = get_logger("search")
 CODE = ("utils", "records", "runtimes", "model_zoo", "ort_analysis", "kernel_model", "benchmark",
         "graph_model", "overlap_simulator.py", "learned", "training", "inference")
-PACKAGES = {**RAY, "pyarrow": "requirements-search.txt"}
+PACKAGES = {**RAY, "pyarrow": "search"}
 SENT_FILES = {"space": ".py", "score": ".csv"}  # attributes of a question that can name a file to send, with its suffix
 SAME_PACKAGES = "install the same packages on all machines of the cluster"
 COLUMN = "batch"

@@ -213,7 +213,7 @@ def check_suffix(out: Path) -> None:
     if out.suffix not in (CSV, PARQUET):
         raise UserError(f"{out}: the table is CSV or Parquet; end its name with {CSV} or {PARQUET}")
     if out.suffix == PARQUET and find_spec("pyarrow") is None:
-        raise UserError(f"{out}: Parquet needs the package pyarrow (pip install -r requirements-search.txt); or choose a {CSV}")
+        raise UserError(f"{out}: Parquet needs the package pyarrow (pip install '.[search]'); or choose a {CSV}")
 
 
 class PartFile:

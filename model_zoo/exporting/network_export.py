@@ -255,7 +255,7 @@ def network_source(collection: Collection) -> NetworkSource:
     """The source of a collection's networks; a `UserError` if a required package is not installed."""
     package = OPTIONAL_PACKAGES.get(collection)
     if package and importlib.util.find_spec(package) is None:
-        raise UserError(f"{package} is not installed here; install it with: pip install -r requirements-pool.txt")
+        raise UserError(f"{package} is not installed here; install it with: pip install '.[pool]'")
     source: NetworkSource = importlib.import_module(MODULES[collection]).SOURCES[collection]
     return source
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The energy of about 60 models and batch sizes on this machine's GPU, in ten minutes. Started again, it goes on (there are 88).
-# Usage: recipes/h200/collect_energy.sh [workspace [minutes]]     Needs requirements-pool.txt for timm and transformers; without
+# Usage: recipes/h200/collect_energy.sh [workspace [minutes]]     Needs pip install '.[pool]' for timm and transformers; without
 # it, the models of torchvision are measured. Then: python training/fit_energy.py --workspace WORKSPACE --predictors FOLDER --limit-w 700
 # Nothing else should run on the machine: where the host is slow, runs take longer, and the energy of idle power with them.
 set -uo pipefail

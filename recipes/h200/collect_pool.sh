@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The pool (model_zoo/pool.yaml) on this machine's GPU: models, their latencies and kernels. Started again, it goes on.
 # Usage: recipes/h200/collect_pool.sh [workspace]     About an hour on a machine with a GPU and 16 cores.
-# Needs requirements-pool.txt. A model or kernel that fails costs only itself; the logs in the workspace say which.
+# Needs pip install '.[pool]'. A model or kernel that fails costs only itself; the logs in the workspace say which.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:-out/pool}

@@ -1,7 +1,7 @@
 """Builds language models with random weights as people deploy them, with the builder of onnxruntime-genai. Downloads nothing.
 
 Reads networks.yaml. Writes a folder for each network and precision: `<workspace>/llm/models/<network>-<precision>`. Folders
-that are there are kept. Needs requirements-llm.txt, of which only the builder's Python files are used here.
+that are there are kept. Needs onnxruntime-genai (pip install '.[llm]'), of which only the builder's Python files are used here.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def build(network: LanguageNetwork, precision: str, device: str, folder: Path, t
     """Builds one model into a folder. Raises UserError if the builder lacks this class or precision."""
     spec = importlib.util.find_spec("onnxruntime_genai")
     if spec is None or not spec.submodule_search_locations:
-        raise UserError("the builder of onnxruntime-genai is not installed; requirements-llm.txt says how")
+        raise UserError("the builder of onnxruntime-genai is not installed; pip install '.[llm]'")
     sys.path.insert(0, str(Path(spec.submodule_search_locations[0]) / "models"))
     builders = importlib.import_module("builders")
     config = getattr(transformers, network.config)(**network.sizes, **IDS)

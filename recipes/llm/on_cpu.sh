@@ -5,7 +5,7 @@
 # Usage: recipes/llm/on_cpu.sh [workspace] [networks.yaml] [small networks.yaml] [options of judge.py...]
 #   recipes/llm/on_cpu.sh out/llm-cpu                         # the models of cpu.yaml and loop.yaml; 25 minutes on two cores
 #   recipes/llm/on_cpu.sh out/llm-cpu recipes/llm/cpu.yaml recipes/llm/loop.yaml --json
-# Needs requirements-pool.txt and requirements-llm.txt. The machine should do nothing else meanwhile.
+# Needs pip install '.[llm]'. The machine should do nothing else meanwhile.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:-out/llm-cpu}

@@ -2,7 +2,7 @@
 # Networks under OpenVINO, ONNX Runtime and TVM on this CPU: what each takes, and predictions with each family held out, beside a
 # second measurement. The last table has the networks that all three ran.
 # Usage: recipes/openvino/run.sh [workspace] [options of the exporter, for instance --model resnet18 --image-size 64]
-# Needs OpenVINO and TVM: pip install -r requirements-openvino.txt -r requirements-tvm.txt. Takes about two hours on two quiet cores;
+# Needs OpenVINO and TVM: pip install '.[openvino,tvm]'. Takes about two hours on two quiet cores;
 # a second run goes on where it stopped.
 set -euo pipefail
 cd "$(dirname "$0")/../.."

@@ -3,7 +3,7 @@
 It is made of recipes/operating/grafana_panels.py with Grafana's own builders, in the classic form, which Grafana 10 and later
 import. Run this after changing a panel or a metric; a test compares the file with what this script makes.
 
-Needs grafana-foundation-sdk: pip install -r requirements-operating.txt
+Needs grafana-foundation-sdk: pip install '.[operating]'
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def dashboard() -> str:
     try:
         from hase.recipes.operating.grafana_panels import as_json  # noqa: PLC0415 - needs a package that the options do not
     except ModuleNotFoundError as error:
-        raise UserError(f"the package {error.name} is not installed, and this needs it; pip install -r "
-                        "requirements-operating.txt") from None
+        raise UserError(f"the package {error.name} is not installed, and this needs it; "
+                        "pip install '.[operating]'") from None
     return as_json()
 
 

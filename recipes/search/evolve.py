@@ -8,7 +8,7 @@ Prints a row per search: the number of networks, the size of the Pareto front, a
 latency and operations that the front dominates, up to a latency (the larger the better). With --out, the networks of the fronts
 are written, too.
 
-Needs Optuna: pip install -r requirements-search.txt
+Needs Optuna: pip install '.[search]'
 """
 
 from __future__ import annotations

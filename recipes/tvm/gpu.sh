@@ -2,7 +2,7 @@
 # The twelve networks of run.sh under TVM on an NVIDIA GPU, at a size at which it has something to do: sums and longest paths
 # against whole networks, kernels with and without searched schedules, and predictions with each family held out.
 # Usage: recipes/tvm/gpu.sh [workspace] [minutes of measuring, default 10] [minutes of search, default 30]
-# Needs a GPU and TVM: pip install -r requirements-tvm.txt. A second run goes on where it stopped.
+# Needs a GPU and TVM: pip install '.[tvm]'. A second run goes on where it stopped.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:-out/tvm_gpu} minutes=${2:-10} search_minutes=${3:-30}

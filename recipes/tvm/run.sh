@@ -2,7 +2,7 @@
 # Twelve networks under TVM and under ONNX Runtime, on this CPU: sums and longest paths against whole networks, kernels with and
 # without searched schedules, predictions with each family held out, and a setting of threads and cores that was left out.
 # Usage: recipes/tvm/run.sh [workspace] [minutes of search, default 60] [minutes for each further setting, default 25]
-# Needs TVM: pip install -r requirements-tvm.txt. A second run goes on where it stopped.
+# Needs TVM: pip install '.[tvm]'. A second run goes on where it stopped.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:-out/tvm} search_minutes=${2:-60} setting_minutes=${3:-25}

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 NAME = "openvino"  # of the package, and of the runtime
 FUSED = "fused"  # the only level: the kernels that OpenVINO makes of operators
 REMAKE = "python ort_analysis/fusion_detector.py --runtime openvino"  # makes the records of models
-INSTALL = "pip install -r requirements-openvino.txt"
+INSTALL = "pip install '.[openvino]'"
 NODE_INDEX = re.compile(r"(?:^|[,/ ])(\d+)#")  # index of a node, in OpenVINO's names
 SHAPE = "Shape"
 CONSTANT, INPUT, OUTPUT = "Const", "Input", "Output"  # kinds of layers that compute nothing

@@ -2,7 +2,7 @@
 
 Reads ONNX files, and programs of PyTorch (.pt2, written by torch.export.save). Writes, for both flavours of TVM (unfused: one
 kernel for each operator; fused: those that really run), the same kernel records as fusion_detector, and the functions of the
-kernels to kernel_model/kernel_onnx/<flavour>/<kernel id>.tvm. Needs TVM: pip install -r requirements-tvm.txt
+kernels to kernel_model/kernel_onnx/<flavour>/<kernel id>.tvm. Needs TVM: pip install '.[tvm]'
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Reads the records of TVM's fused kernels and their functions (runtimes/tvm/relax
 `tuned`, with the fastest function of each kernel, to the same folders, and TVM's trials to the folder `tuning` next to the
 functions. Trials are built, and run one after another, in this process: each process of TVM's own pools loads its intrinsics
 for GPUs, which takes 10 s and more, and on two busy cores all 16 trials exceeded their time limit of 30 s. The same command
-goes on where it was stopped, and skips kernels that were searched. Needs TVM: pip install -r requirements-tvm.txt
+goes on where it was stopped, and skips kernels that were searched. Needs TVM: pip install '.[tvm]'
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ MODELS = {f"{name}_b1": small_model(channels=channels) for name, channels in (("
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodesHere]:
     """Two nodes, each pinned to a core; every test leaves two."""
-    needs("ray", "requirements-ray.txt")
+    needs("ray", "ray")
     with nodes_here(tmp_path_factory.mktemp("nodes"), [(0,), (1,)]) as cluster:
         yield cluster
 
@@ -143,14 +143,14 @@ def test_errors_of_all_actors_are_one_line(cluster: NodesHere, filled: Workspace
     ("127.0.0.1:1", "device=cpu", "--ray 127.0.0.1:1: no Ray cluster can be reached there; name HOST:PORT as"),
     ("ray://here:10001", "device=cpu", "run this on a node of the cluster, with --ray auto or"),
     ("auto", "runtime=openvino", "error: --ray measures ONNX Runtime alone, with metrics that each machine reads itself"),
-    ("none", "", "error: --ray needs the package ray, here and on every node: pip install -r requirements-ray.txt\n")])
+    ("none", "", "error: --ray needs the package ray, here and on every node: pip install '.[ray]'\n")])
 def test_what_is_refused_before_it_starts(tmp_path: Path, address: str, change: str, message: str) -> None:
     command = ("benchmark/collector.py", "--ray", address, "--workspace", str(tmp_path), "--set", change)
     if address == "none":
         done = subprocess.run([sys.executable, *command[:-2]], cwd=ROOT, env=without(["ray"], tmp_path / "none"),
                               capture_output=True, text=True)
     else:
-        needs("ray", "requirements-ray.txt")
+        needs("ray", "ray")
         done = run_script(*command)
     assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
     assert message in done.stderr

@@ -209,7 +209,7 @@ def test_a_table_has_a_row_per_candidate(tmp_path: Path) -> None:
     assert [row["model"] for row in rows] == list(ofa.choices(10))
     assert {row["model"] for row in rows if row["rank"]} == {one.model for one in found.best}
     assert {row["model"] for row in rows if row["front"] == "True"} == {one.model for one in found.front}
-    needs("pyarrow", "requirements-search.txt")
+    needs("pyarrow", "search")
     search(asked, 3, tmp_path / "found.parquet")
     pandas.testing.assert_frame_equal(pandas.read_parquet(tmp_path / "found.parquet"), pandas.read_csv(tmp_path / "found.csv"),
                                       check_dtype=False)

@@ -40,8 +40,8 @@ SPACE = MY_SPACE.replace("12", "40")
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodesHere]:
     """Two nodes; every test leaves two."""
-    needs("ray", "requirements-ray.txt")
-    needs("pyarrow", "requirements-search.txt")
+    needs("ray", "ray")
+    needs("pyarrow", "search")
     with nodes_here(tmp_path_factory.mktemp("nodes"), [(0,), (1,)]) as cluster:
         yield cluster
 
@@ -141,13 +141,13 @@ def test_a_node_without_a_package_is_one_line(cluster: NodesHere, tmp_path: Path
 
 
 def test_errors_are_one_line(tmp_path: Path) -> None:
-    needs("ray", "requirements-ray.txt")
+    needs("ray", "ray")
     command = ("inference/search_models.py", "--space", "ofa", "--target", H200, "--host-pace", "1", "--count", "3", "--ray")
     done = run_script(*command, "127.0.0.1:1")
     assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
     assert done.stderr.startswith("error: --ray 127.0.0.1:1: no Ray cluster can be reached there; name HOST:PORT as")
-    for package, requirements in (("ray", "requirements-ray.txt"), ("pyarrow", "requirements-search.txt")):
+    for package, extra in (("ray", "ray"), ("pyarrow", "search")):
         done = subprocess.run([sys.executable, *command, "auto"], cwd=ROOT, env=without([package], tmp_path / package),
                               capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (
-            1, f"error: --ray needs the package {package}, here and on every node: pip install -r {requirements}\n")
+            1, f"error: --ray needs the package {package}, here and on every node: pip install '.[{extra}]'\n")

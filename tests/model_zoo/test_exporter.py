@@ -277,7 +277,7 @@ def test_without_its_package_a_collection_says_how_to_get_it(tmp_path: Path, mon
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *options: None if name == "timm" else real(name, *options))
     done = run_script("model_zoo/pool_exporter.py", "--collection", "timm", "--workspace", str(tmp_path))
-    assert done.stderr == "error: timm is not installed here; install it with: pip install -r requirements-pool.txt\n"
+    assert done.stderr == "error: timm is not installed here; install it with: pip install '.[pool]'\n"
 
 
 @pytest.mark.slow

@@ -59,7 +59,7 @@ def test_the_models_of_a_script_exist(script: str, variable: str, collection: st
 
 @pytest.mark.slow
 def test_rays_cluster_launcher_reads_the_template() -> None:
-    needs("ray", "requirements-ray.txt")
+    needs("ray", "ray")
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     read = prepare_config(yaml.safe_load((ROOT / "recipes/cluster/cluster.yaml").read_text()))
@@ -78,7 +78,7 @@ def test_a_front_holds_what_nothing_beats() -> None:
 
 @pytest.mark.slow
 def test_searches_side_by_side(tmp_path: Path) -> None:
-    needs("optuna", "requirements-search.txt")
+    needs("optuna", "search")
     options = ("--count", "60", "--random-count", "40", "--out", tmp_path / "fronts.csv", "--json")
     done = run_script("recipes/search/evolve.py", *options)
     random, evolutionary = json.loads(done.stdout)

@@ -56,7 +56,7 @@ def test_networks_for_judging_are_not_learned_from() -> None:
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_a_model_is_built_and_its_requests_are_measured(tmp_path: Path) -> None:
-    needs("onnxruntime_genai", "requirements-llm.txt")
+    needs("onnxruntime_genai", "llm")
     networks, workspace = tmp_path / "networks.yaml", Workspace(tmp_path / "out")
     networks.write_text(NETWORKS)
 
@@ -86,7 +86,7 @@ def test_a_model_is_built_and_its_requests_are_measured(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_models_on_a_cpu_are_judged_by_their_measured_kernels(tmp_path: Path) -> None:
-    needs("onnxruntime_genai", "requirements-llm.txt")
+    needs("onnxruntime_genai", "llm")
     networks, small, out = (tmp_path / name for name in ("networks.yaml", "small.yaml", "out"))
     networks.write_text(NETWORKS.replace(", [2, 4]", ""))
     llama = (document := yaml.safe_load(NETWORKS))["networks"]["llama"]

@@ -94,7 +94,7 @@ def queries() -> list[str]:
 @pytest.mark.filterwarnings("ignore:Prefer using dashboardv2")  # which older Grafanas do not import
 def test_the_dashboard_is_up_to_date_and_of_grafanas_types(tmp_path: Path) -> None:
     """Read by the types of the SDK, which are made of Grafana's schemas, and written again, nothing is lost."""
-    needs("grafana_foundation_sdk", "requirements-operating.txt")
+    needs("grafana_foundation_sdk", "operating")
     from grafana_foundation_sdk.cog.encoder import JSONEncoder
     from grafana_foundation_sdk.cog.plugins import register_default_plugins
     from grafana_foundation_sdk.models.dashboard import Dashboard

@@ -43,7 +43,7 @@ ONE_THREAD = RuntimeSetting(level="fused", threads=1)
 
 @pytest.fixture(autouse=True)
 def _openvino() -> None:
-    needs("openvino", "requirements-openvino.txt")
+    needs("openvino", "openvino")
 
 
 def floats(*shape: int) -> np.ndarray:

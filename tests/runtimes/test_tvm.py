@@ -52,7 +52,7 @@ def residual(path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    needs("tvm", "requirements-tvm.txt")
+    needs("tvm", "tvm")
     return residual(tmp_path_factory.mktemp("tvm") / "residual.onnx")
 
 
@@ -141,7 +141,7 @@ def test_the_command(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.slow
 def test_a_program_of_pytorch_is_a_model(workspace: Workspace) -> None:
     """A file of torch.export; a wrong one gives an error of one line."""
-    needs("tvm", "requirements-tvm.txt")
+    needs("tvm", "tvm")
     network = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(144, 5)).eval()
     workspace.models.mkdir(parents=True, exist_ok=True)
     path = workspace.models / "network.pt2"
@@ -162,7 +162,7 @@ def test_a_program_of_pytorch_is_a_model(workspace: Workspace) -> None:
 @pytest.mark.slow
 def test_kernels_and_whole_models_compile_to_code_for_a_gpu(tmp_path: Path) -> None:
     """A GPU's graph is the CPU's. A function without a schedule would be refused: it binds no threads."""
-    needs("tvm", "requirements-tvm.txt")
+    needs("tvm", "tvm")
     path = layers(tmp_path / "layers.onnx", 2)
     parsed = parse(path, device="cuda")[FUSED]
     assert parsed.record.kernels == parse(path)[FUSED].record.kernels
@@ -181,7 +181,7 @@ def test_kernels_and_whole_models_compile_to_code_for_a_gpu(tmp_path: Path) -> N
 def test_a_rule_that_fails_leaves_the_function_to_the_next_one(tmp_path: Path) -> None:
     """A channel's mean sets its weight. TVM fuses the product with the convolution before it; its rule for products takes this
     convolution, and then finds that it can't inline what uses the result."""
-    needs("tvm", "requirements-tvm.txt")
+    needs("tvm", "tvm")
     nodes = [helper.make_node("GlobalAveragePool", ["x"], ["mean"]), helper.make_node("Conv", ["mean", "w", "b"], ["c"]),
              helper.make_node("Sigmoid", ["c"], ["share"]), helper.make_node("Mul", ["share", "x"], ["y"])]
     path = saved(tmp_path / "excitation.onnx", nodes, {"x": [2, 8, 6, 6]}, {"y": [2, 8, 6, 6]},
@@ -197,7 +197,7 @@ def test_a_rule_that_fails_leaves_the_function_to_the_next_one(tmp_path: Path) -
 @pytest.mark.slow
 def test_all_kernels_and_models_are_compiled_ahead(workspace: Workspace) -> None:
     """The layer's kernel, and the model's own piece of machine code."""
-    needs("tvm", "requirements-tvm.txt")
+    needs("tvm", "tvm")
     workspace.models.mkdir(parents=True)
     script = ("runtimes/tvm/cuda_compiler.py", "--workspace", workspace.root, "--arch", "sm_90", "--jobs", "1", "--json")
     write_parsed(workspace, parse(layers(workspace.models / "layers.onnx", 1, 32), device="cuda"))
@@ -217,7 +217,7 @@ def test_all_kernels_and_models_are_compiled_ahead(workspace: Workspace) -> None
 def test_schedules_are_searched_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each trial is compiled to machine code; its time is drawn, since there is no GPU. The first trial fails when it runs. Two
     trials of an elementwise kernel test the path, but find no good schedule."""
-    needs("tvm", "requirements-tvm.txt")
+    needs("tvm", "tvm")
     path = saved(tmp_path / "relu.onnx", [helper.make_node("Relu", ["x"], ["y"])], {"x": [64, 1024]}, {"y": [64, 1024]}, {})
     graph = parse(path, device="cuda")[FUSED].graph
     [(name, function)] = graph.functions.items()
@@ -245,7 +245,7 @@ def test_schedules_are_searched_for_a_gpu(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.slow
 def test_without_a_gpu_nothing_runs_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """And its architecture must be named to compile for it."""
-    needs("tvm", "requirements-tvm.txt")
+    needs("tvm", "tvm")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     done = run_script("runtimes/tvm/cuda_compiler.py")
     assert (done.returncode, done.stdout) == (1, "")

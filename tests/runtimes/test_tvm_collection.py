@@ -54,7 +54,7 @@ CONFIG = {"device": "cpu", "runtime": "tvm", "levels": [0.0], "window_s": 0.2, "
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workspace, str]:
     """Two networks, taken apart and measured, and the target; the larger one needs more memory than the limit."""
-    needs("tvm", "requirements-tvm.txt")
+    needs("tvm", "tvm")
     workspace = Workspace(tmp_path_factory.mktemp("tvm"))
     workspace.models.mkdir(parents=True)
     for name, depth, width in (("small", 3, 256), ("large", 2, 1024)):
@@ -120,7 +120,7 @@ def test_sum_and_path_in_one_table(measured: tuple[Workspace, str]) -> None:
 
 def test_predictions_and_the_evaluator(workspace: Workspace) -> None:
     """The model is taken apart by TVM for the prediction, and run under the target's setting for the comparison."""
-    needs("tvm", "requirements-tvm.txt")
+    needs("tvm", "tvm")
     workspace.models.mkdir(parents=True)
     for width in (64, 96, 128, 160, 192, 256):
         write_parsed(workspace, parse(layers(workspace.models / f"wide{width}.onnx", 3, width)))
@@ -145,7 +145,7 @@ def test_predictions_and_the_evaluator(workspace: Workspace) -> None:
 @pytest.mark.nightly
 def test_a_gpu_is_a_target_that_is_learned_and_predicted(workspace: Workspace) -> None:
     """The times are those of this CPU, since there is no GPU."""
-    needs("tvm", "requirements-tvm.txt")
+    needs("tvm", "tvm")
     workspace.models.mkdir(parents=True)
     for width in (64, 96, 128, 160, 192, 256):
         path = layers(workspace.models / f"wide{width}.onnx", 3, width)
@@ -179,7 +179,7 @@ def test_the_other_models_choose_the_composition() -> None:
 
 def test_schedules_are_searched_once_for_a_separate_target(workspace: Workspace) -> None:
     """One trial of an elementwise kernel tests the path, but finds no good schedule."""
-    needs("tvm", "requirements-tvm.txt")
+    needs("tvm", "tvm")
     workspace.models.mkdir(parents=True)
     nodes = [helper.make_node("Relu", ["x"], ["y"])]
     write_parsed(workspace, parse(saved(workspace.models / "relu.onnx", nodes, {"x": [8, 256]}, {"y": [8, 256]}, {})))
@@ -214,7 +214,7 @@ def test_the_environment_of_this_machine(tmp_path: Path) -> None:
 
 def test_one_operator_is_timed_without_a_dataset(workspace: Workspace) -> None:
     """A function of TVM, of the sizes that were asked for, and a whole ONNX file under TVM."""
-    needs("tvm", "requirements-tvm.txt")
+    needs("tvm", "tvm")
     sample(workspace, OperatorSizes(rows=(6, 6), inner=(32, 32), columns=(24, 24)), 1, ["product"], seed=0)
     (path,) = workspace.kernel_onnx.glob("*/*.tvm")
     assert any(f"in{rows}x32-32x24" in path.stem for rows in ("1x6", "6", "1x2x3"))
@@ -232,7 +232,7 @@ def test_one_operator_is_timed_without_a_dataset(workspace: Workspace) -> None:
 
 def test_each_setting_is_left_out_once(workspace: Workspace) -> None:
     """Of drawn kernels, measured under three settings of threads and cores."""
-    needs("tvm", "requirements-tvm.txt")
+    needs("tvm", "tvm")
     settings = ((1, 1), (2, 1), (1, 0))
     assert sample(workspace, SMALL, 10, list(DRAWS), seed=0).total() >= 8
     for threads, cores in settings:

@@ -66,7 +66,7 @@ class Numbers(Collector):
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with certificates."""
-    needs("bcrypt", "requirements-operating.txt")
+    needs("bcrypt", "operating")
     folder = tmp_path_factory.mktemp("certificates")
     certificates(folder)
     subprocess.run(["openssl", "ec", "-aes256", "-passout", "pass:x", "-in", "server.key", "-out", "locked.key"], cwd=folder,
@@ -217,7 +217,7 @@ def test_the_commands_errors(folder: Path, tmp_path: Path, monkeypatch: pytest.M
     assert exporter(tmp_path / "none.yml") == (1, f"error: {tmp_path}/none.yml: no such config file\n")
     monkeypatch.setitem(sys.modules, "bcrypt", None)
     assert exporter(path) == (
-        1, f"error: {path}: basic_auth_users needs the package bcrypt; pip install -r requirements-operating.txt\n")
+        1, f"error: {path}: basic_auth_users needs the package bcrypt; pip install '.[operating]'\n")
     assert exporter(written(folder, {"tls_server_config": TLS})) == (0, "")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hase.utils import files
+from hase.utils.commands import command_line
 from hase.utils.errors import UserError
 from hase.utils.lazy import jinja2
 from hase.utils.pages.charts import chart_svg
@@ -37,7 +37,6 @@ from hase.utils.pages.page import (
     scale_of,
     scales_of,
 )
-from hase.utils.paths import ROOT
 from hase.utils.text import cell
 
 MOST_BYTES = 2_000_000  # of a page, ECharts included
@@ -92,13 +91,6 @@ def read(name: str) -> str:
 def _legend(page: Page) -> list[tuple[str, int]]:
     """The names that have a colour on the page, and the colour numbers."""
     return [(name, index) for index, name in enumerate(page.colours[:COLOURS])] + [(OTHER, -1)]
-
-
-def command_line() -> str:
-    """The current command, as typed in the repository."""
-    script = Path(sys.argv[0]).resolve()
-    name = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script
-    return shlex.join(["python", str(name), *sys.argv[1:]])
 
 
 def versions() -> dict[str, str]:

@@ -197,7 +197,7 @@ _ONE, _ZERO = c_float(1.0), c_float(0.0)
 
 # engines, and models whose layers run under them -------------------------------------------------------------------------
 
-AI3_REQUIREMENTS = "requirements-convolutions.txt"
+INSTALL_AI3 = "pip install '.[convolutions]'"
 OK, INACCURATE, FAILED = "ok", "INACCURATE", "FAILED"
 INCOMPATIBLE = "not compatible with model"  # in the message for a model that is refused
 # The largest relative error (Euclidean norm) of a layer's output. TF32 and half precision keep 10 bits of each factor, which
@@ -247,7 +247,7 @@ class Ai3Engine:
     def __init__(self, algorithm: str) -> None:
         self._algorithm = algorithm
         if missing := ai3_missing():
-            raise UserError(f"algorithm {algorithm} on a CPU: {missing}; install it with: pip install -r {AI3_REQUIREMENTS}")
+            raise UserError(f"algorithm {algorithm} on a CPU: {missing}; {INSTALL_AI3}")
         self._convolution = ai3.swap_torch.Conv2D
 
     def plan(self, layer: Convolution, images: Tensor) -> LayerPlan:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hase.extras.convolutions.profiling.algorithms import DEFAULT, algorithms_of, never_runs
-from hase.extras.convolutions.profiling.engines import AI3_REQUIREMENTS, INCOMPATIBLE, ai3_missing
+from hase.extras.convolutions.profiling.engines import INCOMPATIBLE, INSTALL_AI3, ai3_missing
 from hase.extras.convolutions.profiling.measure import PROFILE
 from hase.extras.convolutions.profiling.results import JOURNAL, SETTINGS, read_settings
 from hase.records.measurement import Measurement, read_blocks
@@ -65,7 +65,7 @@ def algorithm_rows(device: str) -> list[dict[str, Any]]:
     for algorithm in algorithms_of(device).values():
         reason = never_runs(algorithm, device, capability)
         if device == "cpu" and algorithm.name != DEFAULT and (missing := ai3_missing()):
-            reason = f"{missing}; pip install -r {AI3_REQUIREMENTS}"
+            reason = f"{missing}; {INSTALL_AI3}"
         runs = f"never: {reason}" if reason else "where the layer allows"
         rows.append({"algorithm": algorithm.name, "runs": runs, "what": algorithm.meaning})
     return rows

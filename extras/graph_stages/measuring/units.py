@@ -35,7 +35,7 @@ from hase.utils.ort_sessions import model_errors, open_session
 from hase.utils.paths import as_file_name
 
 OPENVINO, ORT, TORCH = "openvino", "ort", "torch"
-INSTALL = "pip install -r requirements-stages.txt"
+INSTALL = "pip install '.[stages]'"
 KINDS = ("CPU", "GPU", "NPU", "CUDA")
 CPU_RUNTIMES = (OPENVINO, ORT, TORCH)
 PACKAGES = {OPENVINO: ("openvino",), ORT: ("onnxruntime-gpu", "onnxruntime"), TORCH: ("torch",)}

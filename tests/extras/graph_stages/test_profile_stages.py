@@ -60,7 +60,7 @@ def raw_of(folder: Path) -> RawMeasurements:
 @pytest.mark.parametrize("runtime", ["torch", "ort", "openvino"])
 def test_export_and_measure(runtime: str, cases: Path, tmp_path: Path) -> None:
     if runtime == "openvino":
-        needs("openvino", "requirements-stages.txt")
+        needs("openvino", "stages")
     options = (SCRIPT, "--workspace", tmp_path, "--cases", cases, "--units", "CPU", "--cpu-runtime", runtime, *QUICK)
     done = run_script(*options, "--export", "--measure", "--graph", "power_law", "--threads", "1", "--json")
     assert done.returncode == 0, done.stderr

@@ -42,7 +42,7 @@ def size_of(graph: Graph) -> GraphSize:
 
 def reference(graph: Graph, weights: Weights) -> Array:
     """What torch-geometric computes."""
-    needs("torch_geometric", "requirements-stages.txt")
+    needs("torch_geometric", "stages")
     import torch
     from torch_geometric.nn import SAGEConv
 
@@ -80,7 +80,7 @@ def by_onnx_runtime(file: ModelFile, folder: Path, inputs: dict[str, Array]) -> 
 
 def by_openvino(file: ModelFile, folder: Path, inputs: dict[str, Array]) -> Array:
     """On OpenVINO's CPU device, in single precision. The models for GPU and NPU differ by their weights in FP16."""
-    needs("openvino", "requirements-stages.txt")
+    needs("openvino", "stages")
     import openvino
 
     assert file.has_ir(folder)
