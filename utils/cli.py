@@ -218,13 +218,13 @@ def sheet_name(name: str) -> str:
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
-    """`--target` and `--gpu`: the device and software to predict for."""
+    """`--on`: the device to predict for. `--target` is the same; `--gpu` takes a card from its data sheet even if measured."""
     either = parser.add_mutually_exclusive_group()
-    either.add_argument("--gpu", dest="target", type=sheet_name, metavar="CARD", help="a GPU that was never measured, from its "
-                        "data sheet, e.g. l40s or rtx-4090 (records/gpus.yaml), or a file with one's own; such answers are "
-                        "marked")
-    either.add_argument("--target", help="whose latency, by name or a part of it, e.g. h200, whose predictors come with Hase "
-                        "(default: this machine, or the only target with predictors)")
+    either.add_argument("--on", "--target", dest="target", metavar="DEVICE",
+                        help="h200, whose predictors come with Hase; a GPU from its data sheet, e.g. l4 or rtx-4090; a YAML "
+                             "file with one's own; a target that was trained; or `this` machine (default: this machine, or "
+                             "the only target with predictors)")
+    either.add_argument("--gpu", dest="target", type=sheet_name, help=argparse.SUPPRESS)
 
 
 def add_run_mode(parser: argparse.ArgumentParser) -> None:
@@ -287,7 +287,10 @@ def add_estimators(parser: argparse.ArgumentParser) -> None:
 
 
 def add_dim(parser: argparse.ArgumentParser) -> None:
-    """`--dim NAME=SIZE[,SIZE…]` and `--branch`: sizes of dynamic dimensions; a branch is stored as such a size."""
+    """`--batch`, `--dim NAME=SIZE[,SIZE…]` and `--branch`: sizes of a model; batch and branch are stored as such sizes, too."""
+    parser.add_argument("--batch", action="append", dest="dim", type=batch_as_size, metavar="N[,N…]",
+                        help="the model's batch, whatever its name: short for --dim batch=N; another one than a fixed batch is "
+                           "refused where the graph allows no other")
     parser.add_argument("--dim", action="append", default=[], metavar="NAME=SIZE",
                         help="size of a dynamic dimension, e.g. --dim batch=16 (repeat for others); trips=20: how often Loops "
                            "run whose number of trips the model leaves open, NODE.trips=20: how often one does")
@@ -316,10 +319,13 @@ def sizes_together(text: str) -> dict[str, int]:
 
 
 def add_rebatch(parser: argparse.ArgumentParser) -> None:
-    """`--rebatch N[,N…]`: another batch than the exported fixed one; stored as the size `rebatch`."""
-    parser.add_argument("--rebatch", action="append", dest="dim", type=rebatch_as_size, metavar="N[,N…]",
-                        help="another batch than the fixed one that a model was exported at; refused where its graph allows no "
-                             "other")
+    """`--rebatch N[,N…]`: another batch than the exported fixed one; `--batch` does the same."""
+    parser.add_argument("--rebatch", action="append", dest="dim", type=rebatch_as_size, help=argparse.SUPPRESS)
+
+
+def batch_as_size(text: str) -> str:
+    """`1,16` as the sizes `batch=1,16`."""
+    return f"batch={','.join(map(str, counts(text)))}"
 
 
 def rebatch_as_size(text: str) -> str:

@@ -34,7 +34,8 @@ CACHES = {  # by attention operator: its cache inputs (keys, values), and the at
 }
 QUERY_HEADS = ("q_num_heads", "num_heads")  # attributes
 BROADCASTING = ("Add", "Sub", "Mul", "Div")  # a size of 1 fits too, but is rarely meant
-REBATCH = "rebatch"  # the name, among the sizes of a model, of its new batch
+BATCH = "batch"  # among the sizes of a model: its batch, whatever name the model has for it
+REBATCH = "rebatch"  # among the sizes of a model: another batch than its fixed one
 RESHAPING = ("Reshape", "Expand")  # their second input is a shape
 RECURRENT = ("LSTM", "GRU", "RNN")
 STATES = slice(4, 7)  # lengths and initial states, one per item; ONNX Runtime checks them only in a run

@@ -19,7 +19,7 @@ from hase.ort_analysis.graph.bodies import body_sizes, outputs_within, steering_
 from hase.ort_analysis.graph.constants import decisive_constants
 from hase.ort_analysis.graph.nodes import bodies_of
 from hase.ort_analysis.graph.shapes import DETECTIONS, selects_boxes
-from hase.ort_analysis.graph.sizes import REBATCH, at_batch, fitting_sizes, fixed_batch, sizes_set_by_model
+from hase.ort_analysis.graph.sizes import BATCH, REBATCH, at_batch, fitting_sizes, fixed_batch, sizes_set_by_model
 from hase.records.kernel_record import Interface, Kernel, OpenTensor, type_name
 from hase.utils import files
 from hase.utils.errors import OpenSizes, UserError
@@ -46,6 +46,7 @@ TENSOR_FIELDS = ("name", "data_type", "external_data")
 MOST_CALLED = 50_000  # nodes; ONNX Runtime takes half a minute to inline so many calls
 DEEPEST_CALLS = 100  # functions; ONNX Runtime runs out of stack at some thousands
 SHOWN_SIZES = 3  # inputs and axes of an open dimension, in an error
+BATCH_NAME = re.compile(r"batch|^(n|b|bs|none|\?)$|^unk__", re.IGNORECASE)  # what exporters call a batch
 NO_SIZE = "SIZE"  # in place of one, where none is known to fit
 DERIVED_ENDING = re.compile(r"_token_\d+$")  # of names that ONNX Runtime derives from other names
 HALF_SUFFIX = "_fp16"  # of the model's name
@@ -101,7 +102,7 @@ class Source:
         """The file or serialised model for a runtime, with all weights and names for all dynamic dimensions."""
         if self.rebatched:
             raise UserError(f"{self.name}: its file has another batch than {self.dims[REBATCH]}, so that its graph in ONNX "
-                            "Runtime can be predicted, but nothing can load it: leave --rebatch out")
+                            "Runtime can be predicted, but nothing can load it: leave --batch out")
         if isinstance(self.given, Path) and not any("." in dim for dim in open_dims(self.graph_only)):
             return self.given
         whole = read_whole_model(self.given) if isinstance(self.given, Path) else self.given
@@ -145,11 +146,33 @@ def open_dims(proto: onnx.ModelProto) -> dict[str, list[str]]:
     return locations_of
 
 
+def batch_names(proto: onnx.ModelProto) -> set[str]:
+    """The dynamic dimensions that are surely the batch: the first ones of the inputs whose names say so or that have none."""
+    constants = {tensor.name for tensor in proto.graph.initializer}
+    firsts = {value.name: value.type.tensor_type.shape.dim[0].dim_param for value in proto.graph.input
+              if value.name not in constants and value.type.tensor_type.shape.dim}
+    return {dim for name, dim in firsts.items() if dim == f"{name}.0" or BATCH_NAME.search(dim)}
+
+
+def with_batch(given: Mapping[str, int], proto: onnx.ModelProto) -> dict[str, int]:
+    """Sizes in which `batch` has the name that the model gives its batch, or is a new batch where that is fixed."""
+    if BATCH not in given or BATCH in open_dims(proto):
+        return dict(given)
+    others = {name: size for name, size in given.items() if name != BATCH}
+    if (names := batch_names(proto)) and not names & set(given):
+        return others | dict.fromkeys(sorted(names), given[BATCH])
+    fixed = fixed_batch(proto)
+    if fixed and REBATCH not in given:
+        return others if fixed == given[BATCH] else others | {REBATCH: given[BATCH]}
+    return dict(given)
+
+
 def dynamic_names(model: Path, names: Iterable[str]) -> set[str]:
     """The `names` that are dynamic dimensions of the file `model`, or may be sizes inside its graph."""
     proto = read_as_written(model)
     check_sound(proto, str(model))
-    own_names = set(open_dims(proto)) | ({REBATCH} if fixed_batch(proto) else set())
+    own_names = set(open_dims(proto))
+    own_names |= ({REBATCH} if fixed_batch(proto) else set()) | ({BATCH} if batch_names(proto) else set())
     return (own_names & set(names)) | _sizes_by_data(proto, names)
 
 
@@ -264,6 +287,7 @@ def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = 
     if _reading.half:
         proto, name, digest = in_half_precision(proto, shown), f"{name or stem}{HALF_SUFFIX}", f"{digest}{HALF_SUFFIX}"
     dynamic = open_dims(proto)
+    given = with_batch(given, proto)
     if REBATCH in given and REBATCH not in dynamic:
         proto, digest = at_batch(proto, given[REBATCH], shown), f"{digest}_{REBATCH}{given[REBATCH]}"
     missing_weights = {tensor.name for tensor in proto.graph.initializer if is_hollow(tensor)}
@@ -272,7 +296,7 @@ def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = 
     unknown = sorted(set(given) - set(dynamic) - {REBATCH} - _sizes_by_data(proto, given))
     if unknown:
         available = f"its dynamic dimensions are {', '.join(sorted(dynamic))}" if dynamic else (
-            "all its dimensions are fixed (--rebatch 8 takes it at a batch of 8, where its graph allows that)")
+            "all its dimensions are fixed (--batch 8 takes it at a batch of 8, where its graph allows that)")
         body_names = sorted(body_sizes(proto.graph))
         available += f"; of Loops and Ifs {', '.join(body_names)} can be given" if body_names else ""
         raise UserError(f"{shown}: no dynamic dimension {', '.join(unknown)}; {available}")

@@ -230,8 +230,8 @@ def test_an_open_batch_and_a_record_are_refused(tmp_path: Path) -> None:
     onnx.save(small_model(), tmp_path / "fixed.onnx")
     with pytest.raises(UserError, match="a record's shapes are fixed"):
         record_of(record_at(tmp_path / "fixed.onnx"), flavour_of("cuda"), {"rebatch": 2})
-    with pytest.raises(UserError, match=r"all its dimensions are fixed \(--rebatch 8"):
-        record_at(tmp_path / "fixed.onnx", batch=8)
+    with pytest.raises(UserError, match=r"all its dimensions are fixed \(--batch 8"):
+        record_at(tmp_path / "fixed.onnx", width=8)
     with pytest.raises(UserError, match="a batch of 1 or more"):
         record_at(tmp_path / "fixed.onnx", rebatch=0)
 

@@ -30,8 +30,23 @@ def test_dynamic_dimension(tmp_path: Path) -> None:
         parse_graph(path, "cpu")
     with pytest.raises(UserError, match="no dynamic dimension btach; its dynamic dimensions are batch"):
         parse_graph(path, "cpu", {"btach": 3})
-    with pytest.raises(UserError, match="no dynamic dimension batch; all its dimensions are fixed"):
-        parse_graph(small_model(), "cpu", {"batch": 2})
+    with pytest.raises(UserError, match="no dynamic dimension width; all its dimensions are fixed"):
+        parse_graph(small_model(), "cpu", {"width": 2})
+
+
+@pytest.mark.parametrize(("name", "dims"), [("N", {"N": 3}), ("batch_size", {"batch_size": 3}), ("", {"input.0": 3}),
+                                            (2, {"rebatch": 3}), (3, {})])
+def test_a_batch_has_any_name(tmp_path: Path, name: str | int, dims: dict[str, int]) -> None:
+    """The size `batch` is the model's batch, whatever it is called, and a new one where the model's is fixed."""
+    onnx.save(small_model(batch=name), tmp_path / "model.onnx")
+    graph = parse_graph(tmp_path / "model.onnx", "cpu", {"batch": 3})
+    assert (graph.tensors["output"].shape, graph.source.dims) == ((3, 4), dims)
+
+
+def test_a_length_is_no_batch(tmp_path: Path) -> None:
+    onnx.save(small_model(batch="sequence"), tmp_path / "model.onnx")
+    with pytest.raises(UserError, match="no dynamic dimension batch; its dynamic dimensions are sequence"):
+        parse_graph(tmp_path / "model.onnx", "cpu", {"batch": 3})
 
 
 @pytest.mark.parametrize("in_memory", [True, False])
