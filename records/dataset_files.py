@@ -115,7 +115,7 @@ class FileDigest(Frozen):
     @classmethod
     def of(cls, path: Path) -> FileDigest:
         """The digest of a file; NO_FILE if there is none."""
-        return cls(bytes=files.complete_bytes(path), sha256=files.kept_sha256(path)) if path.is_file() else NO_FILE
+        return cls(bytes=files.complete_bytes(path), sha256=files.cached_sha256(path)) if path.is_file() else NO_FILE
 
 
 NO_FILE = FileDigest(bytes=0, sha256="")

@@ -239,7 +239,7 @@ def test_what_the_machine_lacks_is_not_the_units_fault(error: Exception, interru
 
     reply = protocol.answer({"alone": fail}, on("cpu"))
     assert ask_worker(FakeWorker(reply=reply), on("cpu"))[1] == ("interrupted" if interrupted else "failed")
-    monkeypatch.setattr(protocol, "no_room", lambda: True)
+    monkeypatch.setattr(protocol, "disk_is_full", lambda: True)
     assert protocol.answer({"alone": fail}, on("cpu")).interrupted  # a file that was cut short may look damaged
 
 
