@@ -236,7 +236,7 @@ def cuda_sources(built: Any) -> list[str]:
     return [str(module.inspect_source("cuda")) for module in modules if module.kind == "cuda"]
 
 
-def hash_of(function: Any) -> str:
+def function_hash(function: Any) -> str:
     """A hash of 16 digits, equal for functions with the same computation, whatever their names."""
     return f"{tvm_ffi.structural_hash(function.without_attr('global_symbol')) & (2**64 - 1):016x}"
 

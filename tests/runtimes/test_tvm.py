@@ -114,7 +114,7 @@ def test_kernels_of_one_kind_have_one_id_and_a_function_on_disk(parsed: dict[str
     assert not set(of_batch_3.kernels) & {name for name, kernel in fused.record.kernels.items() if kernel.moves_data}
     for name, function in fused.graph.functions.items():
         path = function_path(workspace, fused.record.flavour, name)
-        hashes = [compiling.hash_of(of) for of in (compiling.read_function(path), function)]
+        hashes = [compiling.function_hash(of) for of in (compiling.read_function(path), function)]
         assert hashes == [fused.record.kernels[name].attributes["function"]] * 2
     path.write_text("{")
     with pytest.raises(UserError, match="not a function of this TVM"):
