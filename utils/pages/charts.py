@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from hase.utils import files
 from hase.utils.lazy import matplotlib
-from hase.utils.pages.page import Bars, Chart, ChartSeries, Plot, Scale, scale_of, scales_of
+from hase.utils.pages.page import Bars, Chart, ChartSeries, Plot, Scale, bars_scale, chart_scales
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,7 +51,7 @@ def drawing_of_all(plots: Sequence[Chart | Bars], title: str) -> str:
 def _height_and_parts(plot: Chart | Bars) -> tuple[float, str]:
     """The height of a plot, and its SVG elements."""
     if isinstance(plot, Chart):
-        frame = _Frame(*scales_of(plot), len(_name_rows(plot)))
+        frame = _Frame(*chart_scales(plot), len(_name_rows(plot)))
         height, parts = frame.bottom + BOTTOM, _chart_parts(plot, frame)
     else:
         height, parts = TOP + LINE * len(plot.bars) + BOTTOM - 12, _bars_parts(plot)
@@ -89,7 +89,8 @@ class _Frame:
         self.right, self.bottom = WIDTH - RIGHT, HEIGHT - BOTTOM + self.top - TOP
 
     def at(self, x: float, y: float) -> tuple[float, float]:
-        return (LEFT + self.across.share(x) * (self.right - LEFT), self.bottom - self.up.share(y) * (self.bottom - self.top))
+        return (LEFT + self.across.position(x) * (self.right - LEFT),
+                self.bottom - self.up.position(y) * (self.bottom - self.top))
 
     def axes(self) -> Iterator[str]:
         for tick in self.up.ticks:
@@ -161,11 +162,11 @@ def _series_parts(series: ChartSeries, colour: str, frame: _Frame) -> Iterator[s
 
 
 def _bars_parts(bars: Bars) -> Iterator[str]:
-    scale, top = scale_of(bars), TOP - 12
+    scale, top = bars_scale(bars), TOP - 12
     bottom = top + LINE * len(bars.bars)
 
     def at(value: float) -> float:
-        return NAMES + scale.share(value) * (WIDTH - RIGHT - NAMES)
+        return NAMES + scale.position(value) * (WIDTH - RIGHT - NAMES)
 
     for tick in scale.ticks:
         yield _line(at(tick), top, at(tick), bottom) + _text(at(tick), bottom + 18, f"{tick:g}", "middle", MUTED)
@@ -206,7 +207,7 @@ def write_plot(charts: Sequence[Chart], path: Path, title: str) -> None:
 
 
 def _draw(chart: Chart, axes: Axes) -> None:
-    across, up = scales_of(chart)
+    across, up = chart_scales(chart)
     for number, series in enumerate(chart.series):
         _draw_series(series, axes, COLOURS[number % len(COLOURS)])
     for limit in chart.limits:
