@@ -22,7 +22,7 @@ from hase.learned.default_predictors import shipped_costs
 from hase.learned.kernels import estimators
 from hase.learned.kernels.interface import TrainingSet
 from hase.learned.kernels.sidecar import read_sidecar, write_sidecar
-from hase.records.dataset_files import model_table_path, note_tables
+from hase.records.dataset_files import model_table_path, write_digests
 from hase.records.measurement import GPU_LABEL, LAUNCHES
 from hase.training.composition.calibration import error_range_of
 from hase.training.composition.fitting import (
@@ -226,7 +226,7 @@ def test_one_family_leaves_models_out_and_the_host_s_pace_is_that_beside_each(wo
     write_workspace(workspace, families=("anet",), each=3, sampled=60)
     path = model_table_path(workspace.dataset(TARGET.name))
     pd.read_csv(path).assign(Probe_us=[300.0, 300.0, 330.0]).to_csv(path, index=False)
-    note_tables(path.parent)
+    write_digests(path.parent)
     train(workspace, "run")
     composition = fit_target(workspace, TARGET.name, QUICK)
     assert (composition.left_out, composition.probe_us) == ("model", 300.0)
