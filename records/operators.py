@@ -24,6 +24,7 @@ Dispatch = Literal["own", "convolution", "product", "recurrent", "reducing", "ei
 Linearity = Literal["linear", "multiplicative", "convolutional", "nonlinear"]
 NetworkScale = Literal["small", "medium", "large"]
 SCALES: dict[NetworkScale, float] = {"small": 50, "medium": 150, "large": float("inf")}  # the most nodes of such a network
+BLOCKED_DOMAIN = "com.microsoft.nchwc"  # of operators in ONNX Runtime's blocked layout on a CPU
 # On CUDA these may work in the buffer of their first input: activations, as they are registered (ONNX Runtime's
 # activations.cc), and ScatterND. That Gelu, HardSwish and QuickGelu are among them follows from the blocks of an H100's
 # sessions. Arithmetic and other elementwise operators always write to a buffer of their own.

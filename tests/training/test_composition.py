@@ -36,7 +36,7 @@ from hase.training.composition.fitting import (
 )
 from hase.training.composition.formulas import fit_line, latencies_ms, leave_out
 from hase.training.composition.held_out import predict_out_of_fold
-from hase.training.composition.measured_models import MeasuredModel, left_out_groups, measured_models, tracks
+from hase.training.composition.measured_models import MeasuredModel, left_out_groups, measured_models, model_tracks
 from hase.training.kernels import fitting
 from hase.training.kernels.training_set import read_training_set
 from hase.utils import files
@@ -188,7 +188,7 @@ def test_a_forced_composition_is_kept_until_another_is_asked_for(copied: Workspa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("change", "message"), [
-    ({"held_out": ("anet", "bnet", "cnet", "secretnet")}, "no idle latency of a model to fit a composition to"),
+    ({"held_out": ("anet", "bnet", "cnet", "secretnet")}, "no model with an idle latency"),
     ({"dataset_sha256": "other"}, "changed since the predictors were trained")])
 def test_what_can_not_be_fitted_is_refused(change: dict[str, object], message: str, copied: Workspace) -> None:
     folder = copied.predictors(TARGET.name)
@@ -293,7 +293,7 @@ def test_the_line_of_a_few_models_is_fitted_to_measured_kernels() -> None:
 def test_a_gpu_has_the_shipped_costs_at_the_pace_of_its_host() -> None:
     times = out_of_fold(GPU_LABEL, LAUNCHES)
     unmeasured = [MeasuredModel(record, record.group, 1.0) for record in RECORDS]
-    known_tracks = [tracks(model, *({name: MEASURED[name][label] for name in model.record.kernels}
+    known_tracks = [model_tracks(model, *({name: MEASURED[name][label] for name in model.record.kernels}
                                     for label in (GPU_LABEL, LAUNCHES))) for model in unmeasured]
     latency = latencies_ms(known_tracks, shipped_costs().at_pace(SLOW))
     measured = [replace(model, latency_ms=float(latency_ms)) for model, latency_ms in zip(unmeasured, latency, strict=True)]
