@@ -29,7 +29,7 @@ from made_up_dataset import QUICK as SMALL
 from hase.learned.kernels.estimators import FOREST, SHARED, predict_kernels
 from hase.learned.kernels.interface import ForestSettings, TrainingConfig, TrainingSet, XgboostSettings
 from hase.learned.kernels.measured import measured_times
-from hase.learned.kernels.saved_form import from_forest
+from hase.learned.kernels.saved_form import booster_from_forest
 from hase.records.dataset_files import header_path, kernel_table_path, read_header, write_digests
 from hase.records.kernel_record import Kernel, Tensor
 from hase.records.kernel_types import describe_kernel
@@ -123,7 +123,7 @@ def test_a_forest_as_a_booster_predicts_what_scikit_learn_does() -> None:
     unseen = draw.normal(size=(300, 6)).round(1).astype(np.float32)
     unseen[::7, 2] = np.nan
     for read in (matrix, unseen):
-        assert from_forest(forest).inplace_predict(read) == pytest.approx(forest.predict(read), abs=1e-3)
+        assert booster_from_forest(forest).inplace_predict(read) == pytest.approx(forest.predict(read), abs=1e-3)
 
 
 def test_the_roofline_finds_the_rates_of_the_device() -> None:

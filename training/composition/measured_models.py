@@ -91,7 +91,7 @@ def measured_models(workspace: Workspace, target: str, sidecar: Sidecar, for_jud
         models.append(MeasuredModel(record, record.group, latency_ms, host_ms, host_io_ms, cuda_graph_ms, pace,
                                     host.off_gpu(record) if host and not bodies else None))
     if not models:
-        raise UserError(f"{target}: no model with an idle latency, to which a composition could be fitted; measure models with: "
+        raise UserError(f"{target}: no model with an idle latency, to which a composition could be fitted; measure models: "
                         f"{COLLECT}")
     return models
 
