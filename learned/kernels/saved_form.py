@@ -54,8 +54,8 @@ COMPRESSION = 9  # of zlib; lzma makes a file 7 % smaller, but takes five times 
 UNREADABLE = (OSError, EOFError, zlib.error, zipfile.BadZipFile, ValueError, KeyError, IndexError, TypeError)
 Array = npt.NDArray[Any]
 Bits = npt.NDArray[np.bool_]
-# Leaves are rounded to multiples of this, or they would be half of a file. Leaves add up to the logarithm of a time, so the time
-# of 400 leaves changes by 0.002 %.
+# Leaves are rounded to multiples of this, or they would be half of a file. They add up to the logarithm of a time, so a time of
+# 400 leaves changes by 0.002 %.
 LEAF_STEP = 2.0 ** -18
 NO_PARENT = 2 ** 31 - 1
 UNREAD = ("base_weights", "loss_changes", "sum_hessian")  # of a node: XGBoost saves them, but no prediction reads them
