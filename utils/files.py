@@ -31,7 +31,6 @@ from hase.utils.errors import UserError, first_problem
 from hase.utils.locks import try_lock
 
 M = TypeVar("M", bound=BaseModel)
-_CHUNK_BYTES = 1 << 20
 Signature: TypeAlias = "tuple[str, int, int, int, int]"
 _digests: dict[Signature | None, str] = {}
 _cache_lock = threading.Lock()
@@ -189,11 +188,8 @@ def read_records(path: Path, schema: type[M], remedy: str) -> list[M]:
 
 def sha256(path: Path) -> str:
     """The SHA-256 of the file's bytes, in hex."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def signature(path: Path) -> Signature | None:

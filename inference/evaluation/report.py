@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from hase.inference.evaluation.comparison import marks_in_words, models_by_warning, summary_table, table
 from hase.inference.reporting.runs import about, sentence
-from hase.utils import files
 from hase.utils.lazy import matplotlib
+from hase.utils.pages.charts import save_figure, set_ticks
 from hase.utils.pages.page import Bar, Bars, Chart, ChartAxis, ChartSeries, Fact, Page, PageSection, PageTable, log_ticks
 
 if TYPE_CHECKING:
@@ -131,9 +131,7 @@ def draw_scatter(rows: Sequence[Comparison], title: str, path: Path) -> None:
                          label=name, zorder=3)
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal")
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(matplotlib.ticker.FixedLocator(log_ticks(*ends)))
-        axis.set_minor_locator(matplotlib.ticker.NullLocator())
-        axis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+        set_ticks(axis, log_ticks(*ends))
     axes.tick_params(labelsize=11)
     axes.grid(color="0.9", linewidth=0.6)
     axes.set_axisbelow(True)
@@ -148,9 +146,7 @@ def draw_scatter(rows: Sequence[Comparison], title: str, path: Path) -> None:
     below.text(0, 1, "\n".join(["largest errors", *lines]), transform=below.transAxes, fontsize=10, va="top", linespacing=1.4)
     figure.canvas.draw()  # fixes the layout, on which the positions of the numbers depend
     _number_points(axes, named, rows)
-    with files.replacing(path) as temporary:
-        figure.savefig(temporary, dpi=150)
-    matplotlib.pyplot.close(figure)
+    save_figure(figure, path)
 
 
 def _number_points(axes: Axes, named: Sequence[Comparison], rows: Sequence[Comparison]) -> None:

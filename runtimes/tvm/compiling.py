@@ -36,7 +36,7 @@ LEVELS = (UNFUSED, FUSED, TUNED)
 OLDEST_ARCH = "sm_80"
 # What every GPU of these architectures has at least (CUDA C++ Programming Guide, "Compute Capabilities", 8.0 and later).
 ANY_GPU = {"kind": "cuda", "max_threads_per_block": 1024, "max_shared_memory_per_block": 49152, "thread_warp_size": 32}
-IS_SCHEDULED = "tirx.is_scheduled"  # an attribute of functions that TVM's rules leave as they are
+IS_SCHEDULED = "tirx.is_scheduled"  # an attribute of functions that TVM's rules do not change
 SPECIAL_RULES = ("Matmul", "GEMV", "Reduction", "GeneralReduction")  # each fits some functions; in TVM's order
 SUFFIX = ".tvm"
 MAIN = "main"
@@ -48,13 +48,6 @@ log = get_logger("tvm")
 def _pathfinder() -> Any:
     """The package that finds pip's parts of CUDA; None if not installed."""
     return import_module("cuda.pathfinder") if find_spec("cuda") and find_spec("cuda.pathfinder") else None
-
-
-def load_cuda_runtime() -> None:
-    """Loads pip's CUDA runtime, so that TVM finds it in this process. Must be called before TVM is imported."""
-    if pathfinder := _pathfinder():
-        with suppress(pathfinder.DynamicLibNotFoundError):  # the system may have it
-            pathfinder.load_nvidia_dynamic_lib("cudart")
 
 
 @functools.cache
@@ -108,7 +101,9 @@ def check_tvm() -> None:
     """Checks that TVM is installed, and loads parts of it that it does not load by itself."""
     if find_spec("tvm") is None:
         raise UserError(f"the package apache-tvm is not installed, and this needs it; {INSTALL}")
-    load_cuda_runtime()
+    if pathfinder := _pathfinder():  # before TVM is imported, so that it finds pip's CUDA runtime in this process
+        with suppress(pathfinder.DynamicLibNotFoundError):  # the system may have it
+            pathfinder.load_nvidia_dynamic_lib("cudart")
     import_module("tvm.relax.frontend.onnx")
 
 
@@ -148,11 +143,6 @@ def arch_here() -> str:
     return f"sm_{gpu.compute_version.replace('.', '')}"
 
 
-def lowering_target(device: str) -> Any:
-    """TVM's target for lowering graphs for `cpu` or `cuda`."""
-    return llvm_target() if device == "cpu" else gpu_target()
-
-
 def local_tvm_target(device: str, threads: int = 1) -> Any:
     """TVM's target for functions that run on this machine's `cpu` or `cuda`."""
     return llvm_target(threads) if device == "cpu" else gpu_target(arch_here())
@@ -181,17 +171,6 @@ def with_gpu_schedules(module: Any, target: Any) -> Any:
         return dlight.ApplyDefaultSchedule(*map(_Rule, SPECIAL_RULES), dlight.gpu.Fallback())(module)
 
 
-def marked_scheduled(function: Any) -> Any:
-    """Marks a function that has a searched schedule, so that rules do not change it."""
-    return function.with_attr(IS_SCHEDULED, True)
-
-
-def pipeline_after_schedules(target: Any) -> Any:
-    """TVM's passes that remain to be done for a model on a GPU after fusion."""
-    passes = import_module("tvm.relax.backend.cuda.pipeline")
-    return tvm.transform.Sequential([*passes.dataflow_lower_passes(target), *passes.finalize_passes(target)])
-
-
 def on_gpu(target: Any) -> bool:
     """Whether a TVM target is a GPU."""
     return "gpu" in target.keys
@@ -214,7 +193,11 @@ def compile_function(function: Any, target: Any) -> Any:
 
 def compile_lowered(module: Any, target: Any) -> Any:
     """Compiles a lowered module for a TVM target."""
-    return _compile(module, target, **({"relax_pipeline": pipeline_after_schedules(target)} if on_gpu(target) else {}))
+    if not on_gpu(target):
+        return _compile(module, target)
+    passes = import_module("tvm.relax.backend.cuda.pipeline")  # without fusion, which was already done
+    return _compile(module, target, relax_pipeline=tvm.transform.Sequential([
+        *passes.dataflow_lower_passes(target), *passes.finalize_passes(target)]))
 
 
 def with_searched_schedules(module: Any, callees: Mapping[str, str], folder: Path) -> Any:

@@ -32,6 +32,7 @@ from hase.records.kernel_record_files import read_model_records, record_path, up
 from hase.records.measurement import Effort
 from hase.runtimes.tvm.compiling import (
     FUSED,
+    IS_SCHEDULED,
     MAIN,
     TUNED,
     arch_here,
@@ -39,7 +40,6 @@ from hase.runtimes.tvm.compiling import (
     compile_function,
     function_path,
     local_tvm_target,
-    marked_scheduled,
     on_gpu,
     read_function,
     tvm_flavour,
@@ -76,8 +76,8 @@ class Tuned(NamedTuple):
 
 
 def _searched(candidate: Any, target: Any) -> Any:
-    """The function of a module with a searched schedule."""
-    return marked_scheduled(candidate[MAIN]) if on_gpu(target) else candidate[MAIN]
+    """The function of a module with a searched schedule, marked so that rules do not change it."""
+    return candidate[MAIN].with_attr(IS_SCHEDULED, True) if on_gpu(target) else candidate[MAIN]
 
 
 def _builder_and_runner(arguments: Sequence[Any], target: Any, device: str) -> tuple[Any, Any, list[str]]:

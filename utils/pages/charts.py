@@ -17,6 +17,7 @@ from hase.utils.pages.page import Bars, Chart, ChartSeries, Plot, Scale, bars_sc
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
 
 
 WIDTH, HEIGHT = 760, 420
@@ -201,6 +202,11 @@ def write_plot(charts: Sequence[Chart], path: Path, title: str) -> None:
     figure.suptitle(title, fontsize=11)
     for chart, axes in zip(charts, panels.flat, strict=True):
         _draw(chart, axes)
+    save_figure(figure, path)
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Writes a figure of matplotlib to a file, completely or not at all, and closes it."""
     with files.replacing(path) as temporary:
         figure.savefig(temporary, dpi=150)
     matplotlib.pyplot.close(figure)
@@ -215,8 +221,9 @@ def _draw(chart: Chart, axes: Axes) -> None:
     axes.set_title(chart.title, fontsize=10, loc="left")
     axes.grid(color="0.9")
     axes.set(xscale=_scale_name(across), yscale=_scale_name(up))
-    _set_ticks(axes.xaxis, across)
-    _set_ticks(axes.yaxis, up)
+    set_ticks(axes.xaxis, across.ticks)
+    set_ticks(axes.yaxis, up.ticks)
+    axes.tick_params(labelcolor=MUTED)
     axes.set(xlim=(across.low, across.high), ylim=(up.low, up.high), xlabel=across.title, ylabel=up.title)
     if len(chart.series) > 1 or chart.limits:
         axes.legend(fontsize=8)
@@ -237,9 +244,8 @@ def _scale_name(scale: Scale) -> str:
     return "log" if scale.log else "linear"
 
 
-def _set_ticks(axis: Axis, scale: Scale) -> None:
-    """Gives an axis the same numbers as on a page."""
-    axis.set_major_locator(matplotlib.ticker.FixedLocator(scale.ticks))
+def set_ticks(axis: Axis, ticks: Sequence[float]) -> None:
+    """Gives an axis of matplotlib these numbers, written as on a page."""
+    axis.set_major_locator(matplotlib.ticker.FixedLocator(ticks))
     axis.set_minor_locator(matplotlib.ticker.NullLocator())
     axis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_tick_params(labelcolor=MUTED)
