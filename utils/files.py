@@ -179,9 +179,9 @@ def append_records(path: Path, records: Iterable[BaseModel]) -> None:
 
 def read_records(path: Path, schema: type[M], remedy: str) -> list[M]:
     """All records that `append_records` wrote; none without a file. Errors name the `remedy` for a damaged file."""
-    line_of: TypeAdapter[list[M]] = TypeAdapter(list[schema])  # type: ignore[valid-type]
+    line_schema: TypeAdapter[list[M]] = TypeAdapter(list[schema])  # type: ignore[valid-type]
     try:
-        return [record for line in read_lines(path) for record in line_of.validate_json(line)]
+        return [record for line in read_lines(path) for record in line_schema.validate_json(line)]
     except ValidationError as error:
         raise UserError(f"{path}: damaged ({error.errors()[0]['msg']}); {remedy}") from None
 

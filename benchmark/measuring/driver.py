@@ -280,15 +280,6 @@ def measure_loads(bench: Bench, blocks_of: Callable[[LoadKey, Sequence[Block]], 
     return driver.finish()
 
 
-def without_interrupted(block: Block) -> tuple[Block, dict[str, str]]:
-    """A block without units with an interrupted measurement, and the reasons by id of these units."""
-    interrupted = {m.id: m.error for m in block.measurements if m.status == "interrupted"}
-    if not interrupted:
-        return block, interrupted
-    kept = tuple(m for m in block.measurements if m.id not in interrupted)
-    return block.model_copy(update={"measurements": kept}), interrupted
-
-
 def best_canary_ms(blocks: Iterable[Block]) -> float:
     """The canary's shortest time in some blocks, in ms; 0 without blocks."""
     return min((min(block.canary_before_ms, block.canary_after_ms) for block in blocks), default=0.0)
@@ -392,7 +383,8 @@ class _LoadRun(Generic[U]):
     def _keep(self, actor: Actor, attempt: Attempt[U], block: Block) -> UserError | None:
         """Adds a block without interrupted units to the journal; returns an error after several interrupted blocks."""
         planned, number = attempt
-        block, interrupted = without_interrupted(block)
+        interrupted = {m.id: m.error for m in block.measurements if m.status == "interrupted"}
+        block = block.model_copy(update={"measurements": tuple(m for m in block.measurements if m.id not in interrupted)})
         if number == 1:
             self.first.append((block.machine, planned))
             self.totals.interrupted |= interrupted
