@@ -30,8 +30,7 @@ from hase.inference.evaluation.evaluate import (
     evaluate_list,
 )
 from hase.inference.evaluation.models import read_latencies, read_manifest
-from hase.inference.evaluation.report import Point, evaluation_page, row_interval, row_name, scatter
-from hase.inference.evaluation.report import draw as draw_points
+from hase.inference.evaluation.report import draw_scatter, evaluation_page, scatter
 from hase.inference.live.load import CONFIG_FILE, InferenceConfig
 from hase.inference.prediction.conditions import AS_USUAL, RunMode
 from hase.utils import cli, files
@@ -61,18 +60,17 @@ python evaluator.py --manifest out/kinds/kinds.json --target h200 --measured out
 
 def draw(evaluation: Evaluation, folder: Path) -> Path:
     """Draws the plot of an evaluation as a PNG, or as an SVG if matplotlib is not installed. Returns its path."""
-    points = [Point(row_name(c), c.measured_ms, c.predicted_ms, c.held_out, row_interval(c)) for c in evaluation.comparisons]
-    predicted, strict, measured = zip(*((c.predicted_ms, c.strict_ms, c.measured_ms) for c in evaluation.comparisons),
-                                      strict=True)
-    title = (f"{evaluation.target}\n{len(points)} {'latency' if len(points) == 1 else 'latencies'}: mean error "
+    rows = evaluation.comparisons
+    predicted, strict, measured = zip(*((row.predicted_ms, row.strict_ms, row.measured_ms) for row in rows), strict=True)
+    title = (f"{evaluation.target}\n{len(rows)} {'latency' if len(rows) == 1 else 'latencies'}: mean error "
              f"{error_statistics(predicted, measured).mape:.1%}, all kernels predicted "
              f"{error_statistics(strict, measured).mape:.1%}")
     if find_spec("matplotlib") is None:
         path = folder / "evaluation.svg"
-        write_plot([scatter(evaluation.comparisons)], path, title)
+        write_plot([scatter(rows)], path, title)
     else:
         path = folder / "evaluation.png"
-        draw_points(points, title, path)
+        draw_scatter(rows, title, path)
     return path
 
 

@@ -1,11 +1,11 @@
-"""Which way of sharing a GPU lets several models meet their latency objectives: with which shares and batches.
+"""Finds the way of sharing a GPU, the shares and the batches with which several models meet their latency objectives.
 
-Give each model with the rate of its requests and its objective: --model, --rate and --slo-ms, once for each model, in the same
-order. For each way of sharing that was learned for the target, the time of each model's run is predicted, alone and beside the
-others, and its requests are simulated: they arrive at random, wait, and are run together, in runs of the batch's size. The way
-with the most headroom wins: the least of the models' (objective − latency) ÷ objective. Prints a row for each way and model,
-and a sentence. Instances (MIG) come last: they were never measured, and follow from the data sheet. Exit status 4: no way meets
-all objectives.
+Name each model, the rate of its requests and its objective: --model, --rate and --slo-ms, once for each model, in the same
+order. For each way of sharing that was learned for the target, predicts the time of each model's run, alone and beside the
+others, and simulates its requests: they arrive at random, wait, and are run together, in runs of the batch's size. The best way
+has the most headroom, the smallest (objective − latency) ÷ objective of all models. Prints a row for each way and model, and a
+sentence. Instances (MIG) come last: they were never measured, and follow from the data sheet. Exit status 4: no way meets all
+objectives.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ python inference/sharing_advice.py --set served.yaml --target nvidia-h200 --json
 log = get_logger("sharing_advice")
 
 
-def _asked(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[list[ServedModel], list[list[int]]]:
+def _models_and_batches(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[list[ServedModel], list[list[int]]]:
     """The models that the options name, and the possible batches of each."""
     if args.set:
         if args.model or args.rate or args.slo_ms:
-            parser.error("--set names the models, so --model, --rate and --slo-ms are left out")
+            parser.error("--set names the models; leave out --model, --rate and --slo-ms")
         models = list(read_config(args.set, ServedSet).models)
         return models, [args.batch or [model.batch] for model in models]
     if not args.model:
-        parser.error("--model, with --rate and --slo-ms for each, or --set FILE is needed")
+        parser.error("no models; give --model, --rate and --slo-ms for each, or --set FILE")
     if not len(args.model) == len(args.rate) == len(args.slo_ms):
         parser.error(f"each model has one rate and one objective: {len(args.model)} × --model, {len(args.rate)} × --rate, "
                      f"{len(args.slo_ms)} × --slo-ms")
@@ -65,17 +65,17 @@ def main() -> int:
     parser.add_argument("--slo-ms", type=cli.positive, action="append", default=[], metavar="MS",
                         help="the latency within which its requests should be answered")
     parser.add_argument("--set", type=Path, metavar="FILE",
-                        help="YAML with models, each as in a set of benchmark/served_sets.py, in place of the three; "
-                             "batches are then the file's, unless --batch says otherwise")
+                        help="instead of these three: YAML with models, each as in a set of benchmark/served_sets.py; "
+                             "batches are then the file's, unless --batch is given")
     parser.add_argument("--batch", type=cli.counts, metavar="N[,N…]",
                         help=f"batches to choose from (default: {','.join(map(str, BATCHES))})")
     parser.add_argument("--percentile", type=cli.percentile, default=PERCENTILE, metavar="P",
-                        help=f"of the requests that must keep to the objective, in per cent (default: {PERCENTILE:g})")
+                        help=f"the share of requests that must meet the objective, in per cent (default: {PERCENTILE:g})")
     cli.add_target(parser)
     cli.add_host_pace(parser, "what benchmark/host_pace.py measured here in the last ten minutes")
     cli.add_trust(parser)
     args = parser.parse_args()
-    models, batches = _asked(parser, args)
+    models, batches = _models_and_batches(parser, args)
     workspace = cli.start(args)
     predictor = Predictor(workspace, args.target, strict=args.strict, force=args.force, any_device=True)
     pace = PaceAsked(args.host_pace, args.machine).now(predictor.fitted, AS_USUAL)

@@ -27,7 +27,7 @@ from hase.records.measurement import (
 )
 from hase.utils import files
 from hase.utils.config import Frozen
-from hase.utils.errors import UserError
+from hase.utils.errors import UserError, first_problem
 from hase.utils.fingerprint import Machine, Target
 from hase.utils.lazy import pandas as pd
 from hase.utils.paths import FileName, Workspace, targets_in
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 COPIES_VERSION = 1
-MEASURE = "python recipes/cuda_kernels/measure_copies.py"
+MEASURE_COPIES = "python recipes/cuda_kernels/measure_copies.py"
 
 
 class DatasetKernel(Frozen):
@@ -45,7 +45,7 @@ class DatasetKernel(Frozen):
 
     Attributes:
         models: record names of models that contain it.
-        groups: sorted; of these models, and of models near whose kernels it was sampled. None if it was drawn freely.
+        groups: sorted; of these models, and of models near whose kernels it was sampled. Empty if it was drawn freely.
     """
 
     kernel: Kernel
@@ -55,7 +55,7 @@ class DatasetKernel(Frozen):
 
     @classmethod
     def held_by(cls, kernel: Kernel, records: Iterable[ModelRecord]) -> DatasetKernel:
-        """A kernel with the `records` that contain it as its models."""
+        """A kernel whose models are those `records` that contain it."""
         holders = [record for record in records if kernel.id in record.kernels]
         return cls(kernel=kernel, models=tuple(record.model for record in holders),
                    groups=tuple(sorted({record.group for record in holders})))
@@ -70,12 +70,13 @@ class DatasetKernel(Frozen):
 
     @property
     def owners(self) -> str:
-        """The text of column Models: the models, or else `sampled:` and the groups near whose kernels it was sampled."""
+        """The text in column Models: the models, or for a sampled kernel `sampled:` and each group near whose kernels it was
+        sampled."""
         return "|".join(self.models or ([f"sampled:{group}" for group in self.groups or ("",)] if self.sampled else []))
 
 
 class DatasetHeader(Frozen):
-    """`dataset.json`: what all rows have in common, machines by uuid, and backgrounds by name."""
+    """`dataset.json`: what all rows have in common. Machines are by UUID, backgrounds by name."""
 
     version: int = DATASET_VERSION
     target: Target
@@ -85,7 +86,7 @@ class DatasetHeader(Frozen):
     groups: dict[str, FileName] = {}  # groups of models with kernels or measurements, by record name
     collections: dict[str, FileName] = {}  # collections of those models that have one
     labels: tuple[str, ...] = DEFAULT_LABELS  # labels of every kernel; without the first it counts as unmeasured
-    backgrounds: dict[str, Background] = {}  # a block under load that names none is of the first
+    backgrounds: dict[str, Background] = {}  # the first one is that of blocks that name none
     held_out_backgrounds: tuple[str, ...] = ()  # measured for evaluation only: their rows are in no fit
     energy: bool = Field(False, exclude_if=lambda energy: not energy)  # whether the energy of models was measured
     sharing: str = Field(SLICES, exclude_if=lambda sharing: sharing == SLICES)  # how processes shared the GPU: `GpuSharing`
@@ -107,7 +108,7 @@ class DatasetHeader(Frozen):
 
 
 class FileDigest(Frozen):
-    """A file's size in bytes, without an unfinished last line, and its SHA-256."""
+    """A file's size in bytes, without a last line that was cut short, and the SHA-256 of the whole file."""
 
     bytes: int
     sha256: str
@@ -115,7 +116,7 @@ class FileDigest(Frozen):
     @classmethod
     def of(cls, path: Path) -> FileDigest:
         """The digest of a file; NO_FILE if there is none."""
-        return cls(bytes=files.complete_bytes(path), sha256=files.kept_sha256(path)) if path.is_file() else NO_FILE
+        return cls(bytes=files.complete_bytes(path), sha256=files.cached_sha256(path)) if path.is_file() else NO_FILE
 
 
 NO_FILE = FileDigest(bytes=0, sha256="")
@@ -170,7 +171,7 @@ def read_journal(folder: Path) -> list[Block]:
     """Every finished block, in the order measured."""
     path = journal_path(folder)
     blocks = read_blocks(path)
-    before = noted_digests(folder).get(path.name, NO_FILE).bytes
+    before = read_digests(folder).get(path.name, NO_FILE).bytes
     if (now := files.complete_bytes(path) if path.is_file() else 0) < before:
         raise UserError(f"{path}: blocks are missing: it has {now} bytes, and had {before} when the tables were made of it; "
                         f"restore it, or remove {digests_path(folder)} to go on with what is left")
@@ -178,18 +179,18 @@ def read_journal(folder: Path) -> list[Block]:
 
 
 def write_journal(folder: Path, blocks: Iterable[Block]) -> None:
-    """Writes a journal in place of an existing one, whose tables become invalid."""
+    """Writes a journal, replacing an older one; its tables become invalid."""
     digests_path(folder).unlink(missing_ok=True)
     files.write_text(journal_path(folder), "".join(f"{journal_line(block)}\n" for block in blocks))
 
 
-def note_tables(folder: Path) -> None:
-    """Writes `tables.json` with the current digests, after the tables were written."""
+def write_digests(folder: Path) -> None:
+    """Writes `tables.json` with the current digests; called after the tables were written."""
     paths = (journal_path(folder), kernels_path(folder), kernel_table_path(folder), model_table_path(folder))
     files.write_json(digests_path(folder), TableDigests(files={path.name: FileDigest.of(path) for path in paths}))
 
 
-def noted_digests(folder: Path) -> dict[str, FileDigest]:
+def read_digests(folder: Path) -> dict[str, FileDigest]:
     """The contents of `tables.json`; empty if it is missing or damaged."""
     try:
         return files.read_record(digests_path(folder), TableDigests, DATASET_VERSION, COLLECT).files
@@ -197,10 +198,10 @@ def noted_digests(folder: Path) -> dict[str, FileDigest]:
         return {}
 
 
-def are_as_noted(folder: Path, *paths: Path) -> bool:
+def digests_match(folder: Path, *paths: Path) -> bool:
     """Whether these files have the digests in `tables.json`."""
-    noted = noted_digests(folder)
-    return all(noted.get(path.name) == FileDigest.of(path) for path in paths)
+    digests = read_digests(folder)
+    return all(digests.get(path.name) == FileDigest.of(path) for path in paths)
 
 
 def kernel_lines(folder: Path) -> dict[str, str]:
@@ -221,15 +222,13 @@ def write_kernels(folder: Path, lines: Iterable[str]) -> None:
 
 
 def read_kernels(folder: Path, ids: Collection[str] | None = None) -> list[DatasetKernel]:
-    """The kernels of the dataset with the models that contain them; with `ids` only those, which is faster. Operations and
-    bytes are recomputed, so that training counts them as prediction does."""
+    """The kernels of the dataset with the models that contain them, or only those with some `ids`, which is faster. Operations
+    and bytes are recomputed, so that training counts them as prediction does."""
     try:
         kernels = [DatasetKernel.model_validate_json(line) for name, line in kernel_lines(folder).items()
                    if ids is None or name in ids]
     except ValidationError as error:
-        first = error.errors()[0]
-        raise UserError(f"{kernels_path(folder)}: damaged at {'.'.join(map(str, first['loc']))}: {first['msg']}; measure anew: "
-                        f"{COLLECT}") from None
+        raise UserError(f"{kernels_path(folder)}: damaged at {first_problem(error)}; measure anew: {COLLECT}") from None
     return [described.model_copy(update={"kernel": with_current_costs(described.kernel)}) for described in kernels]
 
 
@@ -250,7 +249,7 @@ def read_table(path: Path) -> pd.DataFrame:
     if missing:
         raise UserError(f"{path}: column {', '.join(missing)} missing; make the dataset anew: {COLLECT}")
     if pd.to_numeric(table["Level"], errors="coerce").isna().any():
-        raise UserError(f"{path}: column Level holds a value that is no number; make the dataset anew: {COLLECT}")
+        raise UserError(f"{path}: column Level has a value that is not a number; make the dataset anew: {COLLECT}")
     ok = table[table["Status"] == "ok"]
     time_columns = ("run_median_ms", "median_ms", *(f"{label}_ms" for label in LABELS))
     for column in ["Latency_ms", *(name for name in time_columns if name in table.columns)]:
@@ -279,8 +278,8 @@ def means_add_up(level: float, device: str) -> bool:
 
 
 def run_ms(table: pd.DataFrame, device: str) -> npt.NDArray[np.float64]:
-    """Label `run` of each row of a kernel table; NaN if the label was not measured. The median, because disturbed runs change
-    the mean; but the mean where `means_add_up`."""
+    """The time for label `run` in each row of a kernel table; NaN if it was not measured. It is the median, because disturbed
+    runs change the mean; but the mean where `means_add_up`."""
     mean = table["Latency_ms"].to_numpy(dtype=float)
     if "run_median_ms" not in table.columns:
         return mean
@@ -295,12 +294,12 @@ def idle_rows(table: pd.DataFrame) -> pd.DataFrame:
 
 
 class CopyTimes(Frozen):
-    """Latencies (ms) of small graphs with copies, by name; all their tensors have the same size.
+    """Latencies (ms) of small graphs with copies; all their tensors have the same size, `bytes`.
 
     Attributes:
-        samples_ms: `one`, `gpu`: one and two nodes on the GPU; `cpu`: one node on the CPU; `to_host`: GPU, then CPU; `to_gpu`:
-            CPU, then GPU; `through_one`, `through_four`: a node on the GPU, then one or four times a node on the CPU and one on
-            the GPU.
+        samples_ms: by the name of the graph. `one`, `gpu`: one and two nodes on the GPU; `cpu`: one node on the CPU; `to_host`:
+            GPU, then CPU; `to_gpu`: CPU, then GPU; `through_one`, `through_four`: a node on the GPU, then one or four times a
+            node on the CPU and one on the GPU.
     """
 
     bytes: int
@@ -321,7 +320,7 @@ class WaitTimes(Frozen):
 
 
 class MeasuredCopies(Frozen):
-    """`copies.json`: the target's name, the machine, and the samples."""
+    """`copies.json`: the times of copies and waits that one machine measured for a target."""
 
     version: int = COPIES_VERSION
     target: str
@@ -338,4 +337,4 @@ def copies_path(dataset: Path) -> Path:
 def read_copies(dataset: Path) -> MeasuredCopies | None:
     """The measured copies of a target, or None."""
     path = copies_path(dataset)
-    return files.read_record(path, MeasuredCopies, COPIES_VERSION, MEASURE) if path.is_file() else None
+    return files.read_record(path, MeasuredCopies, COPIES_VERSION, MEASURE_COPIES) if path.is_file() else None

@@ -17,7 +17,7 @@ import numpy as np
 from hase.records.dataset_files import (
     DatasetHeader,
     DatasetKernel,
-    are_as_noted,
+    digests_match,
     digests_path,
     idle_rows,
     journal_path,
@@ -25,12 +25,12 @@ from hase.records.dataset_files import (
     kernels_path,
     means_add_up,
     model_table_path,
-    note_tables,
     read_header,
     read_journal,
     read_kernels,
     read_table,
     run_ms,
+    write_digests,
 )
 from hase.records.host_pace import is_undisturbed
 from hase.records.kernel_record import Kernel
@@ -300,7 +300,7 @@ def _write_rows(folder: Path, header: DatasetHeader, blocks: Sequence[Block], wr
             raise UserError(f"{journal_path(folder)}: damaged: it has {', '.join(sorted(unknown))}, which {path.name} has no "
                             f"column for; measure anew: {COLLECT}")
         write(path, columns, rows)
-    note_tables(folder)
+    write_digests(folder)
 
 
 def read_kernel_table(workspace: Workspace, target: str) -> pd.DataFrame:
@@ -322,20 +322,20 @@ def refresh_tables(folder: Path) -> None:
     be written; old ones without a `tables.json` are used unchecked, with a warning.
     """
     tables, sources = (kernel_table_path(folder), model_table_path(folder)), (journal_path(folder), kernels_path(folder))
-    if are_as_noted(folder, *tables, *sources) or not any(path.is_file() for path in (*tables, *sources)):
+    if digests_match(folder, *tables, *sources) or not any(path.is_file() for path in (*tables, *sources)):
         return
     with ExitStack() as alone:
         try:
             alone.enter_context(sole_writer(folder))
         except UserError:
             until_s = time.monotonic() + PATIENCE_S
-            while not are_as_noted(folder, *tables):
+            while not digests_match(folder, *tables):
                 if time.monotonic() > until_s:
                     raise
                 time.sleep(PAUSE_S)
             log.warning("%s: another process measures; its latest blocks are not in the tables yet", folder)
             return
-        if are_as_noted(folder, *tables, *sources):  # another process has just made them
+        if digests_match(folder, *tables, *sources):  # another process has just made them
             return
         blocks, missing = read_journal(folder), [path.name for path in sources if not path.is_file()]
         if missing and (measured_kernel_ids(blocks) or not blocks):

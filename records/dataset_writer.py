@@ -13,18 +13,18 @@ from typing import NamedTuple
 from hase.records.dataset_files import (
     DatasetHeader,
     DatasetKernel,
-    are_as_noted,
+    digests_match,
     header_path,
     journal_path,
     kernel_lines,
     kernel_table_path,
     kernels_path,
     model_table_path,
-    note_tables,
-    noted_digests,
+    read_digests,
     read_header,
     read_journal,
     read_kernels,
+    write_digests,
     write_journal,
     write_kernels,
 )
@@ -65,8 +65,8 @@ class DatasetWriter(Journal):
         unchanged = tables_are_current and changed.isdisjoint(measured_kernel_ids(self.blocks))
         self._blocks_in_tables = len(self.blocks) if unchanged else 0
         if self._blocks_in_tables and changed:
-            note_tables(folder)
-        self._noted = noted_digests(folder)
+            write_digests(folder)
+        self._digests = read_digests(folder)
         self._tables_due_s = time.monotonic() + TABLES_EVERY_S
 
     def append(self, block: Block) -> None:
@@ -80,7 +80,7 @@ class DatasetWriter(Journal):
 
     def write_tables(self) -> None:
         """Updates the tables: adds rows if all kernels of the new blocks are new, otherwise writes everything."""
-        if noted_digests(self.folder) != self._noted:  # another process has written them
+        if read_digests(self.folder) != self._digests:  # another process has written them
             self._blocks_in_tables = 0
         old, new = self.blocks[:self._blocks_in_tables], self.blocks[self._blocks_in_tables:]
         if old and not new:
@@ -89,7 +89,7 @@ class DatasetWriter(Journal):
             add_rows(self.folder, self.header, new)
         else:
             write_tables(self.folder, self.header, self.blocks)
-        self._blocks_in_tables, self._noted = len(self.blocks), noted_digests(self.folder)
+        self._blocks_in_tables, self._digests = len(self.blocks), read_digests(self.folder)
 
     def count_rows(self) -> tuple[int, int]:
         """The numbers of rows of the kernel table and of the model table."""
@@ -147,7 +147,7 @@ def _tables_are_current(folder: Path, header: DatasetHeader) -> bool:
     """Whether both tables have the current columns and match journal and kernels; a killed collector may leave stale ones."""
     columns = {kernel_table_path(folder): kernel_columns(header.metrics, header.labels),
                model_table_path(folder): model_columns(header.metrics, header.labels, header.energy)}
-    return (are_as_noted(folder, *columns, journal_path(folder), kernels_path(folder))
+    return (digests_match(folder, *columns, journal_path(folder), kernels_path(folder))
             and all(_first_line(path) == ",".join(names) for path, names in columns.items()))
 
 

@@ -27,10 +27,10 @@ FP32_LANES = {6.0: 64, 6.1: 128, 7.0: 64, 7.5: 64, 8.0: 64, 8.6: 128, 8.7: 128, 
 # Multiply-adds with fp16 that the tensor cores of an SM may do in a clock. A card's sheet may give half of it (GeForce, and
 # where sums are in fp32).
 TENSOR_FMAS = {7.0: 512, 7.5: 512, 8.0: 1024, 8.6: 512, 8.7: 1024, 8.9: 512, 9.0: 2048, 10.0: 4096, 10.3: 4096, 12.0: 512}
-SHARES = (1.0, 0.5, 0.25)  # shares of the tensor cores' peak that a card may have
-TOLERANCE = 0.16  # tolerance of a peak: sheets round, and tensor cores may run at another clock
+TENSOR_SHARES = (1.0, 0.5, 0.25)  # the possible shares of TENSOR_FMAS that a card has
+TOLERANCE = 0.16  # relative, of a peak: sheets round, and tensor cores may run at another clock
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container; "max" where there is none
+MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container; it holds "max" if there is no limit
 UNITS_KIB = {"K": 1, "M": 1024, "G": 1024**2}
 
 
@@ -39,7 +39,7 @@ class GpuDataSheet(Frozen):
 
     Attributes:
         name: as the driver shows it.
-        aka: other names, in lower case.
+        aka: its short and other names, in lower case; the first is used as its `slug`.
         l2_mb, power_w: L2 cache and power limit.
         fp32_tflop_s: peak of the CUDA cores, 10^12 operations a second.
         fp16_tflop_s, bf16_tflop_s, tf32_tflop_s: dense peaks of the tensor cores with sums in fp32; None without such cores.
@@ -67,18 +67,18 @@ class GpuDataSheet(Frozen):
         lanes, fmas = FP32_LANES.get(self.compute_capability), TENSOR_FMAS.get(self.compute_capability)
         if lanes is None:
             raise ValueError(f"compute capability {self.compute_capability:g} is not known")
-        tflop_s = 2e-6 * self.sms * self.boost_mhz
-        if not _near(self.fp32_tflop_s, lanes * tflop_s):
+        lane_tflop_s = 2e-6 * self.sms * self.boost_mhz  # with one multiply-add per SM and clock
+        if not _near(self.fp32_tflop_s, lanes * lane_tflop_s):
             raise ValueError(f"fp32_tflop_s {self.fp32_tflop_s:g}: {self.sms} SMs × {lanes} lanes × {self.boost_mhz:g} MHz "
-                             f"make {lanes * tflop_s:.4g}")
+                             f"make {lanes * lane_tflop_s:.4g}")
         if (self.fp16_tflop_s is None) != (fmas is None):
             raise ValueError(f"fp16_tflop_s: compute capability {self.compute_capability:g} has "
                              f"{'tensor cores' if fmas else 'no tensor cores'}")
         if self.fp16_tflop_s is not None and fmas is not None and not any(
-                _near(self.fp16_tflop_s, fmas * tflop_s * share) for share in SHARES):
+                _near(self.fp16_tflop_s, fmas * lane_tflop_s * share) for share in TENSOR_SHARES):
             raise ValueError(f"fp16_tflop_s {self.fp16_tflop_s:g}: {self.sms} SMs × {fmas} multiply-adds × "
-                             f"{self.boost_mhz:g} MHz make {fmas * tflop_s:.4g}, or half or a quarter of that; was it given "
-                             "with sparsity?")
+                             f"{self.boost_mhz:g} MHz make {fmas * lane_tflop_s:.4g}, or half or a quarter of that; was it "
+                             "given with sparsity?")
         return self
 
     @property
@@ -88,30 +88,30 @@ class GpuDataSheet(Frozen):
 
     @property
     def tensor_share(self) -> float:
-        """The usable share of the tensor cores' speed with sums in fp32: half on GeForce cards, else 1."""
+        """The share of the tensor cores' speed that is usable with sums in fp32: one half on GeForce cards, else mostly 1."""
         fmas = TENSOR_FMAS.get(self.compute_capability)
         if self.fp16_tflop_s is None or fmas is None:
             return 1.0
         whole_tflop_s = 2e-6 * fmas * self.sms * self.boost_mhz
-        return next(share for share in SHARES if _near(self.fp16_tflop_s, whole_tflop_s * share))
+        return next(share for share in TENSOR_SHARES if _near(self.fp16_tflop_s, whole_tflop_s * share))
 
-    def with_tensor_peaks(self, times: float) -> GpuDataSheet:
-        """The card with `times` the peaks of its tensor cores."""
-        return self.model_copy(update={name: times * peak for name in ("fp16_tflop_s", "bf16_tflop_s", "tf32_tflop_s")
+    def with_tensor_peaks(self, factor: float) -> GpuDataSheet:
+        """A copy whose tensor cores have `factor` times the peaks."""
+        return self.model_copy(update={name: factor * peak for name in ("fp16_tflop_s", "bf16_tflop_s", "tf32_tflop_s")
                                        if (peak := getattr(self, name)) is not None})
 
     def tensor_tflop_s(self, dtype: str) -> float | None:
-        """The tensor cores' peak for products in an element type; None if they don't compute them."""
+        """The tensor cores' peak for products in an element type; None if they don't compute it."""
         return {"float32": self.tf32_tflop_s, "float16": self.fp16_tflop_s, "bfloat16": self.bf16_tflop_s}.get(dtype)
 
     def peak_tflop_s(self, dtype: str) -> float:
-        """The peak for products in an element type, as ONNX Runtime computes them. TF32 for float32 if the card has it, tensor
-        cores for half precision, otherwise CUDA cores."""
+        """The peak for products in an element type, as ONNX Runtime computes them: by tensor cores if they can (float32 as
+        TF32), otherwise by CUDA cores."""
         return self.tensor_tflop_s(dtype) or self.fp32_tflop_s
 
 
-def _near(given: float, made: float) -> bool:
-    return abs(given / made - 1.0) <= TOLERANCE
+def _near(stated: float, computed: float) -> bool:
+    return abs(stated / computed - 1.0) <= TOLERANCE
 
 
 class GpuCatalogue(Frozen):
@@ -121,7 +121,7 @@ class GpuCatalogue(Frozen):
 
 
 def read_gpus(path: Path) -> tuple[GpuDataSheet, ...]:
-    """The cards in a file; an implausible entry is a `UserError`."""
+    """Reads the cards in a file. Raises UserError if an entry is implausible."""
     return read_config(path, GpuCatalogue).gpus
 
 
@@ -132,7 +132,7 @@ def catalogue() -> tuple[GpuDataSheet, ...]:
 
 
 def gpu_named(name: str, further: Sequence[GpuDataSheet] = ()) -> GpuDataSheet | None:
-    """The card with a name as in a driver, a target or common use, or None; `further` cards are searched first."""
+    """The card with a name as in a driver, a target or common use; None if unknown. `further` cards are searched first."""
     wanted = slug(name)
     return next((gpu for gpu in (*further, *catalogue()) if wanted in (slug(gpu.name), *map(slug, gpu.aka))), None)
 
@@ -153,7 +153,7 @@ class Environment(Frozen):
 
     Attributes:
         cores: available to the runtime's threads.
-        mhz: the highest frequency, else the current one, else 0.
+        mhz: the highest frequency, or the current one if that is unknown, or 0.
         memory_limit_mib: the smallest of the config's limit, the container's and the machine's memory.
         l1_kib, l2_kib, l3_kib: data caches of a core; 0 if unknown.
     """

@@ -1,7 +1,7 @@
 """Measured text generation with onnxruntime-genai: times, memory, energy and traced steps.
 
-recipes/llm/measure_genai.py writes these records to `<workspace>/llm/measured`, a line per point, with traces of single steps
-beside them. recipes/llm/record_steps.py writes the steps' kernel records to `<workspace>/llm/records`.
+recipes/llm/measure_genai.py writes these records to `<workspace>/llm/measured`, one line a point, and traces of single steps
+next to them. recipes/llm/record_steps.py writes the steps' kernel records to `<workspace>/llm/records`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hase.utils.config import Frozen
 from hase.utils.fingerprint import Machine
 from hase.utils.paths import Workspace
 
-Phase = Literal["first", "token"]  # the prompt's run with the first token; a run with a further one
+Phase = Literal["first", "token"]  # the run of the prompt, which gives the first token; a run that gives a further token
 PHASES: tuple[Phase, ...] = get_args(Phase)
 REMEDY = "remove it, and measure that model again: python recipes/llm/measure_genai.py"
 
@@ -32,11 +32,12 @@ class Generation(Frozen):
     """Requests of one size with one model.
 
     Attributes:
-        batch, prompt, generated: number of sequences; tokens of each before, and after, the first generated one.
+        batch: number of sequences.
+        prompt, generated: tokens of each sequence that are given, and that are generated after the first one.
         cache: length of genai's cache of keys and values, its `max_length`.
         create_ms: time to create a generator with its cache.
-        first_ms: per request, from the prompt to the first token.
-        token_ms: per request, or only for the last one, the time of each further token.
+        first_ms: of each request, from the prompt to the first token.
+        token_ms: of each request, or only of the last one, the time of each further token.
         first_probe_us, token_probe_us: the slower of the host probe's readings before and after a slot of runs; empty if not
             read.
         weights_mib: device memory of the loaded model before any request.
@@ -45,7 +46,7 @@ class Generation(Frozen):
             request; None if not measured.
         captured: tokens ran as a CUDA graph.
         failed: why it could not be measured; "" if it could.
-        probe_us: the host probe before and after.
+        probe_us: the host probe's readings before and after.
     """
 
     model: str
@@ -72,12 +73,12 @@ class Generation(Frozen):
 
 
 class GenerationMemory(Frozen):
-    """Device memory of one request in a fresh process. Sizes as in `Generation`.
+    """Device memory of one request in a new process. Sizes as in `Generation`.
 
     Attributes:
         context_mib: ONNX Runtime's CUDA context, with a session of one small node.
-        weights_mib: the loaded model, beyond that.
-        peak_mib: the largest while the request ran, beyond the context.
+        weights_mib: added by the loaded model.
+        peak_mib: the most while the request ran, without the context.
         failed: why it could not be measured; "" if it could.
     """
 
@@ -101,8 +102,8 @@ class TracedStep(Frozen):
         step: 0 is the prompt with the first token, n the n-th token after it.
         host_us: duration on the host, while traced.
         names: distinct names of the work.
-        work: indices into `names`.
-        start_us, duration_us, launched_us: per piece, from the start of the step; the last is the start of its launch.
+        work: each piece of work, as an index into `names`.
+        start_us, duration_us, launched_us: of each piece: start, duration, and start of its launch, from the start of the step.
     """
 
     model: str
@@ -118,11 +119,11 @@ class TracedStep(Frozen):
 
 
 def measured_file(workspace: Workspace, model: str, memory: bool = False) -> Path:
-    """The file with a model's measured times, or with its memory: one line per point."""
+    """The file with a model's measured times, or with its measured memory: one line a point."""
     return workspace.root / "llm" / "measured" / f"{model}{'.memory' if memory else ''}.jsonl"
 
 
-def measured_models(workspace: Workspace) -> list[str]:
+def measured_model_names(workspace: Workspace) -> list[str]:
     """The folder names of all models with measured times, sorted."""
     return sorted(path.stem for path in measured_file(workspace, "").parent.glob("*.jsonl") if "." not in path.stem)
 

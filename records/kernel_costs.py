@@ -1,7 +1,7 @@
 """Costs of a kernel: floating-point operations, bytes read and written, and sequential steps.
 
-They follow only from the operator's row in the table (operators.py), its attributes and shapes. Training and prediction
-recompute them and ignore those in files.
+They follow from the operator's row in the table (operators.py), attributes and shapes. Training and prediction recompute them,
+and ignore the costs in files.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hase.records import attention
-from hase.records.attention import attention_sizes, intermediate_bytes, projection_flops, projects
 from hase.records.kernel_record import Kernel, KernelInput, Tensor, input_at
 from hase.records.operators import operator_row
 
 # A step down a decision tree counts as this many operations, because it waits for memory. Measured on two cores of an AMD
 # EPYC: 2.8 ns per step (64 rows, 200 trees of a scikit-learn forest).
 STEP_FLOPS = 100
-LAUNCHED_INPUTS = 32  # a Concat with more inputs copies tables from the host; up to here the launch carries them
+LAUNCHED_INPUTS = 32  # the launch of a Concat carries tables of so many inputs; with more, it copies them from the host
 MOST_ALIGNMENT = 64
 
 
@@ -30,8 +29,7 @@ def flops(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelIn
     """
     row = operator_row(op_type)
     out = outputs[0].elements if outputs else 0
-    first = inputs[0] if inputs else Tensor(dtype="")
-    second = inputs[1] if len(inputs) > 1 else Tensor(dtype="")
+    first, second = input_at(inputs, 0), input_at(inputs, 1)
     match row.cost:
         case "view" | "move":
             return 0
@@ -43,13 +41,16 @@ def flops(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelIn
             return 2 * first.elements * math.prod(second.shape[1:])
         case "gemm":
             inner = _size(first, 0 if attributes.get("transA") else -1)
-            return out * (2 * inner + (1 if len(inputs) > 2 and inputs[2].present else 0))
+            return out * (2 * inner + input_at(inputs, 2).present)
         case "product":
             return 2 * out * _size(first, -2 if attributes.get("transA") else -1)
         case "einsum" if product := einsum_product(attributes, inputs):
             return 2 * math.prod(product)
         case "attention":
-            return _attention_flops(op_type, attributes, inputs)
+            if (sizes := attention.attention_sizes(op_type, attributes, inputs)) is None:
+                return 0
+            # Unpadded rows count as if of equal length.
+            return attention.flops(sizes) + (attention.projection_flops(inputs) if attention.projects(op_type, inputs) else 0)
         case "grouped attention":
             return attention.flops(attention.grouped_query_sizes(attributes, inputs))
         case "experts":
@@ -93,7 +94,7 @@ def _transforms(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[Ke
 
 
 def _number(inputs: Sequence[KernelInput], index: int) -> int | None:
-    """The value of an input with one number; None if unknown."""
+    """The value of the input at `index`, a single number; None if unknown."""
     values = input_at(inputs, index).values
     return int(values[0]) if values else None
 
@@ -101,8 +102,8 @@ def _number(inputs: Sequence[KernelInput], index: int) -> int | None:
 def bytes_read(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelInput], outputs: Sequence[Tensor]) -> int:
     """Bytes of all inputs, each counted once; 0 if a tensor is only renamed.
 
-    A table counts for at most the gathered elements; a table of scales for one number per block of them. A recurrent layer
-    reads its state's weights (R) in every step. Of experts, only as many count as tokens can choose.
+    Of a table, at most the gathered elements count; of a table of scales, one number per block of them. A recurrent layer reads
+    its state's weights (R) in every step. Of experts, only as many count as tokens can choose.
     """
     row = operator_row(op_type)
     if row.cost == "view":
@@ -115,13 +116,13 @@ def bytes_read(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[Ker
         if index >= len(inputs):
             continue
         table = inputs[index]
-        used = -(-out // int(attributes.get("block_size", 1))) if index != row.table_inputs[0] else out
+        used = out if index == row.table_inputs[0] else -(-out // int(attributes.get("block_size", 1)))
         if index in row.packed_inputs and table.dtype == "uint8":
             used = -(-used * int(attributes.get("bits", 8)) // 8)
         if table.elements > used:
             total -= table.bytes - table.model_copy(update={"shape": (used,)}).bytes
     if row.cost == "attention":
-        total += intermediate_bytes(op_type, attributes, inputs)
+        total += attention.intermediate_bytes(op_type, attributes, inputs)
     if row.cost == "recurrent" and len(inputs) > 2:
         total += (max(steps(op_type, attributes, inputs), 1) - 1) * inputs[2].bytes
     if row.cost == "experts" and len(inputs) > 1:
@@ -139,7 +140,7 @@ def bytes_written(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[
         case "grouped attention":
             return attention.bytes_written(attention.grouped_query_sizes(attributes, inputs), outputs)
         case "attention":
-            return sum(tensor.bytes for tensor in outputs) + intermediate_bytes(op_type, attributes, inputs)
+            return sum(tensor.bytes for tensor in outputs) + attention.intermediate_bytes(op_type, attributes, inputs)
     return sum(tensor.bytes for tensor in outputs)
 
 
@@ -166,10 +167,9 @@ def is_control_flow(kernel: Kernel) -> bool:
 
 def with_current_costs(kernel: Kernel) -> Kernel:
     """A kernel read from a file, with recomputed costs."""
-    return kernel.model_copy(update={
-        "flops": flops(kernel.op_type, kernel.attributes, kernel.inputs, kernel.outputs),
-        "bytes_read": bytes_read(kernel.op_type, kernel.attributes, kernel.inputs, kernel.outputs),
-        "bytes_written": bytes_written(kernel.op_type, kernel.attributes, kernel.inputs, kernel.outputs)})
+    operation = kernel.op_type, kernel.attributes, kernel.inputs, kernel.outputs
+    return kernel.model_copy(update={"flops": flops(*operation), "bytes_read": bytes_read(*operation),
+                                     "bytes_written": bytes_written(*operation)})
 
 
 def waits_between_launches(kernel: Kernel) -> int:
@@ -218,22 +218,13 @@ def _expert_elements(attributes: Mapping[str, Any], inputs: Sequence[KernelInput
     """Weights in the matrices of one expert; a byte may hold several."""
     matrices = [tensor for tensor in inputs[2:] if len(tensor.shape) == 3]
     packed = [tensor for tensor in matrices if tensor.dtype == "uint8"]  # beside these, 3-D tensors are scales of blocks
-    bits = int(attributes.get("expert_weight_bits", 4))
-    return sum(math.prod(tensor.shape[1:]) for tensor in packed) * (8 // bits) if packed else sum(
-        math.prod(tensor.shape[1:]) for tensor in matrices)
+    per_byte = 8 // int(attributes.get("expert_weight_bits", 4)) if packed else 1
+    return per_byte * sum(math.prod(tensor.shape[1:]) for tensor in packed or matrices)
 
 
 def _size(tensor: Tensor, axis: int) -> int:
     """One dimension of a tensor; 1 if missing."""
     return tensor.shape[axis] if -len(tensor.shape) <= axis < len(tensor.shape) else 1
-
-
-def _attention_flops(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelInput]) -> int:
-    """Operations of attention with its projection, if fused; unpadded rows count as if of equal length."""
-    sizes = attention_sizes(op_type, attributes, inputs)
-    if sizes is None:
-        return 0
-    return attention.flops(sizes) + (projection_flops(inputs) if projects(op_type, inputs) else 0)
 
 
 class MatrixProduct(NamedTuple):

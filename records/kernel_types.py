@@ -29,6 +29,7 @@ SPLIT_COUNTED = 18  # since this version, a Split has the number of equal parts
 # Default values of attributes: with them, a kernel is the same as without the attribute.
 NEUTRAL = {"auto_pad": "NOTSET", "group": 1, "ceil_mode": 0, "storage_order": 0, "count_include_pad": 0}
 SHAPES_IN_ID = 3  # inputs whose shapes an id spells out
+OPERATORS_IN_TYPE = 6  # further operators that the type of a fused kernel spells out; the others are counted
 WINDOWS = (1, 3, 7, 15, 31, 63)  # the widest window of each class; the last class has wider ones
 
 
@@ -244,11 +245,21 @@ def describe_kernel(op_type: str, domain: str, opset: int, attributes: Mapping[s
         attributes = {"kernel_shape": list(inputs[1].shape[2:]), **attributes}  # may be omitted: the weights say it
     opset, attributes, inputs = canonical_description(op_type, domain, opset, attributes, inputs, outputs)
     kept = without_defaults(attributes)
-    name = kernel_type(op_type, kept, inputs)
+    return kernel_of_type(kernel_type(op_type, kept, inputs), op_type, domain, opset, kept, inputs, outputs)
+
+
+def kernel_of_type(type_name: str, op_type: str, domain: str, opset: int, attributes: Mapping[str, Any],
+                   inputs: Sequence[KernelInput], outputs: Sequence[Tensor]) -> Kernel:
+    """The kernel with this type and description, with id, operations and bytes."""
+    operation = op_type, attributes, inputs, outputs
     return Kernel(
-        id=kernel_id(name, op_type, domain, opset, kept, inputs, outputs), type=name, op_type=op_type, domain=domain,
-        opset=opset, attributes=kept, inputs=tuple(inputs), outputs=tuple(outputs),
-        flops=flops(op_type, kept, inputs, outputs), bytes_read=bytes_read(op_type, kept, inputs, outputs),
-        bytes_written=bytes_written(op_type, kept, inputs, outputs),
-        weight_bytes=sum(tensor.bytes for tensor in inputs if tensor.constant),
-    )
+        id=kernel_id(type_name, op_type, domain, opset, attributes, inputs, outputs), type=type_name, op_type=op_type,
+        domain=domain, opset=opset, attributes=dict(attributes), inputs=tuple(inputs), outputs=tuple(outputs),
+        flops=flops(*operation), bytes_read=bytes_read(*operation), bytes_written=bytes_written(*operation),
+        weight_bytes=sum(tensor.bytes for tensor in inputs if tensor.constant))
+
+
+def fused_type(main: str, others: Sequence[str]) -> str:
+    """The type of a kernel of several operators: the main one's name, then the others'."""
+    named, counted = others[:OPERATORS_IN_TYPE], others[OPERATORS_IN_TYPE:]
+    return "_".join([main, *named]) + (f"_and{len(counted)}" if counted else "")

@@ -1,8 +1,8 @@
 """The operator table: class, cost rule, launches and other properties of each operator, by name.
 
 To add an operator, add one row to TABLE; all columns but the first two have defaults. A row is valid for all domains with an
-operator of its name. Without a row, `operator_row` returns a default one with `listed=False`, whose class follows from the name
-(`Reduce…`, `Arg…`, `Global…` and `…Pool…` are reductions) or is "other".
+operator of its name. Without a row, `operator_row` returns a default one, whose class follows from the name (`Reduce…`, `Arg…`,
+`Global…` and `…Pool…` are reductions) or is "other".
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ CostRule = Literal["view", "move", "elements", "convolution", "transposed convol
 LaunchRule = Literal["learned", "none", "one a step", "unequal parts", "many inputs"]
 Dispatch = Literal["own", "convolution", "product", "recurrent", "reducing", "einsum"]
 Linearity = Literal["linear", "multiplicative", "convolutional", "nonlinear"]
-Places = tuple[int, ...]
+NetworkScale = Literal["small", "medium", "large"]
+SCALES: dict[NetworkScale, float] = {"small": 50, "medium": 150, "large": float("inf")}  # the most nodes of such a network
+BLOCKED_DOMAIN = "com.microsoft.nchwc"  # of operators in ONNX Runtime's blocked layout on a CPU
 # On CUDA these may work in the buffer of their first input: activations, as they are registered (ONNX Runtime's
 # activations.cc), and ScatterND. That Gelu, HardSwish and QuickGelu are among them follows from the blocks of an H100's
 # sessions. Arithmetic and other elementwise operators always write to a buffer of their own.
 IN_PLACE_ON_CUDA = frozenset({"Elu", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "QuickGelu", "Relu", "ScatterND", "Selu",
                               "Sigmoid", "Softplus", "Softsign", "Tanh", "ThresholdedRelu"})
-NetworkScale = Literal["small", "medium", "large"]
-SCALES: dict[NetworkScale, float] = {"small": 50, "medium": 150, "large": float("inf")}  # the most nodes of such a network
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,9 @@ class Operator:
         element_flops: operations per element under the rule "elements". A transcendental function counts as about ten, as its
             polynomial approximation takes. Only the order of magnitude matters, because memory limits these kernels.
         table_inputs: inputs from which a kernel reads at most as many elements as it writes.
-        launches: how often it launches work on a GPU. Mostly "learned", at least one. "none": it reads only a tensor's shape,
-            which the host knows. The others add `kernel_costs.waits_between_launches`.
+        launches: how often it launches work on a GPU. "learned": from measurements, at least once. "none": never, since it only
+            reads a tensor's shape, which the host knows. The others are learned, too, and add
+            `kernel_costs.waits_between_launches`.
         dispatch: what the host calls on CUDA: ONNX Runtime's "own" kernels; cuDNN for a "convolution" or "recurrent" layer;
             cuBLAS for a "product", or for an "einsum", which it first plans; "reducing" operators use cuDNN (pools, most
             reductions, normalisation of channels) or ONNX Runtime's kernels (softmaxes, layer normalisation).
@@ -57,14 +58,16 @@ class Operator:
         slow_on_cpu: whether ONNX Runtime's CPU provider computes it number by number, in many steps; None: if its class is
             "other".
         waits_for_size: its CUDA kernel copies the output's size to the host, which waits for it (ONNX Runtime 1.31).
+        copies: it copies between host and GPU; ONNX Runtime adds it to a graph.
 
         bodies: attributes with a graph, whose nodes do the computation.
         size_inputs: inputs whose values decide the output's shape.
         shape_input: the input that is the output's shape.
         sized_by_values: values decide the output's shape in another way (see `shape_needs_values`).
-        float_sizes: small floating-point constants among its inputs determine the output's shape.
+        float_sizes: small floating-point constants among its inputs decide the output's shape.
         index_input: the input with indices into `table_inputs`, or into the first input if there are no tables.
         index_per_axis: the last axis of the indices has one for each of the first axes of the data.
+        weights_input: the input with the weights of a convolution.
         sum_input: what a fused convolution adds to its result: Z of FusedConv, Sum of a Conv in blocked layout (NCHWc).
         single_inputs: inputs that are always float32.
         packed_inputs: integer inputs that contain quantised numbers; any value is valid.
@@ -81,7 +84,7 @@ class Operator:
             per channel, not per group; a shift by half a pixel; one axis, not all from `axis` on; other names of modes; another
             way to count an axis; sizes rounded up.
         ceiling_changed_in: the same, only for sizes that are rounded up (`ceil_mode`).
-        input_since: the version since which this attribute is the second input.
+        input_since: the version since which an attribute is the second input, and the attribute.
     """
 
     name: str
@@ -90,7 +93,7 @@ class Operator:
     base: str = ""
     cost: CostRule = "elements"
     element_flops: int = 1
-    table_inputs: Places = ()
+    table_inputs: tuple[int, ...] = ()
     launches: LaunchRule = "learned"
     dispatch: Dispatch = "own"
     time_by_values: bool = False
@@ -98,7 +101,7 @@ class Operator:
     waits_for_size: bool = False
     copies: bool = False
     bodies: tuple[str, ...] = ()
-    size_inputs: Places = ()
+    size_inputs: tuple[int, ...] = ()
     shape_input: int | None = None
     sized_by_values: bool = False
     float_sizes: bool = False
@@ -106,19 +109,18 @@ class Operator:
     index_per_axis: bool = False
     weights_input: int | None = None
     sum_input: int | None = None
-    single_inputs: Places = ()
-    packed_inputs: Places = ()
+    single_inputs: tuple[int, ...] = ()
+    packed_inputs: tuple[int, ...] = ()
     in_whole_numbers: bool = False
     positive_inputs: bool = False
     keeps_shape: bool = False
-    in_place: Places = ()
+    in_place: tuple[int, ...] = ()
     typed_by_attribute: bool = False
     random: bool = False
     linearity: Linearity = "nonlinear"
-    changed_in: Places = ()
-    ceiling_changed_in: Places = ()
+    changed_in: tuple[int, ...] = ()
+    ceiling_changed_in: tuple[int, ...] = ()
     input_since: tuple[int, str] | None = None
-    listed: bool = True
 
     @property
     def base_name(self) -> str:
@@ -144,8 +146,8 @@ def operator_row(name: str) -> Operator:
 @functools.cache
 def _default_row(name: str) -> Operator:
     if name.startswith(("Reduce", "Arg", "Global")):
-        return Operator(name, "reduction", cost="reduction", listed=False)
-    return Operator(name, "reduction" if "Pool" in name else "other", listed=False)
+        return Operator(name, "reduction", cost="reduction")
+    return Operator(name, "reduction" if "Pool" in name else "other")
 
 
 TABLE = (
@@ -404,10 +406,8 @@ CONTROL_FLOW = frozenset(operator.name for operator in TABLE if operator.bodies)
 def linearity_class(name: str) -> Literal["linear", "multiplicative", "nonlinear"]:
     """The class of an operator in the user's document on TVM.
 
-    Linear (additions, comparisons, data movement), multiplicative (products, activations of single elements) or nonlinear
-    (convolutions, pools, normalisations and the rest). The document counts activations twice, as multiplicative and as
-    nonlinear. Since its fully connected networks have only linear and multiplicative operators, activations are multiplicative
-    here.
+    The document counts activations twice, as multiplicative and as nonlinear. Since its fully connected networks have only
+    linear and multiplicative operators, activations are multiplicative here.
     """
     linearity = operator_row(name).linearity
     return "nonlinear" if linearity == "convolutional" else linearity

@@ -17,7 +17,7 @@ from hase.records.traces import GpuRun
 from hase.runtimes import runtime_named
 from hase.utils.config import Frozen
 from hase.utils.errors import DeviceUnavailable, UserError, machine_lacks
-from hase.utils.files import no_room
+from hase.utils.files import disk_is_full
 from hase.utils.fingerprint import DEFAULT_RUNTIME, Target
 from hase.utils.processes import WorkerFailed, WorkerProcess, serve_lines
 
@@ -126,7 +126,7 @@ def answer(work: Handlers, request: Request) -> Reply:
     except DeviceUnavailable as error:
         reply = Reply(error=str(error), interrupted=True, unusable=True)
     except UserError as error:
-        disk_full = no_room()  # a library that can't write a file whole may not say so
+        disk_full = disk_is_full()  # a library that can't write a file whole may not say so
         why = f" (the disk of temporary files is full: {tempfile.gettempdir()})" if disk_full else ""
         reply = Reply(error=f"{error}{why}", interrupted=disk_full or machine_lacks(error))
     except (OSError, MemoryError) as error:

@@ -16,7 +16,7 @@ from hase.records.dataset_files import (
     header_path,
     kernel_table_path,
     model_table_path,
-    note_tables,
+    write_digests,
     write_kernels,
 )
 from hase.records.dataset_tables import input_shape, kernel_columns, model_columns
@@ -141,7 +141,7 @@ def write_dataset(workspace: Workspace, kernels: Mapping[str, Kernel], owners: M
     files.write_csv(model_table_path(folder), model_columns([METRIC]), (
         {"Model": name, "Level": 0.0, METRIC: 0.0, "Latency_ms": 1.1 * time_ms, "median_ms": time_ms, "Status": "ok",
          "Groups": group_of(name), **stamps} for name, time_ms in models.items()))
-    note_tables(folder)
+    write_digests(folder)
 
 
 def write_workspace(workspace: Workspace, families: Sequence[str] = ("anet", "bnet", "cnet"), each: int = 3,

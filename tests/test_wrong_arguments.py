@@ -42,7 +42,7 @@ CASES = [  # the command, its exit code, and a part of the line; {here} is a wor
     (f"{H200} --dim size=3", 1, "no dynamic dimension size; its dynamic dimensions are batch"),
     (f"{H200} --config {{here}}/none.yaml", 1, "none.yaml: no such config file"),
     ("inference/load_curve.py --model dyn.onnx --target h200 --dim batch=1,2", 1, "takes one size, not 2"),
-    ("inference/sharing_advice.py", 2, "--model, with --rate and --slo-ms for each, or --set FILE is needed"),
+    ("inference/sharing_advice.py", 2, "no models; give --model, --rate and --slo-ms for each, or --set FILE"),
     ("inference/sharing_advice.py --model dyn.onnx --rate 5", 2, "1 × --model, 1 × --rate, 0 × --slo-ms"),
     ("inference/sharing_advice.py --set set.yaml --model dyn.onnx", 2, "--set names the models"),
     ("benchmark/metrics_exporter.py --port 70000", 2, "--port: '70000' is not a port"),

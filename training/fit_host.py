@@ -23,7 +23,7 @@ from hase.learned.composition.host_side import HOST_LABEL, CopyCosts, host_folde
 from hase.learned.default_predictors import shipped_costs
 from hase.learned.kernels.predictors import ON_GPU, Predictors, read_predictors
 from hase.learned.kernels.sidecar import copy_predictors, read_sidecar
-from hase.records.dataset_files import MEASURE, WaitTimes, read_copies
+from hase.records.dataset_files import MEASURE_COPIES, WaitTimes, read_copies
 from hase.records.kernel_record import Kernel, KernelInput, Tensor
 from hase.records.kernel_types import describe_kernel
 from hase.training.composition.host_fit import fit_copies, host_predictors
@@ -52,7 +52,8 @@ def fit_costs(workspace: Workspace, target: str, predictors: Predictors) -> Copy
     """Fits the costs of copies and of waiting; None if no copies were measured."""
     measured = read_copies(workspace.dataset(target))
     if measured is None:
-        log.warning("%s: no copies were measured, so defaults are used; measure them on that machine with: %s", target, MEASURE)
+        log.warning("%s: no copies were measured, so defaults are used; measure them on that machine with: %s", target,
+                    MEASURE_COPIES)
         return None
 
     def predict(wait: WaitTimes) -> tuple[float, float] | None:

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import errno
 import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 MACHINE_LACKS = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # disk space, open files, memory
 OS_ERROR_ADVICE = {
@@ -52,6 +56,12 @@ def machine_lacks(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def first_problem(error: ValidationError, *parents: str) -> str:
+    """The first problem that a validation found: the field (below its `parents`), and what is wrong with it."""
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, (*parents, *first['loc'])))}: {first['msg']}"
 
 
 def explain(error: OSError) -> str:

@@ -23,28 +23,27 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, BinaryIO, TypeAlias, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from hase.utils.errors import UserError
+from hase.utils.errors import UserError, first_problem
 from hase.utils.locks import try_lock
 
 M = TypeVar("M", bound=BaseModel)
-_CHUNK = 1 << 20
 Signature: TypeAlias = "tuple[str, int, int, int, int]"
 _digests: dict[Signature | None, str] = {}
-_evicting = threading.Lock()
+_cache_lock = threading.Lock()
 DIGEST = "digest"  # the key of the SHA-256 that a versioned record, or a line, holds of itself
 LINE_DIGITS = 16  # digits of the SHA-256 in a line
-PREFIX = "hase-temp-"
-UNLOCKED_PREFIX = "hase-new-"  # a folder that is not locked yet: empty, and soon renamed
-UNLOCKED_S = 3600.0  # an older one of these was left by a killed process
+TEMPORARY_PREFIX = "hase-temp-"
+UNLOCKED_PREFIX = "hase-new-"  # of a folder that is not locked yet: empty, and soon renamed
+UNLOCKED_S = 3600.0  # an older unlocked folder was left by a killed process
 LONGEST_STEM = 200  # bytes of a file name to repeat in its temporary name, which must not get too long
-LEAST_FREE_BYTES = 16 << 20  # the failed write may have freed a few MiB since
+LEAST_FREE_BYTES = 16 << 20  # less counts as full: a write that failed may since have freed a few MiB
 _TRIES = 50  # a thread or process may still write into a folder that is being removed
 _PAUSE_S = 0.005
-_present: set[Path] = set()
+_temporary_paths: set[Path] = set()  # of this process
 
 
 @contextmanager
@@ -106,14 +105,9 @@ def append_line(path: Path, line: str) -> None:
     """Appends one line and forces it to disk. A last line that a kill cut short is removed first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as log:
-        end = log.seek(0, os.SEEK_END)
-        if end:
-            log.seek(end - 1)
-            if log.read(1) != b"\n":
-                log.seek(0)
-                keep = log.read().rfind(b"\n") + 1
-                log.truncate(keep)
-                end = keep
+        end = _complete_bytes(log)
+        if end < log.seek(0, os.SEEK_END):
+            log.truncate(end)
         try:
             log.write(line.encode() + b"\n")
             log.flush()
@@ -138,13 +132,13 @@ def read_lines(path: Path, appended: bool = True) -> list[str]:
 
 
 def line_with_digest(line: str) -> str:
-    """A line with a non-empty JSON object, with its digest added as the last key. `line_without_digest` checks it, since a
-    damaged number could look like a valid one."""
+    """Adds a digest to a line with a non-empty JSON object, as the last key. A damaged number could look like a valid one, so
+    `line_without_digest` checks the digest."""
     return f'{line[:-1]},"{DIGEST}":"{_line_digest(line)}"}}'
 
 
 def line_without_digest(line: str) -> str:
-    """The line before `line_with_digest`; lines without a digest (from an older Hase) are unchanged.
+    """Checks and removes the digest of a line; a line without one (from an older Hase) is unchanged.
 
     Raises:
         ValueError: the digest does not match.
@@ -166,12 +160,16 @@ def _line_digest(line: str) -> str:
 def complete_bytes(path: Path) -> int:
     """The size of a file in bytes, without a last line that a kill cut short."""
     with path.open("rb") as lines:
-        size = lines.seek(0, os.SEEK_END)
-        lines.seek(max(size - 1, 0))
-        if lines.read(1) in (b"", b"\n"):
-            return size
-        lines.seek(0)
-        return lines.read().rfind(b"\n") + 1
+        return _complete_bytes(lines)
+
+
+def _complete_bytes(lines: BinaryIO) -> int:
+    size = lines.seek(0, os.SEEK_END)
+    lines.seek(max(size - 1, 0))
+    if lines.read(1) in (b"", b"\n"):
+        return size
+    lines.seek(0)
+    return lines.read().rfind(b"\n") + 1
 
 
 def append_records(path: Path, records: Iterable[BaseModel]) -> None:
@@ -181,25 +179,22 @@ def append_records(path: Path, records: Iterable[BaseModel]) -> None:
 
 def read_records(path: Path, schema: type[M], remedy: str) -> list[M]:
     """All records that `append_records` wrote; none without a file. Errors name the `remedy` for a damaged file."""
-    line_of: TypeAdapter[list[M]] = TypeAdapter(list[schema])  # type: ignore[valid-type]
+    line_schema: TypeAdapter[list[M]] = TypeAdapter(list[schema])  # type: ignore[valid-type]
     try:
-        return [record for line in read_lines(path) for record in line_of.validate_json(line)]
+        return [record for line in read_lines(path) for record in line_schema.validate_json(line)]
     except ValidationError as error:
         raise UserError(f"{path}: damaged ({error.errors()[0]['msg']}); {remedy}") from None
 
 
 def sha256(path: Path) -> str:
     """The SHA-256 of the file's bytes, in hex."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def signature(path: Path) -> Signature | None:
-    """Size, inode and times of change of a file (one can't be set back): any change of content changes them. None without a
-    file."""
+    """The path, size, inode and times of change of a file; None without a file. Any change of its contents changes them, since
+    programs can't set back the last one (ctime)."""
     try:
         stat = path.stat()
     except OSError:
@@ -207,11 +202,11 @@ def signature(path: Path) -> Signature | None:
     return str(path.absolute()), stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns
 
 
-def kept_sha256(path: Path) -> str:
+def cached_sha256(path: Path) -> str:
     """Like `sha256`, but computed once per process while the file's signature stays the same."""
     before = signature(path)
-    if (kept := _digests.get(before)) is not None:
-        return kept
+    if (known := _digests.get(before)) is not None:
+        return known
     digest = sha256(path)
     if before is not None and before == signature(path):  # else it changed while it was read
         cached(_digests, before, lambda: digest)
@@ -245,9 +240,7 @@ def read_record(path: Path, schema: type[M], version: int, remake: str) -> M:
     try:
         record = schema.model_validate(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise UserError(f"{path}: damaged at {where}: {first['msg']}; make it anew: {remake}") from None
+        raise UserError(f"{path}: damaged at {first_problem(error)}; make it anew: {remake}") from None
     if digest != content_digest(data):
         raise UserError(f"{path}: damaged or changed by hand: its {DIGEST} does not match its contents; make it anew: {remake}")
     return record
@@ -259,19 +252,19 @@ def content_digest(document: Any) -> str:
 
 
 def with_digest(document: Mapping[str, Any]) -> dict[str, Any]:
-    """A versioned record's document with the digest of its contents, which `read_record` checks for damage."""
+    """Adds the digest of its contents to a versioned record's document; `read_record` checks it."""
     contents = {key: value for key, value in document.items() if key != DIGEST}
     return contents | {DIGEST: content_digest(contents)}
 
 
 def cached(cache: dict[Any, Any], key: Any, make: Callable[[], Any], limit: int = 256) -> Any:
-    """`cache[key]`, computed by `make` if missing. Beyond `limit` entries the oldest is dropped. Threads may share a cache; two
-    of them may then compute the same entry."""
+    """Returns `cache[key]`, computed by `make` if missing. Beyond `limit` entries the oldest is dropped. Threads may share a
+    cache; two of them may then compute the same entry."""
     try:
         return cache[key]
     except KeyError:
         value = make()
-    with _evicting:
+    with _cache_lock:
         while len(cache) >= limit:
             cache.pop(next(iter(cache)))
         cache[key] = value
@@ -301,16 +294,16 @@ def temporary_folder() -> Iterator[Path]:
     """A temporary folder that is removed with its contents when the block ends."""
     remove_left_over()
     name = secrets.token_hex(8)
-    made, folder = (Path(tempfile.gettempdir()) / f"{prefix}{name}" for prefix in (UNLOCKED_PREFIX, PREFIX))
+    unlocked, folder = (Path(tempfile.gettempdir()) / f"{prefix}{name}" for prefix in (UNLOCKED_PREFIX, TEMPORARY_PREFIX))
     lock = None
-    _present.update((made, folder))  # before they exist: a signal may come at any moment
+    _temporary_paths.update((unlocked, folder))  # before they exist: a signal may come at any moment
     try:
-        made.mkdir(mode=0o700)
-        lock = try_lock(made)
-        made.rename(folder)
+        unlocked.mkdir(mode=0o700)
+        lock = try_lock(unlocked)
+        unlocked.rename(folder)
         yield folder
     finally:
-        _remove(made)
+        _remove(unlocked)
         _remove(folder)
         if lock is not None:
             os.close(lock)
@@ -320,8 +313,8 @@ def temporary_folder() -> Iterator[Path]:
 def shared_folder(name: str) -> Iterator[Path]:
     """A temporary folder shared by all processes of this machine that name it, removed when the last block ends."""
     remove_left_over()
-    folder = Path(tempfile.gettempdir()) / f"{PREFIX}{name}"
-    lock = _shared(folder)
+    folder = Path(tempfile.gettempdir()) / f"{TEMPORARY_PREFIX}{name}"
+    lock = _shared_lock(folder)
     try:
         yield folder
     finally:
@@ -331,7 +324,7 @@ def shared_folder(name: str) -> Iterator[Path]:
             os.close(last)
 
 
-def _shared(folder: Path) -> int:
+def _shared_lock(folder: Path) -> int:
     """Creates a folder if needed and takes a shared lock on it; returns the lock's descriptor."""
     for _ in range(_TRIES):
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -342,15 +335,15 @@ def _shared(folder: Path) -> int:
                     return lock
                 os.close(lock)
         time.sleep(_PAUSE_S)
-    raise UserError(f"{folder}: can't be locked; another process holds it")
+    raise UserError(f"{folder}: can't be locked, since another process holds it; wait for that process to end, or end it")
 
 
 @contextmanager
 def temporary_file(path: Path) -> Iterator[Path]:
     """A path for a new file in the folder of `path`, with its suffix; the file is removed when the block ends."""
-    begins = path.stem.encode("utf-8", "replace")[:LONGEST_STEM].decode("utf-8", "ignore")
-    temporary = path.with_name(f".{begins}.{secrets.token_hex(4)}.tmp{path.suffix}")
-    _present.add(temporary)
+    stem = path.stem.encode("utf-8", "replace")[:LONGEST_STEM].decode("utf-8", "ignore")
+    temporary = path.with_name(f".{stem}.{secrets.token_hex(4)}.tmp{path.suffix}")
+    _temporary_paths.add(temporary)
     try:
         yield temporary
     finally:
@@ -359,7 +352,7 @@ def temporary_file(path: Path) -> Iterator[Path]:
 
 def remove_temporaries() -> None:
     """Removes this process's temporary files and folders. Only for a process that is about to end."""
-    for path in list(_present):
+    for path in list(_temporary_paths):
         _remove(path)
 
 
@@ -372,18 +365,19 @@ def _remove(path: Path) -> None:
             time.sleep(_PAUSE_S)
     else:
         path.unlink(missing_ok=True)
-    _present.discard(path)
+    _temporary_paths.discard(path)
 
 
 def remove_left_over() -> list[Path]:
     """Removes this user's temporary folders that no living process holds; returns them."""
     removed = []
     temporary = Path(tempfile.gettempdir())
-    for folder in [*temporary.glob(f"{PREFIX}*"), *temporary.glob(f"{UNLOCKED_PREFIX}*")]:
+    user_id = os.geteuid() if hasattr(os, "geteuid") else 0  # on Windows, all files are of user 0
+    for folder in [*temporary.glob(f"{TEMPORARY_PREFIX}*"), *temporary.glob(f"{UNLOCKED_PREFIX}*")]:
         with suppress(OSError):  # another process has removed it
-            about = folder.lstat()
-            young = time.time() - about.st_mtime < UNLOCKED_S
-            if about.st_uid != _user() or (folder.name.startswith(UNLOCKED_PREFIX) and young):
+            stat = folder.lstat()
+            young = time.time() - stat.st_mtime < UNLOCKED_S
+            if stat.st_uid != user_id or (folder.name.startswith(UNLOCKED_PREFIX) and young):
                 continue
             lock = try_lock(folder)
             if lock is None:
@@ -394,10 +388,6 @@ def remove_left_over() -> list[Path]:
     return removed
 
 
-def no_room() -> bool:
+def disk_is_full() -> bool:
     """Whether the disk of temporary files is almost full."""
     return shutil.disk_usage(tempfile.gettempdir()).free < LEAST_FREE_BYTES
-
-
-def _user() -> int:
-    return os.geteuid() if hasattr(os, "geteuid") else 0

@@ -11,7 +11,7 @@ import numpy as np
 
 from hase.benchmark.collecting.config import CollectorConfig
 from hase.benchmark.measuring.blocks import PlannedBlock
-from hase.benchmark.measuring.driver import BlockPlan, choose_ties, chunks, first_names, pending, shuffled
+from hase.benchmark.measuring.driver import BlockPlan, block_key, choose_ties, chunks, pending, shuffled
 from hase.kernel_model.building.kernel_models import carrier_bytes
 from hase.kernel_model.sampling.draws import read_seeds
 from hase.kernel_model.sampling.usefulness import KernelError, useful_kernels
@@ -189,7 +189,7 @@ def plan(work: CollectionWork, blocks: Iterable[Block], block_kernels: int, firs
     planned: list[PlannedBlock[Item]] = []
     for session in range(max(missing, default=0) or 1):
         models = [item for item, left in zip(work.models, missing, strict=True) if left > session]
-        model_blocks: list[PlannedBlock[Item]] = [PlannedBlock(first_names(chunk), chunk)
+        model_blocks: list[PlannedBlock[Item]] = [PlannedBlock(block_key(chunk), chunk)
                                                   for chunk in chunks(models, block_models)]
         planned += shuffled([*model_blocks, *([] if session else kernel_blocks)], session + 1)  # mixes models and kernels
     return planned
@@ -260,6 +260,6 @@ def _by_usefulness(config: CollectorConfig, work: CollectionWork, device: str, l
     samples = {item.id: item for item in unmeasured if item.id in sampled}
     known = [item.kernel for item in work.kernels if item.id not in samples]
     ordered = useful_kernels([item.kernel for item in samples.values()], known, len(samples), np.random.default_rng(0), errors)
-    first: list[PlannedBlock[Item]] = [PlannedBlock(first_names(chunk), chunk) for chunk in chunks(models, config.block_models)]
+    first: list[PlannedBlock[Item]] = [PlannedBlock(block_key(chunk), chunk) for chunk in chunks(models, config.block_models)]
     return (shuffled([*first, *_kernel_blocks(shuffled(held_by_models), config.block_kernels)])
             + _kernel_blocks([samples[kernel.id] for kernel in ordered], config.block_kernels))

@@ -400,7 +400,7 @@ class Sender:
         """The files of some items, with the pieces that a machine does not have yet."""
         sent: list[SentFile] = []
         for group in (group for item in items for group in files_of(item)):
-            hashes = [files.kept_sha256(path) for path in group]
+            hashes = [files.cached_sha256(path) for path in group]
             folder = hashlib.sha256("".join(hashes).encode()).hexdigest()[:16]
             for path, sha256 in zip(group, hashes, strict=True):
                 present = sha256 in self._at_machine.get(machine, ())

@@ -20,7 +20,7 @@ from hase.utils.sharing_mode import ALL_THREADS, PIPE_DIRECTORY, SLICES, THREADS
 
 CONTROL = "nvidia-cuda-mps-control"
 LOG_DIRECTORY = "CUDA_MPS_LOG_DIRECTORY"
-STOP_SECONDS = 30.0
+STOP_S = 30.0
 
 log = get_logger("mps")
 
@@ -31,13 +31,13 @@ def gpu_shared(sharing: GpuSharing) -> Iterator[None]:
 
     Raises UserError if MPS does not start, or already runs although time slices are requested.
     """
-    runs = mps_daemon_answers()
+    is_running = mps_daemon_answers()
     if not sharing.mps:
-        if runs:
+        if is_running:
             raise UserError(f"sharing {SLICES}: an MPS daemon runs, so processes would share the GPU through it; stop it "
                             f"(echo quit | {CONTROL}), or measure with sharing: mps")
         yield
-    elif runs:
+    elif is_running:
         with _environment(_chosen_gpu() | {THREADS: str(sharing.percent)}):
             yield
     else:
@@ -47,9 +47,9 @@ def gpu_shared(sharing: GpuSharing) -> Iterator[None]:
 
 
 def _chosen_gpu() -> dict[str, str]:
-    """The environment variable that names the GPU by UUID, if it names it by index.
+    """VISIBLE_GPUS with the GPU's UUID, if the environment chooses the GPU by its index; else nothing.
 
-    An MPS daemon counts only its own GPUs, so its clients would read the index as another GPU or none.
+    An MPS daemon counts only its own GPUs, so for its clients an index could mean another GPU or none.
     """
     chosen = os.environ.get(VISIBLE_GPUS, "")
     return {VISIBLE_GPUS: gpu_facts()["uuid"]} if chosen.split(",")[0].strip().isdecimal() and gpu_facts() else {}
@@ -57,6 +57,7 @@ def _chosen_gpu() -> dict[str, str]:
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets environment variables during the block."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -71,10 +72,10 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _daemon() -> Iterator[None]:
-    """An MPS control daemon, with its pipes where this process's environment says."""
-    limits = {THREADS: str(ALL_THREADS)}  # no client may use more than the daemon's own environment says
+    """Runs an MPS control daemon during the block, with its pipes where this process's environment says."""
+    limit = {THREADS: str(ALL_THREADS)}  # no client may use more than the daemon's own environment says
     try:
-        started = subprocess.run([CONTROL, "-d"], env=os.environ | limits, stdin=subprocess.DEVNULL, capture_output=True,
+        started = subprocess.run([CONTROL, "-d"], env=os.environ | limit, stdin=subprocess.DEVNULL, capture_output=True,
                                  text=True)
     except FileNotFoundError:
         raise UserError(f"sharing mps: {CONTROL} is not installed (NVIDIA's driver packages bring it); measure with sharing: "
@@ -85,13 +86,8 @@ def _daemon() -> Iterator[None]:
     try:
         yield
     finally:
-        _quit()
-
-
-def _quit() -> None:
-    """Ends the daemon, which waits for its clients; they have ended by now."""
-    try:
-        subprocess.run([CONTROL], input="quit\n", capture_output=True, text=True, timeout=STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        log.warning("the MPS daemon has not ended within %g s; end it: echo quit | %s=%s %s", STOP_SECONDS, PIPE_DIRECTORY,
-                    os.environ[PIPE_DIRECTORY], CONTROL)
+        try:  # it waits for its clients, which have ended by now
+            subprocess.run([CONTROL], input="quit\n", capture_output=True, text=True, timeout=STOP_S)
+        except subprocess.TimeoutExpired:
+            log.warning("the MPS daemon has not ended within %g s; end it: echo quit | %s=%s %s", STOP_S, PIPE_DIRECTORY,
+                        os.environ[PIPE_DIRECTORY], CONTROL)

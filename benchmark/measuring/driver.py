@@ -1,8 +1,8 @@
-"""The driver of all measuring: it plans blocks of units, hands them to actors under one load after another, and keeps each.
+"""Drives all measuring: plans blocks of units, hands them to actors under one load after another, and keeps their results.
 
-It decides which blocks are repeated, and only it writes the journal. It knows units only by their ids; its callers know what
-they are and how to time them. Each actor measures alone on one device. Usually there is one actor, in the driver's own process
-(`LocalActor`); a cluster has one per device (benchmark/collecting/ray_actors.py).
+The driver decides which blocks are repeated, and only it writes the journal. It knows units only by their ids; its callers know
+what they are and how to time them. Each actor measures alone on one device. Usually there is one actor, in the driver's own
+process (`LocalActor`); a cluster has one per device (benchmark/collecting/ray_actors.py).
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ T = TypeVar("T")
 U = TypeVar("U", bound=Unit)
 MOST_FRUITLESS = 3  # blocks in sequence without a result, since the machine lacks something
 StressLevel = tuple[float, Background | None]  # the share of time, 0–1, and what the device is busy with; None on an idle one
+LoadKey = tuple[float, str]  # a load in the journal: its level, and the name of its background or ""
 IDLE: tuple[StressLevel, ...] = ((0.0, None),)
-Counts = Callable[[Measurement], bool]  # whether a measurement is the one that a unit was measured for
+Counts = Callable[[Measurement], bool]  # whether a measurement of a unit makes the unit count as measured
 
 log = get_logger("collector")
 
@@ -50,19 +51,17 @@ log = get_logger("collector")
 
 @dataclass(frozen=True)
 class BlockPlan(Generic[U]):
-    """The blocks to measure under one load: those of each machine, which come first, and those that any may take."""
+    """The blocks to measure under one load: those of each machine, which come first, and those that any machine may take."""
 
     own: Mapping[str, Sequence[PlannedBlock[U]]]
     shared: Sequence[PlannedBlock[U]] = ()
 
     @property
     def count(self) -> int:
-        """The number of blocks."""
         return len(self.shared) + sum(map(len, self.own.values()))
 
 
-def every(measurement: Measurement) -> bool:
-    """Counts every measurement."""
+def _any_measurement(measurement: Measurement) -> bool:
     return True
 
 
@@ -77,22 +76,23 @@ def shuffled(items: Sequence[T], seed: int = 0) -> list[T]:
     return [items[index] for index in np.random.default_rng(seed).permutation(len(items))]
 
 
-def pending(units: Iterable[U], blocks: Iterable[Block], counts: Counts = every) -> list[U]:
+def pending(units: Iterable[U], blocks: Iterable[Block], counts: Counts = _any_measurement) -> list[U]:
     """Units without a measurement in any block; failed measurements count, too."""
     measured = {m.id for block in blocks for m in block.measurements if counts(m)}
     return [unit for unit in units if unit.id not in measured]
 
 
 def choose_ties(units: Sequence[U], blocks: Iterable[Block], machines: Sequence[str], count: int,
-                counts: Counts = every) -> dict[str, list[U]]:
-    """By machine, units to measure there although others have done so, until `count` of its units tie it to them.
+                counts: Counts = _any_measurement) -> dict[str, list[U]]:
+    """Chooses for each machine units to measure there although other machines have measured them. These ties show how machines
+    differ; each machine gets as many as it lacks to have `count` of them.
 
     Units that most machines have measured come first, so that the same units tie all machines; then the order of their ids'
     hashes. Failed units are not repeated. If several `machines` are about to measure, new units count as measured elsewhere,
     and the machine with the fewest measurements chooses first.
     """
-    tried: dict[str, set[str]] = defaultdict(set)
-    sound: dict[str, set[str]] = defaultdict(set)
+    tried: dict[str, set[str]] = defaultdict(set)  # machines by unit id
+    sound: dict[str, set[str]] = defaultdict(set)  # those of them that succeeded
     for block in blocks:
         for m in block.measurements:
             if counts(m):
@@ -114,18 +114,18 @@ def choose_ties(units: Sequence[U], blocks: Iterable[Block], machines: Sequence[
     return ties
 
 
-def first_names(units: Sequence[Unit]) -> str:
-    """The name of a block: its first unit, and the number of others."""
+def block_key(units: Sequence[Unit]) -> str:
+    """The key of a block: its first unit, and the number of others."""
     return first_and_count([unit.id for unit in units])
 
 
 def in_blocks(units: Sequence[U], size: int) -> list[PlannedBlock[U]]:
-    """Units in blocks of `size`, in a reproducible order that spreads each kind over the whole measurement."""
-    return [PlannedBlock(first_names(chunk), chunk) for chunk in chunks(shuffled(units), size)]
+    """Plans blocks of `size` units, in a reproducible order that spreads each kind over the whole measurement."""
+    return [PlannedBlock(block_key(chunk), chunk) for chunk in chunks(shuffled(units), size)]
 
 
 def plan_blocks(units: Sequence[U], blocks: Sequence[Block], machine_uuid: str, *, size: int = 32, each_machine: bool = True,
-                ties: int = 0, counts: Counts = every) -> list[PlannedBlock[U]]:
+                ties: int = 0, counts: Counts = _any_measurement) -> list[PlannedBlock[U]]:
     """The blocks that a machine still has to measure under one load; `blocks` are those of this load from all machines.
 
     Without `each_machine`, it skips units that another machine measured, except for `ties` units.
@@ -144,7 +144,7 @@ class Actor:
 
     name: str  # for messages, and unique
     machine: str  # the identifier of the device that it measures (hase.utils.fingerprint.machine)
-    host: str  # the machine with that device
+    host: str  # the computer with that device
 
 
 class Finished(NamedTuple, Generic[U]):
@@ -152,8 +152,8 @@ class Finished(NamedTuple, Generic[U]):
 
     actor: Actor
     attempt: Attempt[U]
-    block: Block | None  # None if time was over before it began, or the actor is lost
-    seconds: float = 0.0  # time that the actor measured
+    block: Block | None  # None if time was over before it began, or if the actor is lost
+    seconds: float = 0.0  # how long the actor measured
     lost: UserError | None = None  # why the actor and all its blocks are lost
 
 
@@ -165,7 +165,7 @@ class Actors(Protocol[U]):
 
     def loaded(self, level: float, background: Background | None, best_canary_ms: Mapping[str, float],
                stop_at_s: float) -> AbstractContextManager[None]:
-        """Puts all members' devices under a load during the block, and drops members that cannot have it."""
+        """Puts all members' devices under a load within the `with` block, and drops members where that fails."""
 
     def begin(self, actor: Actor, attempt: Attempt[U]) -> None:
         """Gives a member a block; it measures its blocks in sequence."""
@@ -182,7 +182,7 @@ class LocalActor(Generic[U]):
     def __init__(self, measurer: Measurer[U]) -> None:
         self._measurer = measurer
         self.members = [Actor("this machine", measurer.bench.machine_uuid, "this machine")]
-        self._begun: tuple[Actor, Attempt[U]] | None = None
+        self._begun: tuple[Actor, Attempt[U]] | None = None  # the attempt that `wait` measures
 
     def loaded(self, level: float, background: Background | None, best_canary_ms: Mapping[str, float],
                stop_at_s: float) -> AbstractContextManager[None]:
@@ -212,12 +212,12 @@ class Totals(Generic[U]):
 
     units: list[U] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)  # the steadiest attempt of each
-    unsteady_blocks: int = 0  # how many of these were unsteady
+    unsteady_blocks: int = 0  # the number of these that were unsteady
     measuring_s: float = 0.0  # sum over all actors
     took_s: float = 0.0  # wall time without starting loads
-    left: int = 0  # unmeasured units, since time was over or their machine was lost
+    left: int = 0  # units that were not measured, since time was over or their machine was lost
     lost: list[str] = field(default_factory=list)  # the names of the actors that were lost
-    interrupted: dict[str, str] = field(default_factory=dict)  # reason by id of units to measure again
+    interrupted: dict[str, str] = field(default_factory=dict)  # units to measure again: reasons by id
 
 
 class Driver(Generic[U]):
@@ -232,8 +232,8 @@ class Driver(Generic[U]):
 
     def measured(self, level: float, background: Background | None) -> list[Block]:
         """The blocks of a load in the journal."""
-        load = (level, background.name if background else "")
-        return [block for block in self._journal.blocks if block.load == load]
+        key = load_key(level, background)
+        return [block for block in self._journal.blocks if block.load == key]
 
     def measure(self, level: float, background: Background | None, plan: BlockPlan[U]) -> None:
         """Measures a plan's blocks under a load, unless it is empty. Raises the last UserError if no actor is left."""
@@ -244,8 +244,8 @@ class Driver(Generic[U]):
                    for machine in {actor.machine for actor in self._actors.members}}
         with self._actors.loaded(level, background, best_ms, self._stop_at_s):
             began_s = time.monotonic()
-            _LoadRun(self._actors, (level, background.name if background else ""), self._journal, self._steadiness,
-                     self._totals, self._stop_at_s).measure(plan)
+            _LoadRun(self._actors, load_key(level, background), self._journal, self._steadiness, self._totals,
+                     self._stop_at_s).measure(plan)
             self._totals.took_s += time.monotonic() - began_s
 
     def finish(self) -> Totals[U]:
@@ -264,24 +264,20 @@ class Driver(Generic[U]):
         return totals
 
 
-def measure_loads(bench: Bench, blocks_of: Callable[[tuple[float, str], Sequence[Block]], Sequence[PlannedBlock[U]]],
+def load_key(level: float, background: Background | None) -> LoadKey:
+    """A load as the blocks of the journal name it."""
+    return level, background.name if background else ""
+
+
+def measure_loads(bench: Bench, blocks_of: Callable[[LoadKey, Sequence[Block]], Sequence[PlannedBlock[U]]],
                   time_units: TimeUnits[U], journal: Journal, loads: Iterable[StressLevel] = IDLE,
                   start: StartLoad | None = None, stop_at_s: float = math.inf) -> Totals[U]:
     """Measures in this process under each load; `blocks_of` gives a load's blocks, given those already measured."""
     driver = Driver(LocalActor(Measurer(bench, time_units, start)), journal, bench.steadiness, stop_at_s)
     for level, background in loads:
-        load = (level, background.name if background else "")
-        driver.measure(level, background, BlockPlan({bench.machine_uuid: blocks_of(load, driver.measured(level, background))}))
+        blocks = blocks_of(load_key(level, background), driver.measured(level, background))
+        driver.measure(level, background, BlockPlan({bench.machine_uuid: blocks}))
     return driver.finish()
-
-
-def without_interrupted(block: Block) -> tuple[Block, dict[str, str]]:
-    """A block without units with an interrupted measurement, and the reasons by id of these units."""
-    interrupted = {m.id: m.error for m in block.measurements if m.status == "interrupted"}
-    if not interrupted:
-        return block, interrupted
-    kept = tuple(m for m in block.measurements if m.id not in interrupted)
-    return block.model_copy(update={"measurements": kept}), interrupted
 
 
 def best_canary_ms(blocks: Iterable[Block]) -> float:
@@ -301,14 +297,14 @@ class _LoadRun(Generic[U]):
     """Measures the blocks of one load."""
 
     actors: Actors[U]
-    load: tuple[float, str]  # its level and the name of its background
+    load: LoadKey
     journal: Journal
     steadiness: Steadiness
     totals: Totals[U]
     stop_at_s: float
     fruitless: Counter[Actor] = field(default_factory=Counter)  # per actor: blocks in sequence without a result
     first: list[tuple[str, PlannedBlock[U]]] = field(default_factory=list)  # every block's first attempt, with its machine
-    steadiest: dict[tuple[str, str], Block] = field(default_factory=dict)  # attempt so far, by machine and key
+    steadiest: dict[tuple[str, str], Block] = field(default_factory=dict)  # the best attempt so far, by machine and key
     given: defaultdict[Actor, list[_Given[U]]] = field(default_factory=lambda: defaultdict(list))
 
     def measure(self, plan: BlockPlan[U]) -> None:
@@ -344,7 +340,8 @@ class _LoadRun(Generic[U]):
         if attempt == 1 and (left := sum(len(planned.units) for queue in (*own.values(), shared) for planned in queue)):
             self.totals.left += left
             if time.monotonic() < self.stop_at_s:
-                log.warning("%d units are left, since the actors of their machine are lost; run again to measure them", left)
+                log.warning("%d units are not measured, since the actors of their machine are lost; run again to measure them",
+                            left)
 
     def _hand_out(self, own: dict[str, deque[PlannedBlock[U]]], shared: deque[PlannedBlock[U]], attempt: int) -> None:
         """Gives every actor as many blocks as it may hold; nobody gets a second one before all have a first."""
@@ -386,7 +383,8 @@ class _LoadRun(Generic[U]):
     def _keep(self, actor: Actor, attempt: Attempt[U], block: Block) -> UserError | None:
         """Adds a block without interrupted units to the journal; returns an error after several interrupted blocks."""
         planned, number = attempt
-        block, interrupted = without_interrupted(block)
+        interrupted = {m.id: m.error for m in block.measurements if m.status == "interrupted"}
+        block = block.model_copy(update={"measurements": tuple(m for m in block.measurements if m.id not in interrupted)})
         if number == 1:
             self.first.append((block.machine, planned))
             self.totals.interrupted |= interrupted

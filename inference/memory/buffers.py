@@ -18,14 +18,13 @@ from typing import NamedTuple
 from hase.ort_analysis.cuda.kernel_choice import PART_COLUMNS, product_algorithm
 from hase.records.attention import intermediate_bytes, kernel_grouped_query_sizes
 from hase.records.kernel_record import DTYPE_BYTES, Kernel, ModelRecord, Node
-from hase.records.operators import IN_PLACE_ON_CUDA, operator_row
+from hase.records.operators import BLOCKED_DOMAIN, IN_PLACE_ON_CUDA, operator_row
 
 MIB = 2**20
 ALIGNED = 256  # bytes
 FIRST_REGION, LAST_REGION = MIB, 1024 * MIB  # DEFAULT_INITIAL_CHUNK_SIZE_BYTES, DEFAULT_MAX_POWER_OF_TWO_EXTEND_BYTES
 REGION_BITS = 120  # of an address within a region: a region is smaller than that, so none touch
 DEAD_BYTES = 128 * MIB  # DEFAULT_MAX_DEAD_BYTES_PER_CHUNK: a chunk with at least so much to spare is split
-BLOCKED_DOMAIN = "com.microsoft.nchwc"
 # bytes that stay in the heap for each byte of a weight: of a convolution, of one-byte integers, and of others
 ONCE_LOADED_CONV, ONCE_LOADED_INT8, ONCE_LOADED = 1.8, 1.0, 0.5
 MMAPPED_BYTES = 32 * MIB  # weights of this size are mapped separately by glibc and released (mallopt(3), M_MMAP_THRESHOLD)

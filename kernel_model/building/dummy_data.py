@@ -1,8 +1,8 @@
 """Dummy inputs for kernels and models: standardised random numbers, or values with which an operator can run.
 
 A kernel's time may depend on them (`time_by_values` in records/operators.py): a NonMaxSuppression compares each box that it
-keeps with all others, and rows that take the same branches of a tree are faster than rows that differ. So signs and sizes are
-in random order, and rows for trees are near the trees' thresholds.
+keeps with all others, and rows that take the same branches of a tree are faster than rows that take different ones. So signs
+and sizes are in random order, and rows for trees are near the trees' thresholds.
 """
 
 from __future__ import annotations
@@ -27,27 +27,28 @@ from hase.records.attention import (
     kernel_attention_sizes,
     kernel_grouped_query_sizes,
 )
-from hase.records.kernel_record import Kernel, KernelInput, numpy_dtype
+from hase.records.kernel_record import Kernel, numpy_dtype
 from hase.records.operators import operator_row
 
 if TYPE_CHECKING:
     import onnx
 
-GRID = 10.0  # distance of boxes that do not overlap
+GRID = 10.0  # distance between the corners of boxes that do not overlap
 SIDE = 4.0  # of a box
 POOL_ELEMENTS = 1 << 22
 LEAST = 1e-3  # smaller numbers could make quotients and powers overflow
 ML = "ai.onnx.ml"
 TREES = ("TreeEnsemble", "TreeEnsembleClassifier", "TreeEnsembleRegressor")
 COMPARING = ("Shape", "Size", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual")  # they take any whole number
-PASSING = ("Identity", "Cast", "Imputer")  # operators that leave the range of a column as it is
+RANGE_KEEPING = ("Identity", "Cast", "Imputer")  # they do not change the range of a column
 
 
-def value_it_needs(kernel: Kernel, position: int) -> np.ndarray | None:
-    """The value (perhaps of another type) of an input that gives the recorded output shape; None if any or no value does."""
+def required_value(kernel: Kernel, position: int) -> np.ndarray | None:
+    """A value of an input with which the kernel has the recorded output shape, or computes as usual; None if any value will do,
+    or none is known. Its type may be another one than the input's."""
     if (sizes := kernel_grouped_query_sizes(kernel)) and position in (LAST_PLACES, TOTAL):
         return np.full(kernel.inputs[position].shape, sizes.total - (position == LAST_PLACES))
-    if position == TOKEN_OFFSETS.get(kernel.op_type):  # rows without padding: each token is at its padded position
+    if position == TOKEN_OFFSETS.get(kernel.op_type):  # as rows have no padding, each token is at its padded position
         return np.arange(kernel.inputs[position].elements).reshape(kernel.inputs[position].shape)
     if position - 1 == TOKEN_OFFSETS.get(kernel.op_type):  # the first token of each row, and how many there are
         return np.arange(kernel.inputs[position].elements) * kernel.inputs[position - 1].shape[-1]
@@ -55,7 +56,7 @@ def value_it_needs(kernel: Kernel, position: int) -> np.ndarray | None:
         return _all_keys(sizes, kernel.inputs[position].shape)
     if kernel.domain == ML and kernel.op_type in TREES and not position:
         rows = random_floats(kernel.inputs[0].shape, "float32")
-        return thresholds_of(kernel.attributes).around(rows)
+        return threshold_ranges(kernel.attributes).around(rows)
     if kernel.domain:
         return None
     make = {("NonZero", 0): _nonzero, ("Compress", 1): _condition, ("NonMaxSuppression", 0): _boxes,
@@ -65,10 +66,10 @@ def value_it_needs(kernel: Kernel, position: int) -> np.ndarray | None:
 
 
 def _all_keys(sizes: AttentionSizes, shape: tuple[int, ...]) -> np.ndarray | None:
-    """A mask of keys that includes all keys of each row of a batch; None for boolean masks.
+    """A mask that includes all keys of each row of a batch; None for boolean masks.
 
-    It has one number per row: where the keys end, perhaps followed by where they start. Or, for rows stored one after another,
-    lengths come first, and then the starts of queries and keys.
+    It has the end of each row's keys, perhaps followed by their starts; or, for rows stored one after another, lengths, and
+    then the starts of queries and keys.
     """
     ends, starts = np.full(sizes.batch, sizes.total), np.arange(sizes.batch + 1)
     known: dict[tuple[int, ...], np.ndarray] = {
@@ -78,7 +79,7 @@ def _all_keys(sizes: AttentionSizes, shape: tuple[int, ...]) -> np.ndarray | Non
 
 
 def random_truths(count: int, size: int) -> np.ndarray:
-    """Booleans in random order, `count` of them true."""
+    """`size` booleans in random order, `count` of them true."""
     return np.random.default_rng(0).permutation(size) < min(count, size)
 
 
@@ -102,7 +103,7 @@ def _above_one(kernel: Kernel) -> np.ndarray:
 
 
 def _repeated(kernel: Kernel) -> np.ndarray | None:
-    """Values in random order, with as many different ones as the output has; None along an axis, where rows would differ."""
+    """Values in random order, as many different ones as the output has; None along an axis, where whole rows are compared."""
     if kernel.attributes.get("axis") is not None:
         return None
     shape = kernel.inputs[0].shape
@@ -110,13 +111,14 @@ def _repeated(kernel: Kernel) -> np.ndarray | None:
 
 
 def _boxes(kernel: Kernel) -> np.ndarray | None:
-    """Boxes in as many grid cells as boxes are kept; those in one cell coincide. None for several images or classes."""
+    """Boxes of which as many are kept as recorded: one in each grid cell, since those of a cell coincide. None for several
+    images or classes."""
     batch, boxes, _ = kernel.inputs[0].shape
     if batch != 1 or kernel.inputs[1].shape[1] != 1:
         return None
     cell = np.arange(boxes) % max(kernel.outputs[0].shape[0], 1)
-    wide = math.isqrt(boxes) + 1
-    corner = GRID * np.stack([cell // wide, cell % wide], 1)
+    columns = math.isqrt(boxes) + 1
+    corner = GRID * np.stack([cell // columns, cell % columns], 1)
     return np.concatenate([corner, corner + SIDE], 1)[None]
 
 
@@ -127,14 +129,14 @@ class ColumnRanges(NamedTuple):
     spread: np.ndarray
 
     def around(self, standardised: np.ndarray) -> np.ndarray:
-        """Standardised rows moved into these ranges; the last axis is the columns. Columns without a range stay."""
+        """Moves standardised rows into these ranges; the last axis is the columns. Columns without a range stay."""
         mean, spread = np.zeros(standardised.shape[-1]), np.ones(standardised.shape[-1])
         mean[:len(self.mean)], spread[:len(self.spread)] = self.mean[:len(mean)], self.spread[:len(spread)]
         return np.asarray(mean + spread * standardised)
 
 
-def thresholds_of(attributes: Mapping[str, Any]) -> ColumnRanges:
-    """The range of an ensemble's thresholds per column; rows in these ranges take all branches."""
+def threshold_ranges(attributes: Mapping[str, Any]) -> ColumnRanges:
+    """The range of a tree ensemble's thresholds per column; rows in these ranges take all branches."""
     columns = np.asarray(attributes["nodes_featureids"])
     given = next(attributes[name] for name in ("nodes_splits", "nodes_values", "nodes_values_as_tensor") if name in attributes)
     splits = np.asarray(given["values"] if isinstance(given, Mapping) else given, float)
@@ -149,16 +151,16 @@ def thresholds_of(attributes: Mapping[str, Any]) -> ColumnRanges:
 
 
 def input_ranges(graph: onnx.GraphProto) -> dict[str, ColumnRanges]:
-    """The ranges of model inputs that a Scaler standardises or whose columns trees compare."""
+    """The ranges of those model inputs that a Scaler standardises, or whose columns trees compare."""
     ranges, source_of = dict[str, ColumnRanges](), {value.name: value.name for value in graph.input}
     for node in graph.node:
         source = source_of.get(node.input[0], "") if node.input else ""
-        if source and node.op_type in PASSING:
+        if source and node.op_type in RANGE_KEEPING:
             source_of[node.output[0]] = source
         elif source and node.domain == ML and node.op_type in ("Scaler", *TREES):
             attributes = {attribute.name: attribute_value(attribute) for attribute in node.attribute}
             if node.op_type in TREES:
-                ranges.setdefault(source, thresholds_of(attributes))
+                ranges.setdefault(source, threshold_ranges(attributes))
             elif {"offset", "scale"} <= attributes.keys():
                 scale = np.asarray(attributes["scale"], float)
                 spread = np.divide(1.0, scale, out=np.ones_like(scale), where=scale != 0)
@@ -167,8 +169,8 @@ def input_ranges(graph: onnx.GraphProto) -> dict[str, ColumnRanges]:
 
 
 def table_indices(graph: onnx.GraphProto) -> dict[str, int]:
-    """The model inputs that are only indices into weight tables (such as word ids), with the rows of the smallest table.
-    Reading one row of a large table repeatedly is faster than reading many rows."""
+    """The model inputs that are only indices into weight tables (such as word ids), with the number of rows of the smallest
+    table. Dummy indices should differ, since reading one row of a large table again and again is faster than reading many."""
     rows = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
     source_of = {value.name: value.name for value in graph.input if value.name not in rows}
     rows_read, otherwise = dict[str, int](), set[str]()
@@ -189,7 +191,7 @@ def table_indices(graph: onnx.GraphProto) -> dict[str, int]:
 
 @functools.cache
 def _pool() -> np.ndarray:
-    """At least LEAST standard normal numbers, twice in a row, from which tensors are cut."""
+    """Standard normal numbers of at least the size LEAST, twice in a row, from which tensors are cut."""
     values = np.random.default_rng(0).standard_normal(POOL_ELEMENTS, np.float32)
     return np.tile(np.where(np.abs(values) < LEAST, np.copysign(np.float32(LEAST), values), values), 2)
 
@@ -200,18 +202,21 @@ def _byte_pool() -> np.ndarray:
     return np.tile(np.random.default_rng(0).integers(0, 256, POOL_ELEMENTS, np.uint8), 2)
 
 
+def _cut(pool: np.ndarray, shape: tuple[int, ...], offset: int) -> np.ndarray:
+    """As many numbers of a pool as a tensor has, or the whole pool for a larger tensor."""
+    start = offset % POOL_ELEMENTS
+    return pool[start:start + min(max(math.prod(shape), 1), POOL_ELEMENTS)]
+
+
 def random_floats(shape: tuple[int, ...], dtype: str, offset: int = 0, positive: bool = False) -> np.ndarray:
     """Standard normal numbers, or their absolute values if `positive`; deterministic."""
-    count = int(np.prod(shape, dtype=np.int64))
-    start = offset % POOL_ELEMENTS
-    values = _pool()[start:start + min(max(count, 1), POOL_ELEMENTS)]
-    return np.resize((np.abs(values) if positive else values).astype(numpy_dtype(dtype)), count).reshape(shape)
+    values = _cut(_pool(), shape, offset)
+    return np.resize((np.abs(values) if positive else values).astype(numpy_dtype(dtype)), shape)
 
 
-def random_bytes(shape: tuple[int, ...], offset: int, dtype: np.dtype[Any]) -> np.ndarray:
+def random_bytes(shape: tuple[int, ...], dtype: np.dtype[Any], offset: int = 0) -> np.ndarray:
     """Random integers of a one-byte type, below 8 for half-byte types; deterministic."""
-    count, start = int(np.prod(shape, dtype=np.int64)), offset % POOL_ELEMENTS
-    values = np.resize(_byte_pool()[start:start + min(max(count, 1), POOL_ELEMENTS)], count).reshape(shape)
+    values = np.resize(_cut(_byte_pool(), shape, offset), shape)
     return values.view(dtype) if dtype in (np.uint8, np.int8) else (values % 8).astype(dtype)
 
 
@@ -229,27 +234,26 @@ def index_limit(kernel: Kernel, position: int) -> int | None:
 
 def dummy_tensor(kernel: Kernel, position: int, seed: int = 0) -> np.ndarray:
     """A value for input `position` of a kernel: the recorded one, else a random one that the operator accepts."""
-    tensor: KernelInput = kernel.inputs[position]
-    row = operator_row(kernel.op_type)
+    tensor, row, offset = kernel.inputs[position], operator_row(kernel.op_type), seed * 7919 + position * 104729
     if tensor.dtype == "string":
         return np.full(tensor.shape, first_known_word(kernel.attributes), object)
     dtype = numpy_dtype(tensor.dtype)
     if tensor.values is not None:
         return np.asarray(tensor.values).astype(dtype).reshape(tensor.shape)
-    if (value := value_it_needs(kernel, position)) is not None:
+    if (value := required_value(kernel, position)) is not None:
         return np.asarray(value, dtype)  # numpy's functions return no array for a single number
     generator = np.random.default_rng([seed, position])
     if np.issubdtype(dtype, np.floating) or tensor.dtype == "bfloat16":
         positive = row.positive_inputs or (tensor.constant and len(tensor.shape) <= 1)
-        return random_floats(tensor.shape, tensor.dtype, seed * 7919 + position * 104729, positive)
+        return random_floats(tensor.shape, tensor.dtype, offset, positive)
     if position in row.packed_inputs:
-        return random_bytes(tensor.shape, seed * 7919 + position * 104729, dtype)
+        return random_bytes(tensor.shape, dtype, offset)
     if dtype == np.bool_:
         return generator.integers(0, 2, tensor.shape).astype(dtype)
     limit = index_limit(kernel, position)
     if tensor.value_range is not None:
         low, high = tensor.value_range
-        if limit is not None:  # of a kernel drawn near another, which may be larger
+        if limit is not None:  # a drawn kernel may have a smaller table than the kernel with this recorded range
             low, high = max(low, -limit), min(max(high, low), limit - 1)
         return generator.integers(min(low, high), high + 1, tensor.shape).astype(dtype)
     if row.shape_input == position:
@@ -259,7 +263,7 @@ def dummy_tensor(kernel: Kernel, position: int, seed: int = 0) -> np.ndarray:
     return np.ones(tensor.shape, dtype)
 
 
-def is_inside(kernel: Kernel, position: int) -> bool:
+def is_initializer(kernel: Kernel, position: int) -> bool:
     """Whether a built kernel contains an input's value: a constant, or an attention's lengths (to avoid a copy to the host)."""
     return kernel.inputs[position].constant or (kernel.op_type == OPERATOR and position in (LAST_PLACES, TOTAL))
 
@@ -277,9 +281,4 @@ def output_name(position: int) -> str:
 def dummy_inputs(kernel: Kernel, seed: int = 0) -> dict[str, np.ndarray]:
     """A value for every input of the built kernel, by name."""
     return {input_name(position): dummy_tensor(kernel, position, seed)
-            for position, tensor in enumerate(kernel.inputs) if tensor.present and not is_inside(kernel, position)}
-
-
-def weight_value(kernel: Kernel, position: int, given: Mapping[int, Any] | None = None) -> np.ndarray:
-    """A value for constant input `position`: the one in `given`, else a dummy."""
-    return np.asarray(given[position]) if given and position in given else dummy_tensor(kernel, position)
+            for position, tensor in enumerate(kernel.inputs) if tensor.present and not is_initializer(kernel, position)}

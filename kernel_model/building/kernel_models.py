@@ -22,12 +22,11 @@ from hase.kernel_model.building.dummy_data import (
     dummy_inputs,
     dummy_tensor,
     input_name,
-    is_inside,
+    is_initializer,
     output_name,
     random_bytes,
     random_floats,
-    value_it_needs,
-    weight_value,
+    required_value,
 )
 from hase.ort_analysis.graph.sizes import CACHES
 from hase.ort_analysis.graph.source import KERNEL_KEY, built_kernel
@@ -80,7 +79,7 @@ def repeated_numbers(tensor: KernelInput) -> np.ndarray:
     least, most = REPEATED_ELEMENTS
     count = next((count for count in range(most, least - 1, -1) if tensor.elements % count == 0), 0)
     if np.issubdtype(dtype := numpy_dtype(tensor.dtype), np.integer):
-        return random_bytes((count,), 0, dtype)
+        return random_bytes((count,), dtype)
     return random_floats((count,), tensor.dtype)
 
 
@@ -89,15 +88,16 @@ def add_weights(graph: onnx.GraphProto, kernel: Kernel, weights: Mapping[int, np
     """Adds a kernel's constants to a graph: those in `weights` (by input index), else random ones. With `repeated`, nodes
     generate large random ones; otherwise their values are in the graph."""
     generators: list[onnx.NodeProto] = []
+    given = weights or {}
     for position, tensor in enumerate(kernel.inputs):
         name, prefix = input_name(position), f"{WEIGHT_PREFIX}{position}_"
-        if not tensor.present or not is_inside(kernel, position):
+        if not tensor.present or not is_initializer(kernel, position):
             continue
-        by_nodes = repeated and is_large_weight(tensor) and position not in (weights or {})
+        by_nodes = repeated and is_large_weight(tensor) and position not in given
         numbers = repeated_numbers(tensor) if by_nodes else np.zeros(0)
         if not len(numbers):
-            graph.initializer.append(onnx.numpy_helper.from_array(
-                np.asarray(weight_value(kernel, position, weights), order="C"), name))
+            value = given[position] if position in given else dummy_tensor(kernel, position)
+            graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(value, order="C"), name))
             continue
         constants = {"random": numbers, "times": np.array([tensor.elements // len(numbers)]), "shape": np.array(tensor.shape)}
         graph.initializer.extend(onnx.numpy_helper.from_array(value, prefix + key) for key, value in constants.items())
@@ -155,7 +155,7 @@ def build_model(kernel: Kernel, weights: Mapping[int, np.ndarray] | None = None,
     graph = onnx.helper.make_graph(
         [kernel_node(kernel, names, outs, kernel.type)], "kernel",
         [onnx.helper.make_tensor_value_info(names[i], type_code(t.dtype), t.shape)
-         for i, t in enumerate(kernel.inputs) if t.present and not is_inside(kernel, i)],
+         for i, t in enumerate(kernel.inputs) if t.present and not is_initializer(kernel, i)],
         [onnx.helper.make_tensor_value_info(outs[i], type_code(t.dtype), t.shape)
          for i, t in enumerate(kernel.outputs) if t.present])
     add_weights(graph, kernel, weights, repeated)
@@ -270,7 +270,7 @@ class _CarrierBuilder:
     def _written(self, kernel: Kernel) -> list[int]:
         """The inputs of a kernel that an `Abs` writes: the floating-point ones, or else, on a GPU, an integer one."""
         read = [position for position, tensor in enumerate(kernel.inputs)
-                if tensor.present and not is_inside(kernel, position) and not is_cache(kernel, position)]
+                if tensor.present and not is_initializer(kernel, position) and not is_cache(kernel, position)]
         floating = [position for position in read if kernel.inputs[position].dtype in self._written_types]
         whole = [position for position in read if kernel.inputs[position].dtype in WRITTEN_IF_NO_FLOATS]
         return floating or (whole[:1] if self._device == "cuda" else [])
@@ -278,7 +278,7 @@ class _CarrierBuilder:
     def _add_input(self, number: int, kernel: Kernel, position: int, written: Collection[int]) -> str:
         """Adds an input of a kernel: a constant, the output of an `Abs` (`written`), or a graph input. Returns its name."""
         name, tensor = f"k{number}_x{position}", kernel.inputs[position]
-        if is_inside(kernel, position):
+        if is_initializer(kernel, position):
             self._add_constant(name, kernel, position, number)
         elif is_cache(kernel, position):
             self.inputs[name] = onnx.helper.make_tensor_value_info(name, type_code(tensor.dtype), tensor.shape)
@@ -286,7 +286,7 @@ class _CarrierBuilder:
             if self._with_floats or "float" not in tensor.dtype:
                 self.values[name] = dummy_tensor(kernel, position, number)
         elif position in written:
-            value_matters = "float" not in tensor.dtype or value_it_needs(kernel, position) is not None
+            value_matters = "float" not in tensor.dtype or required_value(kernel, position) is not None
             shared = f"in_{name}" if value_matters else f"in_{tensor.dtype}_{'x'.join(map(str, tensor.shape))}"
             self.inputs[shared] = onnx.helper.make_tensor_value_info(shared, type_code(tensor.dtype), tensor.shape)
             if (value_matters or self._with_floats) and shared not in self.values:

@@ -28,7 +28,7 @@ from hase.learned.data_sheet.work import (
     peaks_flop_s,
     ratio_of_bounds,
 )
-from hase.learned.kernels.saved_form import from_arrays
+from hase.learned.kernels.saved_form import booster_from_arrays
 from hase.records.devices import GpuDataSheet
 from hase.utils import files
 from hase.utils.config import Frozen
@@ -172,7 +172,7 @@ def read_sheet(folder: Path = FOLDER) -> tuple[SheetModel, CardRatios]:
         if files.sha256(path) != model.sha256:
             raise UserError(f"{path}: is not the one that data_sheet.json describes; make both with: {FIT}")
         with np.load(path, allow_pickle=False) as arrays:
-            return model, CardRatios(from_arrays(model.booster, dict(arrays)))
+            return model, CardRatios(booster_from_arrays(model.booster, dict(arrays)))
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         raise UserError(f"{path}: damaged ({error}); make it with: {FIT}") from None
 

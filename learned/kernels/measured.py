@@ -26,7 +26,7 @@ from hase.records.measurement import (
     inputs_key,
     parse_unsteady,
 )
-from hase.utils.errors import UserError
+from hase.utils.errors import UserError, first_problem
 from hase.utils.lazy import pandas as pd
 from hase.utils.paths import Workspace
 
@@ -89,9 +89,8 @@ class MeasuredTimes(Mapping[str, dict[str, float]]):
         try:
             return schema.validate_json(text)
         except ValidationError as error:
-            first = error.errors()[0]
-            location = ".".join(map(str, (*kernel, *first["loc"])))
-            raise UserError(f"{self._path or 'measured times'}: damaged at {location}: {first['msg']}; {TRAIN_AGAIN}") from None
+            raise UserError(f"{self._path or 'measured times'}: damaged at {first_problem(error, *kernel)}; "
+                            f"{TRAIN_AGAIN}") from None
 
     @staticmethod
     def text(times: Mapping[str, Mapping[str, float]]) -> bytes:

@@ -1,11 +1,11 @@
-"""The saved form of an estimator: an entry of a JSON sidecar, and a file of arrays. Reading it runs no code.
+"""Saves and reads estimators: an entry of a JSON sidecar, and a file of arrays. Reading it runs no code.
 
 The entry holds what was learned as JSON. An instance of a class is an object with the class's name and its fields; classes that
 the estimator does not list (`saved_classes`) are refused. Arrays are in a file `<name>-<hash>.npz` for numpy. Boosters are read
 at the first prediction that needs them.
 
 XGBoost's boosters and random forests are saved as plain arrays, which take less than a third of XGBoost's own compressed file.
-For a prediction, it is enough to know each node's kind, an inner node's feature and cut, and a leaf's value:
+A prediction needs only each node's kind, an inner node's feature and cut, and a leaf's value:
 
 - `tree_nodes`: how many nodes each tree has. Nodes are sorted by level, so the k-th inner node has children 2k + 1 and 2k + 2.
 - `is_leaf`: a bit for each node.
@@ -52,6 +52,19 @@ ESTIMATOR_PREFIX = "estimator_"  # of the files of admitted estimators, in the p
 MPS_PREFIX = "mps_"  # of the files for sharing through MPS
 COMPRESSION = 9  # of zlib; lzma makes a file 7 % smaller, but takes five times as long to read
 UNREADABLE = (OSError, EOFError, zlib.error, zipfile.BadZipFile, ValueError, KeyError, IndexError, TypeError)
+Array = npt.NDArray[Any]
+Bits = npt.NDArray[np.bool_]
+# Leaves are rounded to multiples of this, or they would be half of a file. They add up to the logarithm of a time, so a time of
+# 400 leaves changes by 0.002 %.
+LEAF_STEP = 2.0 ** -18
+NO_PARENT = 2 ** 31 - 1
+UNREAD = ("base_weights", "loss_changes", "sum_hessian")  # of a node: XGBoost saves them, but no prediction reads them
+NO_CATEGORIES = {"categories": np.zeros(0, ">i4"), "categories_nodes": np.zeros(0, ">i4"),
+                 "categories_segments": np.zeros(0, ">i8"), "categories_sizes": np.zeros(0, ">i8")}
+SUMMED = ("reg:squarederror", "reg:absoluteerror")  # objectives whose predictions are the plain sum of leaves
+NUMBERS = {"i": ">i1", "U": ">u1", "I": ">i2", "l": ">i4", "L": ">i8", "d": ">f4", "D": ">f8"}  # by UBJSON's letter
+ARRAY_HEADS = {np.dtype(kind): f"[${letter}#".encode() for letter, kind in NUMBERS.items()}  # of UBJSON's arrays, by type
+CONSTANTS = {"T": True, "F": False, "Z": None}  # by UBJSON's letter
 
 
 class Saved(Frozen):
@@ -72,9 +85,9 @@ def features_of(estimator: TimePredictor | type[TimePredictor]) -> tuple[str, ..
 
 
 def save_estimator(folder: Path, stem: str, estimator: TimePredictor) -> Saved:
-    """Writes the arrays of a fitted estimator to `<stem>-<hash>.npz` in `folder`; returns its entry. Raises UserError: it holds
-    something that can't be saved, or an instance of a class that it does not list."""
-    arrays: dict[str, npt.NDArray[Any]] = {}
+    """Writes the arrays of a fitted estimator to `<stem>-<hash>.npz` in `folder`; returns its entry. Raises UserError if it
+    holds something that can't be saved, or an instance of a class that it does not list."""
+    arrays: dict[str, Array] = {}
     learned = _encoded(estimator.saved(), estimator, estimator.name, arrays)
     file, sha256 = write_hashed(folder, stem, "npz", _packed(arrays)) if arrays else (None, "")
     return Saved(name=estimator.name, version=estimator.version, features=features_of(estimator), learned=learned, file=file,
@@ -82,8 +95,9 @@ def save_estimator(folder: Path, stem: str, estimator: TimePredictor) -> Saved:
 
 
 def open_estimator(saved: Saved, kind: type[E], folder: Path, remedy: str) -> E:
-    """The estimator that `save_estimator` saved; `remedy` is the advice in errors. Raises UserError: it is of another
-    estimator, version or feature schema, a file is missing or damaged, or it holds a class that the estimator does not list."""
+    """Reads the estimator that `save_estimator` saved; `remedy` is the advice in errors. Raises UserError if it is of another
+    estimator, version or feature schema, if a file is missing or damaged, or if it holds a class that the estimator does not
+    list."""
     path = folder / (saved.file or "")
     for what, saved_value, value in (("name", saved.name, kind.name), ("version", saved.version, kind.version),
                                     ("features", saved.features, features_of(kind))):
@@ -109,7 +123,7 @@ def read_checked(path: Path, sha256: str, remedy: str) -> bytes:
     except FileNotFoundError:
         raise UserError(f"{path}: missing; {remedy}") from None
     if hashlib.sha256(data).hexdigest() != sha256:
-        raise UserError(f"{path}: damaged or changed (its SHA-256 is not the one that was noted when it was written); {remedy}")
+        raise UserError(f"{path}: damaged or changed (its SHA-256 is not the one from when it was written); {remedy}")
     return data
 
 
@@ -121,7 +135,7 @@ def write_hashed(folder: Path, stem: str, suffix: str, data: bytes) -> tuple[str
     return name, sha256
 
 
-def _packed(arrays: Mapping[str, npt.NDArray[Any]]) -> bytes:
+def _packed(arrays: Mapping[str, Array]) -> bytes:
     """Packs arrays as `numpy.savez_compressed` does, but without the time of day, so that equal arrays give equal bytes."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:
@@ -132,8 +146,8 @@ def _packed(arrays: Mapping[str, npt.NDArray[Any]]) -> bytes:
     return out.getvalue()
 
 
-def _encoded(value: Any, estimator: TimePredictor, prefix: str, arrays: dict[str, npt.NDArray[Any]]) -> Any:
-    """`value` as JSON; its arrays are added to `arrays`, under names that begin with `prefix`."""
+def _encoded(value: Any, estimator: TimePredictor, prefix: str, arrays: dict[str, Array]) -> Any:
+    """Converts a value to JSON; its arrays are added to `arrays`, under names that begin with `prefix`."""
     if isinstance(value, BaseModel):
         if type(value) not in estimator.saved_classes:
             raise UserError(f"estimator {estimator.name}: saves a {type(value).__name__}, which its saved_classes do not list")
@@ -142,8 +156,11 @@ def _encoded(value: Any, estimator: TimePredictor, prefix: str, arrays: dict[str
         if not all(isinstance(key, str) and not key.startswith("!") for key in value):
             raise UserError(f"estimator {estimator.name}: saves a dictionary whose keys are not text, or one begins with !")
         if value and all(isinstance(member, xgboost.Booster) for member in value.values()):
-            return {BOOSTERS: {name: _encoded_booster(booster, f"{prefix}/{name}", arrays)
-                               for name, booster in value.items()}, "version": BOOSTER_VERSION}
+            numbers: dict[str, dict[str, float]] = {}
+            for name, booster in value.items():
+                numbers[name], columns = booster_to_arrays(booster)
+                arrays |= {f"{prefix}/{name}/{column}": values for column, values in columns.items()}
+            return {BOOSTERS: numbers, "version": BOOSTER_VERSION}
         return {key: _encoded(member, estimator, f"{prefix}/{key}", arrays) for key, member in value.items()}
     if isinstance(value, (list, tuple)):
         return [_encoded(member, estimator, f"{prefix}/{number}", arrays) for number, member in enumerate(value)]
@@ -158,19 +175,12 @@ def _encoded(value: Any, estimator: TimePredictor, prefix: str, arrays: dict[str
                     "numpy arrays, dictionaries of boosters and its saved_classes (pydantic models) can be saved")
 
 
-def _encoded_booster(booster: xgboost.Booster, prefix: str, arrays: dict[str, npt.NDArray[Any]]) -> dict[str, float]:
-    numbers, columns = as_arrays(booster)
-    arrays |= {f"{prefix}/{column}": values for column, values in columns.items()}
-    return numbers
-
-
 @dataclass(frozen=True)
 class _FormReader:
-    """Decodes what `_encoded` wrote. `registered` has the classes that the form may hold, by name; `path` and `remedy` are for
-    errors."""
+    """Decodes what `_encoded` wrote; `path` and `remedy` are for errors."""
 
-    registered: Mapping[str, type[BaseModel]]
-    arrays: Mapping[str, npt.NDArray[Any]]
+    classes: Mapping[str, type[BaseModel]]  # those that the form may hold, by name
+    arrays: Mapping[str, Array]
     path: Path
     remedy: str
 
@@ -183,27 +193,26 @@ class _FormReader:
             return self.arrays[value[ARRAY]]
         if BOOSTERS in value:
             if value.get("version") != BOOSTER_VERSION:
-                raise UserError(f"{self.path}: boosters of version {value.get('version')}, this Hase reads "
-                                f"version {BOOSTER_VERSION}; "
-                                f"{self.remedy}")
+                raise UserError(f"{self.path}: boosters of version {value.get('version')}, this Hase reads version "
+                                f"{BOOSTER_VERSION}; {self.remedy}")
             return SavedBoosters(value[BOOSTERS], partial(self.booster, value[BOOSTERS], prefix))
         if CLASS in value:
             return self.instance(value[CLASS], value.get(FIELDS))
         return {key: self.decoded(member, f"{prefix}/{key}") for key, member in value.items()}
 
     def instance(self, name: Any, fields: Any) -> BaseModel:
-        if not isinstance(name, str) or name not in self.registered:
+        if not isinstance(name, str) or name not in self.classes:
             raise UserError(f"{self.path}: refused: it holds a {name}, which its estimator does not list in saved_classes "
-                            f"({', '.join(self.registered) or 'none'})")
+                            f"({', '.join(self.classes) or 'none'})")
         try:
-            return self.registered[name].model_validate(fields)
+            return self.classes[name].model_validate(fields)
         except ValidationError as error:
             raise UserError(f"{self.path}: damaged: {name}: {error.errors()[0]['msg']}; {self.remedy}") from None
 
     def booster(self, numbers: Mapping[str, Mapping[str, float]], prefix: str, name: str) -> xgboost.Booster:
         start = f"{prefix}/{name}/"
         try:
-            return from_arrays(numbers[name], {
+            return booster_from_arrays(numbers[name], {
                 key.removeprefix(start): self.arrays[key] for key in self.arrays if key.startswith(start)})
         except (*UNREADABLE, xgboost.core.XGBoostError) as error:
             raise UserError(f"{self.path}: booster {name} is damaged ({error}); {self.remedy}") from None
@@ -212,16 +221,8 @@ class _FormReader:
 def _shown(value: Any) -> str:
     return ", ".join(map(str, value[:4])) + (", …" if len(value) > 4 else "") if isinstance(value, tuple) else str(value)
 
-Array = npt.NDArray[Any]
-Bits = npt.NDArray[np.bool_]
-# Leaves are rounded to multiples of this, or they would be half of a file. A sum over 400 leaves changes by 0.002 %, which is
-# the change of a time, too, since it is the logarithm of one.
-LEAF_STEP = 2.0 ** -18
-NO_PARENT = 2 ** 31 - 1
-UNREAD = ("base_weights", "loss_changes", "sum_hessian")  # of a node: XGBoost saves them, but no prediction reads them
-NO_CATEGORIES = {"categories": np.zeros(0, ">i4"), "categories_nodes": np.zeros(0, ">i4"),
-                 "categories_segments": np.zeros(0, ">i8"), "categories_sizes": np.zeros(0, ">i8")}
-SUMMED = ("reg:squarederror", "reg:absoluteerror")  # objectives whose predictions are the plain sum of leaves
+
+# Boosters as arrays ------------------------------------------------------------------------------------------------------
 
 
 def import_xgboost() -> ModuleType:
@@ -236,9 +237,10 @@ def import_xgboost() -> ModuleType:
     return importlib.import_module("xgboost")
 
 
-def as_arrays(booster: xgboost.Booster) -> tuple[dict[str, float], dict[str, Array]]:
-    """Splits a booster into numbers (`base_score`, `features`) and the module's arrays; the opposite of `from_arrays`. Raises
-    UserError: its trees were not grown level by level, split by categories, or don't predict a sum of leaves."""
+def booster_to_arrays(booster: xgboost.Booster) -> tuple[dict[str, float], dict[str, Array]]:
+    """Splits a booster into numbers (`base_score`, `features`) and the arrays that the module describes; the opposite of
+    `booster_from_arrays`. Raises UserError if its trees were not grown level by level, split by categories, or don't predict a
+    sum of leaves."""
     learner = read_ubjson(bytes(booster.save_raw("ubj")))["learner"]
     trees = learner["gradient_booster"]["model"]["trees"]
     left, right, features, cuts, missing_left, categorical = (
@@ -255,9 +257,9 @@ def as_arrays(booster: xgboost.Booster) -> tuple[dict[str, float], dict[str, Arr
     return numbers, _arrays(tree_nodes, is_leaf, features[inner], cuts[inner], missing_left[inner] != 0, cuts[is_leaf])
 
 
-def from_forest(forest: Any) -> xgboost.Booster:
-    """scikit-learn's random forest as a booster, with equal predictions up to `LEAF_STEP`. The mean over trees becomes a sum of
-    leaves divided by the number of trees."""
+def booster_from_forest(forest: Any) -> xgboost.Booster:
+    """Converts scikit-learn's random forest to a booster, whose predictions are equal up to `LEAF_STEP`. The mean over trees
+    becomes a sum of leaves that were divided by the number of trees."""
     trees = [tree.tree_ for tree in forest.estimators_]
     starts = np.cumsum([0, *(tree.node_count for tree in trees)])
     by_level = np.concatenate([start + _by_level(tree.children_left, tree.children_right)
@@ -267,15 +269,15 @@ def from_forest(forest: Any) -> xgboost.Booster:
         for tree in trees), strict=True))
     inner, cuts = left >= 0, thresholds.astype(np.float32)
     cuts = np.where(cuts > thresholds, cuts, np.nextafter(cuts, np.float32(np.inf)))  # at most the threshold: below the cut
-    return from_arrays({"base_score": 0.0, "features": forest.n_features_in_}, _arrays(
+    return booster_from_arrays({"base_score": 0.0, "features": forest.n_features_in_}, _arrays(
         np.diff(starts), ~inner, features[inner], cuts[inner], missing_left[inner] != 0, values[~inner] / len(trees)))
 
 
-def from_arrays(numbers: Mapping[str, float], arrays: Mapping[str, Array]) -> xgboost.Booster:
-    """The booster of the arrays from `as_arrays`. It predicts with one thread. Raises KeyError, ValueError, IndexError,
-    xgboost.core.XGBoostError: the arrays are not those of a booster."""
+def booster_from_arrays(numbers: Mapping[str, float], arrays: Mapping[str, Array]) -> xgboost.Booster:
+    """Builds the booster whose arrays `booster_to_arrays` gave; it predicts with one thread. Raises KeyError, ValueError,
+    IndexError or xgboost.core.XGBoostError if the arrays are not those of a booster."""
     xgboost = import_xgboost()
-    tree_nodes = _whole(arrays["tree_nodes"])
+    tree_nodes = _integers(arrays["tree_nodes"])
     total, starts = int(tree_nodes.sum()), np.cumsum(tree_nodes) - tree_nodes
     is_leaf = np.unpackbits(arrays["is_leaf"], count=total).astype(bool)
     inner, start_of = np.flatnonzero(~is_leaf), np.repeat(starts, tree_nodes)
@@ -286,12 +288,12 @@ def from_arrays(numbers: Mapping[str, float], arrays: Mapping[str, Array]) -> xg
     if (left[inner] <= (np.arange(total) - start_of)[inner]).any() or (right >= np.repeat(tree_nodes, tree_nodes)).any():
         raise ValueError("a node is its own parent, or beyond its tree")  # XGBoost would hang or crash
     features, values, missing_left = np.zeros(total, ">i4"), np.zeros(total, ">f4"), np.zeros(total, np.uint8)
-    features[inner] = split_features = _whole(arrays["features"])
+    features[inner] = split_features = _integers(arrays["features"])
     if (split_features >= numbers["features"]).any():
         raise ValueError("a node reads a feature that is not there")
-    first = np.searchsorted(_whole(arrays["cut_features"]), split_features)  # of a feature's cuts
-    values[inner] = _from_planes(arrays["cuts"], np.float32)[first + _whole(arrays["cut_places"])]
-    doubled = _whole(arrays["leaves"])
+    first = np.searchsorted(_integers(arrays["cut_features"]), split_features)  # of a feature's cuts
+    values[inner] = _from_planes(arrays["cuts"], np.float32)[first + _integers(arrays["cut_places"])]
+    doubled = _integers(arrays["leaves"])
     values[is_leaf] = LEAF_STEP * np.where(doubled % 2, -(doubled + 1) // 2, doubled // 2)
     if "missing_left" in arrays:
         missing_left[inner] = np.unpackbits(arrays["missing_left"], count=len(inner))
@@ -341,21 +343,15 @@ class SavedBoosters(Mapping[str, "xgboost.Booster"]):
     def __len__(self) -> int:
         return len(self._names)
 
-    @property
-    def opened(self) -> set[str]:
-        """The names of the boosters that have been read."""
-        return set(self._opened)
-
-
 def _arrays(tree_nodes: Array, is_leaf: Bits, features: Array, cuts: Array, missing_left: Bits,
             leaves: Array) -> dict[str, Array]:
     """The module's arrays of all trees. Features, cuts and `missing_left` are of inner nodes only."""
     cut_features, table, indices = _cut_table(features, cuts.astype(np.float32))
     steps = np.rint(leaves / LEAF_STEP).astype(np.int64)
     arrays = {
-        "tree_nodes": _planes(_small(tree_nodes)), "is_leaf": np.packbits(is_leaf), "features": _planes(_small(features)),
-        "cut_places": _planes(_small(indices)), "cut_features": _planes(_small(cut_features)), "cuts": _planes(table),
-        "leaves": _planes(_small(2 * np.abs(steps) - (steps < 0)))}
+        "tree_nodes": _integer_planes(tree_nodes), "is_leaf": np.packbits(is_leaf), "features": _integer_planes(features),
+        "cut_places": _integer_planes(indices), "cut_features": _integer_planes(cut_features), "cuts": _planes(table),
+        "leaves": _integer_planes(2 * np.abs(steps) - (steps < 0))}
     return arrays | ({"missing_left": np.packbits(missing_left)} if missing_left.any() else {})
 
 
@@ -375,7 +371,8 @@ def _left_children(tree_nodes: Array, is_leaf: Bits) -> Array:
 
 
 def _cut_table(features: Array, cuts: Array) -> tuple[Array, Array, Array]:
-    """The distinct cuts by feature and value (features, cuts), and the index of each of `cuts` among those of its feature."""
+    """The distinct cuts, sorted by feature and value, as their features and values; and the index of each of `cuts` among the
+    cuts of its feature."""
     order = np.lexsort((cuts, features))
     is_new = np.ones(len(order), dtype=bool)
     by_feature, sorted_cuts = features[order], cuts[order]
@@ -386,38 +383,37 @@ def _cut_table(features: Array, cuts: Array) -> tuple[Array, Array, Array]:
     return table_features, table, rows - np.searchsorted(table_features, features)
 
 
-def _small(numbers: Array) -> Array:
-    """Whole numbers in the smallest type that holds them."""
-    return numbers.astype(np.min_scalar_type(int(numbers.max(initial=0))))
-
-
 def _planes(numbers: Array) -> Array:
-    """The bytes of numbers as planes, bytes × numbers."""
+    """The bytes of numbers as planes; the shape is bytes × numbers."""
     little = np.ascontiguousarray(numbers, dtype=numbers.dtype.newbyteorder("<"))
     return np.ascontiguousarray(little.view(np.uint8).reshape(len(numbers), numbers.itemsize).T)
+
+
+def _integer_planes(numbers: Array) -> Array:
+    """The planes of whole numbers in the smallest type that can hold them."""
+    return _planes(numbers.astype(np.min_scalar_type(int(numbers.max(initial=0)))))
 
 
 def _from_planes(planes: Array, kind: npt.DTypeLike) -> Array:
     return np.ascontiguousarray(planes.T).view(np.dtype(kind).newbyteorder("<")).reshape(-1).astype(kind)
 
 
-def _whole(planes: Array) -> Array:
-    """The whole numbers from planes of `_small` ones."""
+def _integers(planes: Array) -> Array:
+    """The opposite of `_integer_planes`."""
     return _from_planes(planes, f"u{len(planes)}").astype(np.int64)
 
-NUMBERS = {"i": ">i1", "U": ">u1", "I": ">i2", "l": ">i4", "L": ">i8", "d": ">f4", "D": ">f8"}  # by UBJSON's letter
-HEADS = {np.dtype(kind): f"[${letter}#".encode() for letter, kind in NUMBERS.items()}  # of an array of such numbers
-CONSTANTS = {"T": True, "F": False, "Z": None}
+
+# UBJSON, the binary JSON of XGBoost's models -----------------------------------------------------------------------------
 
 
 def read_ubjson(data: bytes) -> Any:
     """The value in `data`. An array of numbers of one type becomes a numpy array, any other a list."""
-    value, _ = _read(memoryview(data), 1, chr(data[0]))
-    return value
+    return _read(memoryview(data), 0)[0]
 
 
-def _read(data: memoryview, at: int, letter: str) -> tuple[Any, int]:
-    """A value whose letter has been read, and where it ends."""
+def _read(data: memoryview, at: int) -> tuple[Any, int]:
+    """Reads the value that begins at `at`; returns it and where it ends."""
+    letter, at = chr(data[at]), at + 1
     if letter in CONSTANTS:
         return CONSTANTS[letter], at
     if letter in NUMBERS:
@@ -433,7 +429,7 @@ def _read(data: memoryview, at: int, letter: str) -> tuple[Any, int]:
 
 
 def _read_text(data: memoryview, at: int) -> tuple[str, int]:
-    length, at = _read(data, at + 1, chr(data[at]))
+    length, at = _read(data, at)
     return bytes(data[at:at + length]).decode(), at + length
 
 
@@ -441,7 +437,7 @@ def _read_object(data: memoryview, at: int) -> tuple[dict[str, Any], int]:
     members: dict[str, Any] = {}
     while data[at] != ord("}"):
         key, at = _read_text(data, at)
-        members[key], at = _read(data, at + 1, chr(data[at]))
+        members[key], at = _read(data, at)
     return members, at + 1
 
 
@@ -451,13 +447,13 @@ def _read_array(data: memoryview, at: int) -> tuple[Any, int]:
         letter, at = chr(data[at + 1]), at + 2
     if data[at] != ord("#"):
         raise ValueError(f"byte {at}: an array without its length")
-    count, at = _read(data, at + 2, chr(data[at + 1]))
+    count, at = _read(data, at + 1)
     if letter:
         kind = np.dtype(NUMBERS[letter])
         return np.frombuffer(data, kind, count, at), at + count * kind.itemsize
     values = []
     for _ in range(count):
-        value, at = _read(data, at + 1, chr(data[at]))
+        value, at = _read(data, at)
         values.append(value)
     return values, at
 
@@ -476,7 +472,7 @@ def _write(value: Any, parts: list[bytes]) -> None:
     elif isinstance(value, int):
         parts.append(_count(value))
     elif isinstance(value, np.ndarray):
-        parts += (HEADS[value.dtype], _count(len(value)), value.tobytes())
+        parts += (ARRAY_HEADS[value.dtype], _count(len(value)), value.tobytes())
     elif isinstance(value, dict):
         parts.append(b"{")
         for key, member in value.items():

@@ -8,22 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from hase.ort_analysis.graph.nodes import ParsedNode
 from hase.ort_analysis.graph.parsing import ParsedGraph
-from hase.records.kernel_record import (
-    Origin,
-)
-from hase.records.operators import operator_row
+from hase.records.kernel_record import Origin
+from hase.records.operators import BLOCKED_DOMAIN, operator_row
 
 if TYPE_CHECKING:
     import onnx
 
-BLOCKED_DOMAIN = "com.microsoft.nchwc"  # ORT's blocked CPU layout; its nodes are named `<tensor they make>_nchwc`
-
-
-BLOCKED_SUFFIX = "_nchwc"
+BLOCKED_SUFFIX = "_nchwc"  # the name of a node in the blocked layout is `<tensor that it writes>_nchwc`
 
 
 class OriginFinder:
-    """Maps tensors of the optimised graph to original tensors, and regions between them to original nodes.
+    """Finds the original tensors for tensors of the optimised graph, and the original nodes for its nodes.
 
     Most fusions keep tensor names, so a fused node's original nodes are between its named outputs and inputs. If ORT creates
     new tensors (blocked layouts, split fusions), the nodes that they link are one group and share their origins.
@@ -31,14 +26,13 @@ class OriginFinder:
 
     def __init__(self, original: onnx.GraphProto, nodes: tuple[ParsedNode, ...]) -> None:
         self.producer = {name: node for node in original.node for name in node.output if name}
-        self.number = {id(node): index for index, node in enumerate(original.node)}
+        self.index = {id(node): index for index, node in enumerate(original.node)}
         self.consumers: dict[str, list[Any]] = defaultdict(list)
         for node in original.node:
             for name in node.input:
                 self.consumers[name].append(node)
-        self.constants = {tensor.name for tensor in original.initializer}
-        self.inputs = {value.name for value in original.input} - self.constants
-        self.known = set(self.producer) | self.inputs
+        constants = {tensor.name for tensor in original.initializer}
+        self.known = set(self.producer) | ({value.name for value in original.input} - constants)
         self.alias = self._blocked_tensors(nodes)
 
     def resolve(self, tensor: str) -> str | None:
@@ -46,34 +40,35 @@ class OriginFinder:
         return tensor if tensor in self.known else self.alias.get(tensor)
 
     def _blocked_tensors(self, nodes: tuple[ParsedNode, ...]) -> dict[str, str]:
-        """The original tensor of each tensor in a blocked layout, from the node's name and later fusions."""
+        """The original tensor of each tensor in the blocked layout, from the names of nodes and what was fused into them."""
         alias: dict[str, str] = {}
         for node in nodes:
             if node.domain != BLOCKED_DOMAIN:
                 continue
             if node.op_type in ("ReorderInput", "ReorderOutput"):
-                source, made = node.inputs[0], node.outputs[0]
-                if made not in self.known and (resolved := source if source in self.known else alias.get(source)):
-                    alias[made] = resolved
+                read, written = node.inputs[0], node.outputs[0]
+                if written not in self.known and (resolved := read if read in self.known else alias.get(read)):
+                    alias[written] = resolved
                 continue
-            base = node.name.partition(BLOCKED_SUFFIX)[0]
-            if base not in self.known or not node.outputs or node.outputs[0] in self.known:
+            tensor = node.name.partition(BLOCKED_SUFFIX)[0]
+            if tensor not in self.known or not node.outputs or node.outputs[0] in self.known:
                 continue
             sum_input = operator_row(node.op_type).sum_input
             if sum_input is not None and len(node.inputs) > sum_input and node.inputs[sum_input]:
-                base = self._past(base, "Add")
+                tensor = self._after(tensor, "Add")
             if activation := node.attributes.get("activation"):
-                base = self._past(base, str(activation))
-            alias[node.outputs[0]] = base
+                tensor = self._after(tensor, str(activation))
+            alias[node.outputs[0]] = tensor
         return alias
 
-    def _past(self, tensor: str, op_type: str) -> str:
-        """The output of the `op_type` node that reads `tensor`; `tensor` itself if such a node wrote it, or none reads it."""
-        made_by = self.producer.get(tensor)
-        if made_by is not None and made_by.op_type == op_type:
+    def _after(self, tensor: str, op_type: str) -> str:
+        """The output of the one `op_type` node that reads `tensor`; `tensor` itself if such a node wrote it, or not one reads
+        it."""
+        producer = self.producer.get(tensor)
+        if producer is not None and producer.op_type == op_type:
             return tensor
-        after = [node for node in self.consumers[tensor] if node.op_type == op_type]
-        return str(after[0].output[0]) if len(after) == 1 else tensor
+        readers = [node for node in self.consumers[tensor] if node.op_type == op_type]
+        return str(readers[0].output[0]) if len(readers) == 1 else tensor
 
     def region(self, outputs: set[str], inputs: set[str]) -> tuple[Origin, ...]:
         """The original nodes between original tensors `inputs` and `outputs`, in the original order. Nodes that only read
@@ -85,22 +80,22 @@ class OriginFinder:
             node = self.producer.get(waiting.pop())
             if node is None:
                 continue
-            in_region[self.number[id(node)]] = node
+            in_region[self.index[id(node)]] = node
             for name in node.input:
                 if name and name not in inputs and name not in seen:
                     seen.add(name)
                     waiting.append(name)
-        return tuple(Origin(name=node.name or f"{node.op_type}_{number}", op_type=node.op_type)
-                     for number, node in sorted(in_region.items()))
+        return tuple(Origin(name=node.name or f"{node.op_type}_{index}", op_type=node.op_type)
+                     for index, node in sorted(in_region.items()))
 
     def origins(self, nodes: tuple[ParsedNode, ...]) -> list[tuple[Origin, ...]]:
         """The original nodes of each node of the optimised graph."""
         group_of = [[index] for index in range(len(nodes))]  # without networkx, whose import is slow
-        maker = {name: index for index, node in enumerate(nodes) for name in node.outputs if name}
+        producer = {name: index for index, node in enumerate(nodes) for name in node.outputs if name}
         for index, node in enumerate(nodes):
             for name in node.inputs:
-                if name in maker and self.resolve(name) is None and group_of[index] is not group_of[maker[name]]:
-                    larger, smaller = sorted((group_of[index], group_of[maker[name]]), key=len, reverse=True)
+                if name in producer and self.resolve(name) is None and group_of[index] is not group_of[producer[name]]:
+                    larger, smaller = sorted((group_of[index], group_of[producer[name]]), key=len, reverse=True)
                     larger += smaller
                     for moved in smaller:
                         group_of[moved] = larger

@@ -272,7 +272,7 @@ def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = 
     if isinstance(model, Path):
         shown, stem = str(model), model.stem
         proto = read_graph(model, _reading.no_weights)
-        digest = files.kept_sha256(model)
+        digest = files.cached_sha256(model)
     else:
         proto, shown, stem = model, name or model.graph.name or "model", name or model.graph.name or "model"
         digest = hashlib.sha256(proto.SerializeToString(deterministic=True)).hexdigest()

@@ -35,7 +35,7 @@ from hase.runtimes import runtime_named
 from hase.utils import cli
 from hase.utils.cache_folder import cache_folder, code_version, entry_key, read_entry, write_entry
 from hase.utils.errors import UserError
-from hase.utils.files import kept_sha256, signature, temporary_folder
+from hase.utils.files import cached_sha256, signature, temporary_folder
 from hase.utils.fingerprint import DEFAULT_RUNTIME, Flavour, gpu_facts, instruction_set, ort_version, package_version
 from hase.utils.logger import progress
 from hase.utils.model_files import check_plain_file, may_name_files
@@ -338,7 +338,7 @@ def _digest(model: Path) -> str | None:
     if cached := read_entry(key):
         return cached.decode("ascii", "replace")
     try:
-        digest = kept_sha256(model)
+        digest = cached_sha256(model)
     except OSError:
         return None
     if before == signature(model):

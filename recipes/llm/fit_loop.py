@@ -20,7 +20,7 @@ from hase.inference.llm.language_model import language_model
 from hase.inference.llm.predicting import AnalysedModel
 from hase.inference.llm.requests import layers_of, other_logits, request_at_point
 from hase.learned import target_files
-from hase.records.generations import PHASES, Generation, measured_models, measured_points
+from hase.records.generations import PHASES, Generation, measured_model_names, measured_points
 from hase.training.fits.generation import LoopStep, fit_on_cpu, step_time
 from hase.utils import cli, files
 from hase.utils.errors import UserError
@@ -60,7 +60,7 @@ def main() -> int:
     if not workspace.predictors(target.name).is_dir():
         raise UserError(f"{workspace.predictors(target.name)}: no such folder; measure kernels there first: python "
                         "recipes/llm/judge.py --measure-missing")
-    steps = [step for name in progress(measured_models(loops), "models")
+    steps = [step for name in progress(measured_model_names(loops), "models")
              for step in loop_steps(predictor, loops, name)]
     if len({step.family for step, _ in steps}) < 2:
         raise UserError(f"{loops.root}: measurements of two decoders at least are needed; do: recipes/llm/on_cpu.sh")

@@ -33,7 +33,7 @@ from hase.records.generations import (
     Phase,
     StepEnergy,
     measured_file,
-    measured_models,
+    measured_model_names,
     measured_points,
 )
 from hase.training.fits.generation import step_time
@@ -111,7 +111,7 @@ def rows_of(predictor: Predictor, workspace: Workspace, name: str) -> Iterator[R
 
 def measured_again(workspace: Workspace, rows: Iterable[Row]) -> list[Row]:
     """Rows of times with the same time from another measurement added (NaN if it is missing there)."""
-    points = {(point.model, point.batch, point.prompt): point for name in measured_models(workspace)
+    points = {(point.model, point.batch, point.prompt): point for name in measured_model_names(workspace)
               for point in measured_points(workspace, name)}
     phases = {what: phase for phase, what in TIMES.items()}
     extended = []
@@ -159,7 +159,7 @@ def main() -> int:
     workspace, local = cli.start(args), args.measure_missing
     predictor = Predictor(workspace, args.target or (None if local else TARGET), strict=not local, any_device=local,
                           no_weights=not local)
-    names = [name for name in measured_models(workspace) if not args.model or name in args.model]
+    names = [name for name in measured_model_names(workspace) if not args.model or name in args.model]
     for name in names if local else ():
         measure_kernels(predictor, workspace, name)
     rows = [row for name in progress(names, "judging") for row in rows_of(predictor, workspace, name)]

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from hase.inference.llm.language_model import DecoderStep, LanguageModel, language_model
 from hase.inference.llm.requests import request_at_point
 from hase.ort_analysis.isolated import analysis
-from hase.records.generations import PHASES, Generation, measured_file, measured_models, measured_points, step_record_file
+from hase.records.generations import PHASES, Generation, measured_file, measured_model_names, measured_points, step_record_file
 from hase.runtimes import flavour_of
 from hase.utils import cli, files
 from hase.utils.errors import UserError
@@ -61,7 +61,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="that was measured (default: cuda)")
     args = parser.parse_args()
     workspace = cli.start(args)
-    names = measured_models(workspace)
+    names = measured_model_names(workspace)
     if not names:
         raise UserError(f"{measured_file(workspace, '').parent}: nothing was measured; do: python recipes/llm/measure_genai.py")
     flavour = flavour_of(args.device)

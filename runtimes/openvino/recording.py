@@ -10,7 +10,7 @@ from hase.kernel_model.building.dummy_data import input_name, output_name
 from hase.kernel_model.building.kernel_models import IR_VERSION, add_weights, metadata_entry, write_kernel
 from hase.ort_analysis.graph.nodes import attribute_value
 from hase.ort_analysis.graph.source import KERNEL_KEY, read_source
-from hase.records.kernel_costs import bytes_read, bytes_written, flops
+from hase.records.kernel_costs import flops
 from hase.records.kernel_record import (
     Kernel,
     KernelInput,
@@ -23,7 +23,7 @@ from hase.records.kernel_record import (
     type_code,
 )
 from hase.records.kernel_record_files import record_path
-from hase.records.kernel_types import describe_kernel, kernel_id, without_defaults
+from hase.records.kernel_types import describe_kernel, fused_type, kernel_of_type, without_defaults
 from hase.records.operators import VIEWS, operator_row
 from hase.runtimes.openvino.compiling import (
     Layer,
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
 DOMAIN = "openvino"  # of kernels of several operators, or that take no time
 NODES = "nodes"  # the attribute of such a kernel that describes its ONNX nodes
-NAMED = 6  # operators that a type names; the others are counted
 VIEW = "Identity"  # stands for an operator whose output is its input's memory
 AXES = ("perm", "axis", "axes")
 NOTHING = KernelInput(dtype="")
@@ -118,15 +117,8 @@ def describe(prepared: Prepared, nodes: Sequence[NodeProto], ends: Ends, in_plac
     others = [name for name in others if name not in VIEWS]
     if activations := [name for name in others if is_activation(name)]:
         attributes["activation"] = activations[-1]
-    kind = "_".join([main.op_type, *others[:NAMED]]) + (f"_and{len(others) - NAMED}" if len(others) > NAMED else "")
-    op_type = VIEW if in_place else main.op_type
-    stored = without_defaults(attributes) | {NODES: plain_nodes(nodes, ends)}
-    return Kernel(
-        id=kernel_id(kind, op_type, DOMAIN, prepared.opset, stored, inputs, outputs), type=kind, op_type=op_type, domain=DOMAIN,
-        opset=prepared.opset, attributes=stored, inputs=tuple(inputs), outputs=tuple(outputs),
-        flops=flops(op_type, stored, inputs, outputs), bytes_read=bytes_read(op_type, stored, inputs, outputs),
-        bytes_written=bytes_written(op_type, stored, inputs, outputs),
-        weight_bytes=sum(tensor.bytes for tensor in inputs if tensor.constant))
+    return kernel_of_type(fused_type(main.op_type, others), VIEW if in_place else main.op_type, DOMAIN, prepared.opset,
+                          without_defaults(attributes) | {NODES: plain_nodes(nodes, ends)}, inputs, outputs)
 
 
 def tensor_named(prepared: Prepared, name: str) -> KernelInput:
@@ -176,8 +168,7 @@ def inserted_kernel(layer: Layer, source: Layer) -> Kernel | None:
         return None
     plain = describe_kernel("Transpose", "", 20, {"perm": permutation}, [KernelInput(dtype=dtype, shape=tuple(source_shape))],
                             [Tensor(dtype=dtype, shape=tuple(source_shape[axis] for axis in permutation))])
-    return plain.model_copy(update={"type": layer.kind, "id": kernel_id(
-        layer.kind, plain.op_type, plain.domain, plain.opset, plain.attributes, plain.inputs, plain.outputs)})
+    return kernel_of_type(layer.kind, plain.op_type, plain.domain, plain.opset, plain.attributes, plain.inputs, plain.outputs)
 
 
 def build_kernel(kernel: Kernel, folder: Path) -> Path:

@@ -29,30 +29,25 @@ INSTALL_BINDINGS = "pip install cuda-bindings"  # comes with torch for CUDA
 TOOLKIT, OPTIONS = "CUDA_PATH", "TVM_CUDA_NVRTC_EXTRA_OPTS"  # environment variables that TVM reads
 CALLBACK = "tvm_callback_cuda_compile"  # the function that TVM calls to get machine code
 HEADERS = ("include", f"targets/{platform.machine()}-linux/include", "targets/sbsa-linux/include")  # in a toolkit
-FOLDER = "cubins"  # in the folder of a flavour's kernels
+CUBINS = "cubins"  # the folder of machine code, in that of a flavour's kernels
 INSTALL = "pip install '.[tvm]'"
 UNFUSED, FUSED, TUNED = "unfused", "fused", "tuned"  # levels of a flavour: operators, kernels, kernels with searched schedules
 LEVELS = (UNFUSED, FUSED, TUNED)
 OLDEST_ARCH = "sm_80"
 # What every GPU of these architectures has at least (CUDA C++ Programming Guide, "Compute Capabilities", 8.0 and later).
 ANY_GPU = {"kind": "cuda", "max_threads_per_block": 1024, "max_shared_memory_per_block": 49152, "thread_warp_size": 32}
-IS_SCHEDULED = "tirx.is_scheduled"  # an attribute of functions that TVM's rules leave as they are
-SPECIAL_RULES = ("Matmul", "GEMV", "Reduction", "GeneralReduction")  # each for some functions; the order is TVM's
+IS_SCHEDULED = "tirx.is_scheduled"  # an attribute of functions that TVM's rules do not change
+SPECIAL_RULES = ("Matmul", "GEMV", "Reduction", "GeneralReduction")  # each fits some functions; in TVM's order
 SUFFIX = ".tvm"
 MAIN = "main"
 REMAKE = "remove it, and make it anew with: python runtimes/tvm/relax_parser.py"
+
+log = get_logger("tvm")
 
 
 def _pathfinder() -> Any:
     """The package that finds pip's parts of CUDA; None if not installed."""
     return import_module("cuda.pathfinder") if find_spec("cuda") and find_spec("cuda.pathfinder") else None
-
-
-def load_cuda_runtime() -> None:
-    """Loads pip's CUDA runtime, so that TVM finds it in the process. Must be called before TVM is imported."""
-    if pathfinder := _pathfinder():
-        with suppress(pathfinder.DynamicLibNotFoundError):  # the system may have it
-            pathfinder.load_nvidia_dynamic_lib("cudart")
 
 
 @functools.cache
@@ -72,24 +67,23 @@ def _find_headers() -> None:
 def check_compiler() -> None:
     """Checks that NVIDIA's compiler is usable from Python."""
     if not find_spec("cuda") or not find_spec("cuda.bindings"):
-        raise UserError(f"the package cuda-bindings is not installed, and TVM needs it to compile for a GPU; "
-                        f"{INSTALL_BINDINGS}")
+        raise UserError(f"the package cuda-bindings is not installed; TVM needs it to compile for a GPU: {INSTALL_BINDINGS}")
 
 
 @functools.lru_cache(maxsize=64)  # a search compiles its best trial again
-def compiled_cubin(source: str, arch: str) -> bytes:
-    """CUDA code compiled to machine code for a GPU architecture, e.g. `sm_90`."""
+def compile_cubin(source: str, arch: str) -> bytes:
+    """Compiles CUDA code to machine code for a GPU architecture, e.g. `sm_90`."""
     _find_headers()
     return bytes(import_module("tvm.support.nvcc").compile_cuda(source, target_format="cubin", arch=arch, compiler="nvrtc"))
 
 
-def kept_cubin(source: str, arch: str, folder: Path) -> bytes:
-    """Like `compiled_cubin`, but cached in `folder`."""
+def cached_cubin(source: str, arch: str, folder: Path) -> bytes:
+    """Like `compile_cubin`, but cached in `folder`."""
     _, *version = import_module("cuda.bindings.nvrtc").nvrtcVersion()
     name = hashlib.sha256(f"{arch} {version} {source}".encode()).hexdigest()[:32]
     path = folder / f"{name}.cubin"
     if not path.is_file():
-        files.write_bytes(path, compiled_cubin(source, arch))
+        files.write_bytes(path, compile_cubin(source, arch))
     return path.read_bytes()
 
 
@@ -98,16 +92,18 @@ def compile_for(arch: str, folder: Path | None = None) -> None:
     GPU's architecture."""
     check_compiler()
     import_module("tvm.support.nvcc")  # registers TVM's own function first
-    compiler = functools.partial(compiled_cubin, arch=arch) if folder is None else functools.partial(kept_cubin, arch=arch,
-                                                                                                    folder=folder)
+    compiler = functools.partial(compile_cubin, arch=arch) if folder is None else functools.partial(
+        cached_cubin, arch=arch, folder=folder)
     tvm_ffi.register_global_func(CALLBACK, compiler, override=True)
 
 
 def check_tvm() -> None:
-    """Checks that TVM is installed, and loads those of its parts that it does not load itself."""
+    """Checks that TVM is installed, and loads parts of it that it does not load by itself."""
     if find_spec("tvm") is None:
         raise UserError(f"the package apache-tvm is not installed, and this needs it; {INSTALL}")
-    load_cuda_runtime()
+    if pathfinder := _pathfinder():  # before TVM is imported, so that it finds pip's CUDA runtime in this process
+        with suppress(pathfinder.DynamicLibNotFoundError):  # the system may have it
+            pathfinder.load_nvidia_dynamic_lib("cudart")
     import_module("tvm.relax.frontend.onnx")
 
 
@@ -126,8 +122,8 @@ def llvm_target(threads: int = 1) -> Any:
 
 @functools.cache
 def gpu_target(arch: str = OLDEST_ARCH) -> Any:
-    """TVM's target for an NVIDIA GPU architecture. Graphs are lowered for the oldest one, so that all GPUs, and machines
-    without one, get the same graph."""
+    """TVM's target for an NVIDIA GPU architecture. Graphs are lowered for the oldest one, so that they are the same for all
+    GPUs, and on machines without one."""
     return tvm.target.Target({**ANY_GPU, "arch": arch}, host=llvm_target())
 
 
@@ -147,21 +143,13 @@ def arch_here() -> str:
     return f"sm_{gpu.compute_version.replace('.', '')}"
 
 
-def target_to_lower_for(device: str) -> Any:
-    """TVM's target for graphs of `cpu` or `cuda`."""
-    return llvm_target() if device == "cpu" else gpu_target()
-
-
-def target_to_run_on(device: str, threads: int = 1) -> Any:
-    """TVM's target for functions on this machine's `cpu` or `cuda`."""
+def local_tvm_target(device: str, threads: int = 1) -> Any:
+    """TVM's target for functions that run on this machine's `cpu` or `cuda`."""
     return llvm_target(threads) if device == "cpu" else gpu_target(arch_here())
 
 
-log = get_logger("tvm")
-
-
 class _Rule:
-    """A TVM scheduling rule that is skipped if it fails; otherwise TVM's list of rules would end there."""
+    """A TVM scheduling rule that is skipped if it fails. (With TVM's own rule, the list of rules would end there.)"""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -177,21 +165,10 @@ class _Rule:
 
 
 def with_gpu_schedules(module: Any, target: Any) -> Any:
-    """A module with schedules from TVM's fixed rules (DLight) for all functions without one."""
+    """Schedules all functions of a module that have no schedule, by TVM's fixed rules (DLight)."""
     dlight = import_module("tvm.s_tir.dlight")
     with target:
         return dlight.ApplyDefaultSchedule(*map(_Rule, SPECIAL_RULES), dlight.gpu.Fallback())(module)
-
-
-def scheduled(function: Any) -> Any:
-    """A function with a searched schedule, marked so that rules do not change it."""
-    return function.with_attr(IS_SCHEDULED, True)
-
-
-def pipeline_after_schedules(target: Any) -> Any:
-    """TVM's passes for a model on a GPU after fusion, which was already done."""
-    passes = import_module("tvm.relax.backend.cuda.pipeline")
-    return tvm.transform.Sequential([*passes.dataflow_lower_passes(target), *passes.finalize_passes(target)])
 
 
 def on_gpu(target: Any) -> bool:
@@ -199,8 +176,8 @@ def on_gpu(target: Any) -> bool:
     return "gpu" in target.keys
 
 
-def _compiled(module: Any, target: Any, **options: Any) -> Any:
-    """A module compiled for a TVM target; on a GPU, functions without schedules get those of rules. `options` are those of
+def _compile(module: Any, target: Any, **options: Any) -> Any:
+    """Compiles a module for a TVM target; on a GPU, functions without schedules get those of rules. `options` are those of
     TVM's `compile`."""
     try:
         return tvm.compile(with_gpu_schedules(module, target) if on_gpu(target) else module, target, **options)
@@ -208,19 +185,23 @@ def _compiled(module: Any, target: Any, **options: Any) -> Any:
         raise UserError(f"TVM can't compile it: {type(error).__name__}: {error}") from error
 
 
-def built_function(function: Any, target: Any) -> Any:
-    """A TVM function, compiled for a TVM target."""
-    built = _compiled(tvm.IRModule({MAIN: function.with_attr("global_symbol", MAIN)}), target)
+def compile_function(function: Any, target: Any) -> Any:
+    """Compiles a TVM function for a TVM target."""
+    built = _compile(tvm.IRModule({MAIN: function.with_attr("global_symbol", MAIN)}), target)
     return built.mod if hasattr(built, "mod") else built
 
 
-def compiled_model(module: Any, target: Any) -> Any:
-    """A lowered module, compiled for a TVM target."""
-    return _compiled(module, target, **({"relax_pipeline": pipeline_after_schedules(target)} if on_gpu(target) else {}))
+def compile_lowered(module: Any, target: Any) -> Any:
+    """Compiles a lowered module for a TVM target."""
+    if not on_gpu(target):
+        return _compile(module, target)
+    passes = import_module("tvm.relax.backend.cuda.pipeline")  # without fusion, which was already done
+    return _compile(module, target, relax_pipeline=tvm.transform.Sequential([
+        *passes.dataflow_lower_passes(target), *passes.finalize_passes(target)]))
 
 
 def with_searched_schedules(module: Any, callees: Mapping[str, str], folder: Path) -> Any:
-    """A model's module in which kernels with a searched schedule use their function in `folder`."""
+    """Replaces the functions of a model's module by those with searched schedules, where `folder` has one."""
     functions = dict(module.functions.items())
     for gv in list(functions):
         if gv.name_hint in callees and (path := folder / f"{callees[gv.name_hint]}{SUFFIX}").is_file():
@@ -229,15 +210,15 @@ def with_searched_schedules(module: Any, callees: Mapping[str, str], folder: Pat
 
 
 def cuda_sources(built: Any) -> list[str]:
-    """The CUDA code of something compiled for a GPU on a machine without one."""
+    """The CUDA code in a compiled module. There is some only on a machine without a GPU, where TVM does not compile it."""
     modules = [built]
     for module in modules:
         modules.extend(module.imports)
     return [str(module.inspect_source("cuda")) for module in modules if module.kind == "cuda"]
 
 
-def hash_of(function: Any) -> str:
-    """A hash of 16 digits, equal for functions with the same computation, whatever their names."""
+def function_hash(function: Any) -> str:
+    """The hash of a function's computation, 16 digits; the function's name does not matter."""
     return f"{tvm_ffi.structural_hash(function.without_attr('global_symbol')) & (2**64 - 1):016x}"
 
 
@@ -248,7 +229,7 @@ def function_path(workspace: Workspace, flavour: Flavour, kernel: str) -> Path:
 
 def write_functions(workspace: Workspace, flavour: Flavour, kernels: Mapping[str, Kernel],
                     functions: Mapping[str, Any]) -> None:
-    """Writes the functions of kernels, by id; existing files stay."""
+    """Writes the functions of kernels, given by id; existing files stay."""
     for name, function in functions.items():
         path = function_path(workspace, flavour, name)
         if not path.is_file():

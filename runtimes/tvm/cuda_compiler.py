@@ -19,19 +19,19 @@ from typing import NamedTuple
 
 from hase.records.kernel_record_files import records_in
 from hase.runtimes.tvm.compiling import (
-    FOLDER,
+    CUBINS,
     FUSED,
     SUFFIX,
     TUNED,
     arch_here,
-    built_function,
+    cached_cubin,
     check_compiler,
     check_tvm,
     compile_for,
-    compiled_model,
+    compile_function,
+    compile_lowered,
     cuda_sources,
     gpu_target,
-    kept_cubin,
     read_function,
     runs_on_gpus,
     tvm_flavour,
@@ -66,16 +66,16 @@ def compile_for_gpu(task: Compilation) -> str:
     """Compiles a kernel or model; returns the reason if it can't be compiled, else ""."""
     try:
         check_tvm()
-        compile_for(task.arch, task.folder / FOLDER)
+        compile_for(task.arch, task.folder / CUBINS)
         target = gpu_target(task.arch)
         if task.path.suffix == SUFFIX:
-            built = built_function(read_function(task.path), target)
+            built = compile_function(read_function(task.path), target)
         else:
             lowered, graph, _ = parse_at(FUSED, task.path, task.dims, "cuda")
-            built = compiled_model(with_searched_schedules(lowered.module, graph.callees, task.folder) if task.tuned
+            built = compile_lowered(with_searched_schedules(lowered.module, graph.callees, task.folder) if task.tuned
                                    else lowered.module, target).mod
         for source in cuda_sources(built) if not runs_on_gpus() else ():
-            kept_cubin(source, task.arch, task.folder / FOLDER)
+            cached_cubin(source, task.arch, task.folder / CUBINS)
     except (UserError, RuntimeError) as error:
         return str(error)
     return ""

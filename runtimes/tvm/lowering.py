@@ -20,7 +20,7 @@ from zipfile import is_zipfile
 
 from hase.ort_analysis.graph.source import Source, read_source
 from hase.records.operators import operator_row
-from hase.runtimes.tvm.compiling import FUSED, UNFUSED, check_tvm, target_to_lower_for
+from hase.runtimes.tvm.compiling import FUSED, UNFUSED, check_tvm, gpu_target, llvm_target
 from hase.utils import files
 from hase.utils.errors import UserError
 from hase.utils.lazy import onnx, torch, tvm
@@ -225,7 +225,7 @@ def lower(name: str, module: Any, device: str = "cpu") -> dict[str, Lowered]:
     """Lowers a module to operators (UNFUSED) and kernels (FUSED), without changing it."""
     passes = tvm.relax.transform
     try:
-        with target_to_lower_for(device), without_known_warnings():
+        with llvm_target() if device == "cpu" else gpu_target(), without_known_warnings():
             first = _sequential(passes.DecomposeOpsForInference(), passes.FoldConstant(), passes.CanonicalizeBindings(),
                                 passes.DeadCodeElimination(), tvm.relax.backend.DispatchSampling(),
                                 tvm.relax.backend.DispatchSortScan())(module)

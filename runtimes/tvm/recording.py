@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hase.ort_analysis.graph.source import Source
-from hase.records.kernel_costs import bytes_read, bytes_written, flops
+from hase.ort_analysis.isolated.messages import AS_THE_FILE_SAYS
 from hase.records.kernel_record import Kernel, KernelInput, ModelOrigin, ModelRecord, Node, Origin, Tensor, record_name
 from hase.records.kernel_record_files import record_path
-from hase.records.kernel_types import kernel_id, without_defaults
+from hase.records.kernel_types import fused_type, kernel_of_type, without_defaults
 from hase.records.operators import VIEWS
-from hase.runtimes.tvm.compiling import FUSED, TUNED, UNFUSED, hash_of, tvm_flavour, write_functions
+from hase.runtimes.tvm.compiling import FUSED, TUNED, UNFUSED, function_hash, tvm_flavour, write_functions
 from hase.runtimes.tvm.lowering import (
     Lowered,
     RelaxOperator,
@@ -35,10 +35,7 @@ from hase.utils.paths import Workspace
 if TYPE_CHECKING:
     import onnx
 
-
-NOTHING_GIVEN = ModelOrigin()
 DOMAIN = "tvm"
-NAMED = 6  # operators that are spelled out in a type; the others are counted
 
 
 class TvmModel(NamedTuple):
@@ -52,15 +49,9 @@ class TvmModel(NamedTuple):
 def parse(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = None, name: str | None = None,
           device: str = "cpu") -> dict[str, TvmModel]:
     """A model's operators (UNFUSED) and kernels (FUSED) on `cpu` or `cuda`; `name` is that of a model in memory."""
-    source = source_of(model, dims, name)
-    return parse_relax(source, read_relax(source), device)
-
-
-def parse_relax(source: Source, module: Any, device: str = "cpu") -> dict[str, TvmModel]:
-    """Like `parse`, for a Relax module; `source` describes it."""
-    parsed = {}
-    for level, lowered in lower(source.name, module, device).items():
-        graph = graph_of(source.name, lowered, device)
+    source, parsed = source_of(model, dims, name), {}
+    for level, lowered in lower(source.name, read_relax(source), device).items():
+        graph = _GraphReader(source.name, lowered, device).read()
         parsed[level] = TvmModel(lowered, graph, record_of(source, graph, tvm_flavour(device, level)))
     return parsed
 
@@ -72,9 +63,9 @@ def parse_at(level: str, model: Path | onnx.ModelProto, dims: Mapping[str, int] 
 
 
 def write_parsed(workspace: Workspace, parsed: Mapping[str, TvmModel],
-                 origin: ModelOrigin = NOTHING_GIVEN) -> list[ModelRecord]:
-    """Writes a model's records, UNFUSED and FUSED, and missing functions of its kernels; returns the records. `origin` wins
-    over what the model's file says."""
+                 origin: ModelOrigin = AS_THE_FILE_SAYS) -> list[ModelRecord]:
+    """Writes a model's records, UNFUSED and FUSED, and missing functions of its kernels; returns the records. `origin` takes
+    precedence over the model's file."""
     records = []
     for level in (UNFUSED, FUSED):
         _, graph, record = parsed[level]
@@ -85,26 +76,23 @@ def write_parsed(workspace: Workspace, parsed: Mapping[str, TvmModel],
     return records
 
 
-Place = int | None  # of a tensor among those that a call gives; None for the only one
-
-
 @dataclass
 class CallGraph:
     """The calls of a module's main function."""
 
     nodes: list[Node] = field(default_factory=list)  # in the order in which they run
     kernels: dict[str, Kernel] = field(default_factory=dict)  # by id
-    # of kernels by id, the TVM function that computes each. A kernel that only renames a tensor, or that TVM computes by a
+    # TVM functions by the id of the kernel that they compute. A kernel that only renames a tensor, or that TVM computes by a
     # routine of its own, has none.
     functions: dict[str, Any] = field(default_factory=dict)
-    callees: dict[str, str] = field(default_factory=dict)  # by the name of a function in the module, its kernel's id
+    callees: dict[str, str] = field(default_factory=dict)  # kernel ids by the name of a function in the module
     tensors: dict[str, Tensor] = field(default_factory=dict)  # by name
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
 
 
-def tensor_of(ty: Any, where: str) -> Tensor:
-    """A Relax type as a tensor."""
+def _tensor(ty: Any, where: str) -> Tensor:
+    """Converts a Relax type to a tensor; `where` is for errors."""
     shape = getattr(ty, "shape", None)
     if isinstance(ty, tvm.relax.TensorType) and shape is not None:
         sizes = [size.value for size in shape if hasattr(size, "value")]  # an expression of sizes has no value
@@ -113,17 +101,16 @@ def tensor_of(ty: Any, where: str) -> Tensor:
     raise UserError(f"{where}: TVM gives {ty}, whose size is known only when the model runs; such models can't be taken apart")
 
 
-def describe(operators: Sequence[RelaxOperator], function: str, inputs: Sequence[KernelInput],
+def _describe(operators: Sequence[RelaxOperator], function: str, inputs: Sequence[KernelInput],
               outputs: Sequence[Tensor]) -> Kernel:
-    """The kernel of some operators that run as one function.
+    """The kernel of some operators that run as one function; `function` is the function's hash, or "".
 
-    Its operator is the one that decides its time (`deciding_operator`). Its type is that operator's name, then the others',
-    without those that only rename a tensor. `function` is the function's hash, or "".
+    Its operator is the one that decides its time (`deciding_operator`). Its type does not name operators that only rename a
+    tensor.
     """
     first = deciding_operator(operators)
     main = operators[first]
     others = [operator.name for index, operator in enumerate(operators) if index != first and operator.name not in VIEWS]
-    name = "_".join([main.name, *others[:NAMED]]) + (f"_and{len(others) - NAMED}" if len(others) > NAMED else "")
     attributes = dict(main.attributes)
     if "perm" in attributes and len(inputs[0].shape) != len(attributes["perm"]):
         # A reshape comes first in the kernel: it permutes no dimensions of the kernel's own input.
@@ -132,35 +119,32 @@ def describe(operators: Sequence[RelaxOperator], function: str, inputs: Sequence
         attributes["kernel_shape"] = list(inputs[1].shape[2:])
     kept = without_defaults(attributes) | {"operators": [each.relax for each in operators]}
     kept |= {"function": function} if function else {}
-    return Kernel(
-        id=kernel_id(name, main.name, DOMAIN, 1, kept, inputs, outputs), type=name, op_type=main.name, domain=DOMAIN, opset=1,
-        attributes=kept, inputs=tuple(inputs), outputs=tuple(outputs), flops=flops(main.name, kept, inputs, outputs),
-        bytes_read=bytes_read(main.name, kept, inputs, outputs), bytes_written=bytes_written(main.name, kept, inputs, outputs),
-        weight_bytes=sum(tensor.bytes for tensor in inputs if tensor.constant))
+    return kernel_of_type(fused_type(main.name, others), main.name, DOMAIN, 1, kept, inputs, outputs)
 
 
-class _Reader:
-    """Reads the calls of a lowered module."""
+class _GraphReader:
+    """Reads the calls of a lowered module's main function."""
 
     def __init__(self, name: str, lowered: Lowered, device: str) -> None:
         self.name, self.lowered, self.device, self.graph = name, lowered, device, CallGraph()
         self.functions = {gv.name_hint: function for gv, function in lowered.module.functions.items()}
-        self.names: dict[Any, tuple[str, ...]] = {}  # of the tensors that a variable stands for
+        self.names: dict[Any, tuple[str, ...]] = {}  # names of the tensors in each variable
 
     def read(self) -> CallGraph:
         main = self.functions["main"]
         for number, parameter in enumerate(main.params):
-            self._named(parameter, (str(parameter.name) or f"input{number}",), [parameter.ty])
+            self._add_tensors(parameter, (str(parameter.name) or f"input{number}",), [parameter.ty])
         self.graph.inputs = tuple(name for parameter in main.params for name in self.names[parameter])
         for binding in bindings(main):
             self._bind(binding.var, binding.value)
         self.graph.outputs = self._tensors(main.body.body)
         return self.graph
 
-    def _named(self, variable: Any, names: Sequence[str], types: Sequence[Any]) -> None:
+    def _add_tensors(self, variable: Any, names: Sequence[str], types: Sequence[Any]) -> None:
+        """Adds the tensors in a variable."""
         self.names[variable] = tuple(names)
         for name, ty in zip(names, types, strict=True):
-            self.graph.tensors[name] = tensor_of(ty, f"{self.name}, {name}")
+            self.graph.tensors[name] = _tensor(ty, f"{self.name}, {name}")
 
     def _tensors(self, value: Any) -> tuple[str, ...]:
         """The names of the tensors in a value: "" for a constant, nothing for other types."""
@@ -178,7 +162,7 @@ class _Reader:
             return [kernel_input for part in value.fields for kernel_input in self._inputs(part)]
         names = self._tensors(value)
         if names == ("",):
-            tensor = tensor_of(value.ty, self.name)
+            tensor = _tensor(value.ty, self.name)
             return [("", KernelInput(dtype=tensor.dtype, shape=tensor.shape, constant=True))]
         return [(name, KernelInput(dtype=self.graph.tensors[name].dtype, shape=self.graph.tensors[name].shape))
                 for name in names]
@@ -190,7 +174,7 @@ class _Reader:
             return
         if not isinstance(value, tvm.relax.Call):
             if isinstance(value, tvm.relax.If):
-                raise UserError(f"{self.name}: holds a branch that depends on data, which Hase can't take apart under TVM")
+                raise UserError(f"{self.name}: has a branch that depends on data; such models can't be taken apart under TVM")
             self.names[variable] = ()  # a shape or a number
             return
         callee = called_function(value)
@@ -199,14 +183,14 @@ class _Reader:
         node = f"{len(self.graph.nodes):04d}_{callee or relax_name(value).rpartition('.')[2]}"
         types = list(variable.ty.fields) if isinstance(variable.ty, tvm.relax.TupleType) else [variable.ty]
         outputs = [node] if len(types) == 1 else [f"{node}.{index}" for index in range(len(types))]
-        self._named(variable, outputs, types)
-        self._add(node, callee, value, inputs, outputs)
+        self._add_tensors(variable, outputs, types)
+        self._add_node(node, callee, value, inputs, outputs)
 
-    def _add(self, node: str, callee: str, value: Any, inputs: Sequence[tuple[str, KernelInput]],
-             outputs: Sequence[str]) -> None:
+    def _add_node(self, node: str, callee: str, value: Any, inputs: Sequence[tuple[str, KernelInput]],
+                  outputs: Sequence[str]) -> None:
         graph, function = self.graph, self.functions.get(callee)
         operators = self.lowered.operators.get(callee) or (RelaxOperator(onnx_name(relax_name(value)), {}, relax_name(value)),)
-        kernel = describe(operators, hash_of(function) if function is not None else "",
+        kernel = _describe(operators, function_hash(function) if function is not None else "",
                            [kernel_input for _, kernel_input in inputs], [graph.tensors[name] for name in outputs])
         graph.kernels[kernel.id] = kernel
         if function is not None:
@@ -215,11 +199,6 @@ class _Reader:
             name=node, kernel_id=kernel.id, provider=self.device,
             inputs=tuple(name for name, _ in inputs), outputs=tuple(outputs),
             origins=tuple(Origin(name=f"{node}.{index}", op_type=operator.relax) for index, operator in enumerate(operators))))
-
-
-def graph_of(name: str, lowered: Lowered, device: str = "cpu") -> CallGraph:
-    """The calls of a lowered module."""
-    return _Reader(name, lowered, device).read()
 
 
 def record_of(source: Source, graph: CallGraph, flavour: Flavour) -> ModelRecord:

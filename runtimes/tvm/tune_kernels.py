@@ -32,20 +32,20 @@ from hase.records.kernel_record_files import read_model_records, record_path, up
 from hase.records.measurement import Effort
 from hase.runtimes.tvm.compiling import (
     FUSED,
+    IS_SCHEDULED,
     MAIN,
     TUNED,
     arch_here,
-    built_function,
     compile_for,
+    compile_function,
     function_path,
+    local_tvm_target,
     on_gpu,
     read_function,
-    scheduled,
-    target_to_run_on,
     tvm_flavour,
     write_function,
 )
-from hase.runtimes.tvm.worker import samples_ms, tensor_for
+from hase.runtimes.tvm.worker import tensor_for, time_main_ms
 from hase.utils import cli, files
 from hase.utils.errors import UserError
 from hase.utils.lazy import tvm
@@ -76,8 +76,8 @@ class Tuned(NamedTuple):
 
 
 def _searched(candidate: Any, target: Any) -> Any:
-    """The function of a module with a searched schedule."""
-    return scheduled(candidate[MAIN]) if on_gpu(target) else candidate[MAIN]
+    """The function of a module with a searched schedule, marked so that rules do not change it."""
+    return candidate[MAIN].with_attr(IS_SCHEDULED, True) if on_gpu(target) else candidate[MAIN]
 
 
 def _builder_and_runner(arguments: Sequence[Any], target: Any, device: str) -> tuple[Any, Any, list[str]]:
@@ -95,7 +95,7 @@ def _builder_and_runner(arguments: Sequence[Any], target: Any, device: str) -> t
 
         def built(self, name: str, candidate: Any) -> Any:
             try:
-                functions[name] = built_function(_searched(candidate.mod, target), target)
+                functions[name] = compile_function(_searched(candidate.mod, target), target)
             except UserError as error:
                 return schedules.builder.BuilderResult(None, str(error))
             return schedules.builder.BuilderResult(name, None)
@@ -119,7 +119,7 @@ def _builder_and_runner(arguments: Sequence[Any], target: Any, device: str) -> t
 
         def timed(self, name: str) -> Any:
             try:
-                times_ms = samples_ms(functions.pop(name), arguments, TRIAL, device)
+                times_ms = time_main_ms(functions.pop(name), arguments, TRIAL, device)
             except UserError as error:
                 return Result(None, str(error))
             valid_trials.append(name)
@@ -141,7 +141,7 @@ def _load_intrinsics() -> None:
 
 def tune(function: Any, kernel: Kernel, device: str, threads: int, trials: int, database: Path, seed: int = 0) -> Tuned:
     """Searches a kernel's schedule with at most `trials` trials, including earlier ones in TVM's folder `database`."""
-    target = target_to_run_on(device, threads)
+    target = local_tvm_target(device, threads)
     _load_intrinsics()
     schedules, module = tvm.s_tir.meta_schedule, tvm.IRModule({MAIN: function.with_attr("global_symbol", MAIN)})
     database.mkdir(parents=True, exist_ok=True)
@@ -157,7 +157,7 @@ def tune(function: Any, kernel: Kernel, device: str, threads: int, trials: int, 
     schedule = schedules.tir_integration.compile_tir(found, module, target)
 
     def time_ms(candidate: Any) -> float:
-        return median(samples_ms(built_function(candidate, target), arguments, COMPARISON, device))
+        return median(time_main_ms(compile_function(candidate, target), arguments, COMPARISON, device))
 
     before_ms = time_ms(function)
     after_ms = before_ms if schedule is None else time_ms(_searched(schedule.mod, target))

@@ -25,10 +25,10 @@ from hase.records.dataset_files import (
     kernel_table_path,
     kernels_path,
     model_table_path,
-    note_tables,
     read_header,
     read_journal,
     read_kernels,
+    write_digests,
 )
 from hase.records.dataset_tables import read_kernel_table
 from hase.records.dataset_writer import DatasetWriter
@@ -193,7 +193,7 @@ def test_tables_that_are_gone_or_of_an_earlier_versions_columns_are_made_anew(fo
     open_writer(folder).write_tables()
     assert (rewrites, tables(folder)) == ([1], right)
     path.write_text(right[0].replace("run_median_ms", "median"))
-    note_tables(folder)  # that version did
+    write_digests(folder)  # that version did
     open_writer(folder).write_tables()
     assert (rewrites, tables(folder)) == ([1, 1], right)
 

@@ -27,7 +27,7 @@ from hase.inference import predict
 from hase.records.dataset_files import journal_path, read_journal
 from hase.records.dataset_tables import read_kernel_table, read_model_table
 from hase.runtimes import local_target
-from hase.utils.files import PREFIX, UNLOCKED_PREFIX, complete_bytes, sha256
+from hase.utils.files import TEMPORARY_PREFIX, UNLOCKED_PREFIX, complete_bytes, sha256
 from hase.utils.locks import FOLDER_VARIABLE
 from hase.utils.paths import ROOT, Workspace
 
@@ -188,7 +188,7 @@ def journal_lines(root: Path) -> bytes:
 
 def left_in(folder: Path) -> list[str]:
     """Temporary files of Hase."""
-    return [path.name for path in folder.iterdir() if path.name.startswith((PREFIX, UNLOCKED_PREFIX))]
+    return [path.name for path in folder.iterdir() if path.name.startswith((TEMPORARY_PREFIX, UNLOCKED_PREFIX))]
 
 
 Disturb = Callable[[Path, Path], Iterable[str]]  # in a workspace, with a folder for temporary files: what is wrong each time

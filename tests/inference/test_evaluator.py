@@ -25,7 +25,7 @@ from hase.inference import predict
 from hase.inference.evaluation.comparison import Comparison, compare, marks_in_words, marks_of, summarise, table
 from hase.inference.evaluation.evaluate import EvaluationLoads, MeasuringPlan, evaluate, measure_here
 from hase.inference.evaluation.models import MANIFEST, EvaluatedModel, Failures, MadeModel, Manifest
-from hase.inference.evaluation.report import Point, draw
+from hase.inference.evaluation.report import draw_scatter
 from hase.inference.live.load import InferenceConfig
 from hase.inference.live.prometheus import PrometheusConfig
 from hase.inference.prediction.conditions import HostPace, RunMode
@@ -379,5 +379,10 @@ def test_ticks_are_few_and_round(low: float, high: float, expected: list[float])
 
 @pytest.mark.parametrize("latencies_ms", [[1.0], [1.0, 1.01, 1.02]])  # one, and all close together
 def test_a_picture_of_few(latencies_ms: list[float], tmp_path: Path) -> None:
-    draw([Point("a", ms, 1.1 * ms, False, (0.9 * ms, 1.2 * ms)) for ms in latencies_ms], "a target", tmp_path / "plot.png")
+    rows = []
+    for ms in latencies_ms:
+        read: dict[str, Any] = {"model": "a", "level": 0.0, "held_out": False, "measured_ms": ms, "predicted_ms": 1.1 * ms,
+                                "error": 0.1, "interval_low_ms": 0.9 * ms, "interval_high_ms": 1.2 * ms}
+        rows.append(Comparison.model_construct(**read))
+    draw_scatter(rows, "a target", tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")

@@ -29,7 +29,7 @@ from hase.learned.kernels.interface import Estimator, Measured, TrainingConfig, 
 from hase.learned.kernels.measured import measured_times
 from hase.learned.kernels.sidecar import renew_measured
 from hase.ort_analysis.graph.analysis import analyze
-from hase.records.dataset_files import DatasetKernel, journal_path, kernel_table_path, note_tables, read_header, read_journal
+from hase.records.dataset_files import DatasetKernel, journal_path, kernel_table_path, read_header, read_journal, write_digests
 from hase.records.dataset_tables import kernel_rows, model_rows, model_sessions, read_kernel_table
 from hase.records.dataset_writer import write_tables
 from hase.records.host_pace import idle_models
@@ -126,7 +126,7 @@ def test_all_estimators_learn_less_from_unsteady_rows(workspace: Workspace) -> N
     bad = np.arange(len(table)) % 2 == 1
     table.loc[bad, [name for name in table.columns if name.endswith("_ms") and name != "Canary_ms"]] *= 4.0
     table.assign(Unsteady=np.where(bad, f"kernel_time:{BAD}|run:{BAD}", "")).to_csv(path, index=False)
-    note_tables(path.parent)
+    write_digests(path.parent)
     rows = read_training_set(workspace, MADE_UP.name)
     assert replace(rows, idle=np.zeros(len(rows), dtype=bool)).weights("run") is None  # under a load a drift says little
     unmarked = replace(rows, drifts={label: np.zeros(len(rows)) for label in rows.drifts})

@@ -37,7 +37,7 @@ from hase.records.kernel_record_files import record_path
 from hase.records.kernel_types import describe_kernel
 from hase.training.composition.formulas import latencies_ms
 from hase.training.composition.host_fit import GPU_NODE_MS, HOST_NODE_MS, Step, fit_copies, simulated_ms
-from hase.training.composition.measured_models import MeasuredModel, tracks
+from hase.training.composition.measured_models import MeasuredModel, model_tracks
 from hase.utils import files
 from hase.utils.fingerprint import machine
 from hase.utils.paths import SHIPPED, Workspace
@@ -180,7 +180,7 @@ def test_copies_take_their_measured_time_in_predictions_and_compositions(with_ho
     by_id = {entry.id: entry for entry in prediction.kernels}
     gpu_ms, launches = ({name: (of(by_id[name]) or 0.0) if name in by_id else 0.0 for name in record.kernels}
                         for of in (attrgetter("latency_ms"), attrgetter("launches")))
-    fitted = tracks(MeasuredModel(record, "sines", 1.0, off_gpu=host.off_gpu(record, strict=False)), gpu_ms, launches)
+    fitted = model_tracks(MeasuredModel(record, "sines", 1.0, off_gpu=host.off_gpu(record, strict=False)), gpu_ms, launches)
     assert prediction.composition.costs is not None
     assert latencies_ms([fitted], prediction.composition.costs)[0] == pytest.approx(prediction.latency_ms, rel=1e-3)
     assert fitted.off_gpu is not None

@@ -28,7 +28,7 @@ from hase.learned.kernels import predictors as predictors_module
 from hase.learned.kernels.interface import XgboostSettings
 from hase.learned.kernels.measured import MeasuredTimes
 from hase.learned.kernels.predictors import Predictors, read_predictors, whole_launches
-from hase.learned.kernels.saved_form import LEAF_STEP, as_arrays, from_arrays
+from hase.learned.kernels.saved_form import LEAF_STEP, booster_from_arrays, booster_to_arrays
 from hase.records.dataset_files import read_kernels
 from hase.records.kernel_record import Kernel, Tensor
 from hase.records.kernel_types import describe_kernel
@@ -202,12 +202,12 @@ def test_trees_in_a_circle_are_refused(predictors: Predictors) -> None:
     """XGBoost would crash or never end."""
     model = predictors.kernel_model("run")
     assert isinstance(model, estimators.KernelModel)
-    numbers, arrays = as_arrays(model.boosters["shared"])
+    numbers, arrays = booster_to_arrays(model.boosters["shared"])
     odd_leaves = arrays["is_leaf"].copy()
     odd_leaves[0] ^= 0b10000001
     for changed in ({"is_leaf": odd_leaves}, {"features": arrays["features"] + np.uint8(200)}):
         with pytest.raises(ValueError, match=r"its own parent|feature that is not there|broadcast|cannot"):
-            from_arrays(numbers, arrays | changed)
+            booster_from_arrays(numbers, arrays | changed)
 
 
 def save_inside(folder: Path, known: Predictors) -> None:
@@ -268,14 +268,14 @@ def test_a_saved_booster_predicts_the_same_as_the_trained_one(trained: Workspace
     matrix = problem.matrix.copy()
     matrix[::7, ::5] = np.nan
     booster = fitting.train_booster(matrix, problem.log_ratios, XgboostSettings(trees=150, learning_rate=0.1, bins=64), seed=3)
-    numbers, arrays = as_arrays(booster)
+    numbers, arrays = booster_to_arrays(booster)
     assert "missing_left" in arrays
-    saved = from_arrays(numbers, arrays)
+    saved = booster_from_arrays(numbers, arrays)
     everything = xgboost.DMatrix(np.concatenate([matrix, problem.matrix]))
     assert (saved.predict(everything, pred_leaf=True) == booster.predict(everything, pred_leaf=True)).all()
     rounding = LEAF_STEP * booster.num_boosted_rounds() ** 0.5
     assert np.abs(saved.predict(everything) - booster.predict(everything)).max() < rounding
-    numbers_again, arrays_again = as_arrays(saved)
+    numbers_again, arrays_again = booster_to_arrays(saved)
     assert numbers_again == numbers
     assert all((arrays_again[name] == array).all() for name, array in arrays.items())  # rounding twice changes nothing
 

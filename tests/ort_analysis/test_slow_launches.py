@@ -15,7 +15,7 @@ from hase.kernel_model.sampling.free_shapes.sizes import kernel, tensor
 from hase.ort_analysis.cuda import kernel_choice
 from hase.ort_analysis.cuda.kernel_choice import is_slow_to_launch, product_numbers, recurrent_numbers
 from hase.recipes.cuda_kernels.learn_slow_launches import step_product
-from hase.records.dataset_files import kernel_table_path, note_tables
+from hase.records.dataset_files import kernel_table_path, write_digests
 from hase.records.kernel_record import Kernel
 from hase.utils import files
 from hase.utils.paths import Workspace
@@ -75,7 +75,7 @@ def test_the_command_learns_from_a_dataset(tmp_path: Path) -> None:
                             else f"{CELL}|{HOPPER if rows[name] > 8 else GEMV}"
                             for name, op in zip(table["Kernel_ID"], table["OpType"], strict=True)]
     table.to_csv(path, index=False)
-    note_tables(workspace.dataset(TARGET.name))
+    write_digests(workspace.dataset(TARGET.name))
     done = run_script(LEARN, "--workspace", tmp_path, "--target", TARGET.name, "--out", out, "--json")
     assert [(row["operator"], row["kernels"], row["right_%"]) for row in json.loads(done.stdout)] == [
         ("Gemm", 43, 100.0), ("LSTM", 11, 100.0)]

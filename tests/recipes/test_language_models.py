@@ -24,7 +24,7 @@ from hase.learned import target_files
 from hase.learned.composition.fitted import GraphReplay, read_composition
 from hase.learned.kernels.sidecar import read_sidecar
 from hase.recipes.llm.networks import NETWORKS_FILE, model_folder, read_networks
-from hase.records.generations import REMEDY, Generation, GenerationMemory, measured_file, measured_models
+from hase.records.generations import REMEDY, Generation, GenerationMemory, measured_file, measured_model_names
 from hase.training.fits.generation import MeasuredStep, fit_captured, step_time
 from hase.utils import files
 from hase.utils.fingerprint import machine
@@ -139,7 +139,7 @@ def test_a_token_counts_where_its_host_was_fastest() -> None:
 @pytest.mark.slow
 def test_the_loop_is_learned_and_judged(measured: Workspace, tmp_path: Path) -> None:
     """Each step of these decoders takes half a millisecond or less, so what genai's loop takes is seen clearly."""
-    assert measured_models(measured) == sorted(f"{name}-fp16" for name in NAMES)
+    assert measured_model_names(measured) == sorted(f"{name}-fp16" for name in NAMES)
     copied = shutil.copytree(SHIPPED / TARGET, Workspace(tmp_path).predictors(TARGET))
     (copied / "generation.json").unlink()
     empty = Workspace(tmp_path / "empty")

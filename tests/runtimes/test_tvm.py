@@ -22,7 +22,7 @@ from optional_packages import needs
 from hase.records.kernel_record_files import read_index, read_model_record, record_path
 from hase.records.operators import VIEWS
 from hase.runtimes.tvm import compiling, tune_kernels
-from hase.runtimes.tvm.compiling import FUSED, UNFUSED, built_function, function_path, gpu_target, tvm_flavour
+from hase.runtimes.tvm.compiling import FUSED, UNFUSED, compile_function, function_path, gpu_target, tvm_flavour
 from hase.runtimes.tvm.lowering import onnx_name
 from hase.runtimes.tvm.recording import TvmModel, parse, write_parsed
 from hase.utils.errors import UserError
@@ -114,7 +114,7 @@ def test_kernels_of_one_kind_have_one_id_and_a_function_on_disk(parsed: dict[str
     assert not set(of_batch_3.kernels) & {name for name, kernel in fused.record.kernels.items() if kernel.moves_data}
     for name, function in fused.graph.functions.items():
         path = function_path(workspace, fused.record.flavour, name)
-        hashes = [compiling.hash_of(of) for of in (compiling.read_function(path), function)]
+        hashes = [compiling.function_hash(of) for of in (compiling.read_function(path), function)]
         assert hashes == [fused.record.kernels[name].attributes["function"]] * 2
     path.write_text("{")
     with pytest.raises(UserError, match="not a function of this TVM"):
@@ -169,10 +169,10 @@ def test_kernels_and_whole_models_compile_to_code_for_a_gpu(tmp_path: Path) -> N
     assert parsed.record.flavour.name == tvm_flavour("cuda").name
     assert {node.provider for node in parsed.record.nodes} == {"cuda"}
     for function in parsed.graph.functions.values():
-        [code] = built_function(function, gpu_target()).imports
+        [code] = compile_function(function, gpu_target()).imports
         assert code.kind == "cuda"
         assert "threadIdx.x" in code.inspect_source("cuda")
-    model = compiling.compiled_model(parsed.lowered.module, gpu_target())
+    model = compiling.compile_lowered(parsed.lowered.module, gpu_target())
     [model_code] = [part for module in (model.mod, *model.mod.imports) for part in module.imports if part.kind == "cuda"]
     assert model_code.inspect_source("cuda").count("__global__") >= len(parsed.graph.functions)
 
@@ -190,7 +190,7 @@ def test_a_rule_that_fails_leaves_the_function_to_the_next_one(tmp_path: Path) -
     [function] = [function for name, function in functions.items() if name.startswith("Conv_Add_Sigmoid_Mul")]
     with gpu_target(), pytest.raises(AssertionError, match="not properly inlined"):
         tvm.s_tir.dlight.gpu.Matmul().apply(function, gpu_target(), False)
-    [code] = built_function(function, gpu_target()).imports
+    [code] = compile_function(function, gpu_target()).imports
     assert "threadIdx.x" in code.inspect_source("cuda")
 
 
@@ -205,7 +205,7 @@ def test_all_kernels_and_models_are_compiled_ahead(workspace: Workspace) -> None
     done = run_script(*script)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [{"arch": "sm_90", "compiled": 2, "failed": 0}]
-    assert len(list((folder / compiling.FOLDER).glob("*.cubin"))) == 2
+    assert len(list((folder / compiling.CUBINS).glob("*.cubin"))) == 2
     [function] = folder.glob("*.tvm")
     function.write_text("{}", encoding="utf-8")
     failed = run_script(*script)
@@ -229,16 +229,16 @@ def test_schedules_are_searched_for_a_gpu(tmp_path: Path, monkeypatch: pytest.Mo
             raise UserError("launch failed")
         return (1.0 / len(compiled),)
 
-    monkeypatch.setattr(tune_kernels, "target_to_run_on", lambda device, threads: gpu_target("sm_90"))
+    monkeypatch.setattr(tune_kernels, "local_tvm_target", lambda device, threads: gpu_target("sm_90"))
     monkeypatch.setattr(tune_kernels, "tensor_for", lambda described, device: described)
-    monkeypatch.setattr(tune_kernels, "samples_ms", drawn_ms)
+    monkeypatch.setattr(tune_kernels, "time_main_ms", drawn_ms)
     logging.getLogger("tvm.s_tir.meta_schedule").addHandler(logging.NullHandler())  # other tests leave one there
     tuned = tune_kernels.tune(function, graph.kernels[name], "cuda", 1, 2, tmp_path / "database")
     assert tuned.worked == 1
     assert (tuned.before_ms, tuned.after_ms) == (1 / 3, 1 / 4)  # after two trials: by TVM's rules, then the best trial
     assert all("threadIdx.x" in source for source in compiled)
-    assert compiling.compiled_cubin(compiled[-1], "sm_90").startswith(b"\x7fELF")
-    [code] = built_function(tuned.function, gpu_target("sm_90")).imports  # the rules do not change the found schedule
+    assert compiling.compile_cubin(compiled[-1], "sm_90").startswith(b"\x7fELF")
+    [code] = compile_function(tuned.function, gpu_target("sm_90")).imports  # the rules do not change the found schedule
     assert code.inspect_source("cuda") == compiled[-1]
 
 
@@ -252,4 +252,4 @@ def test_without_a_gpu_nothing_runs_on_one(monkeypatch: pytest.MonkeyPatch) -> N
     assert re.search(f"error: {NO_GPU}", done.stderr)
     monkeypatch.setenv(WITHOUT_GPU, "1")
     with pytest.raises(UserError, match=NO_GPU):
-        compiling.target_to_run_on("cuda")
+        compiling.local_tvm_target("cuda")

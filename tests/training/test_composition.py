@@ -22,7 +22,7 @@ from hase.learned.default_predictors import shipped_costs
 from hase.learned.kernels import estimators
 from hase.learned.kernels.interface import TrainingSet
 from hase.learned.kernels.sidecar import read_sidecar, write_sidecar
-from hase.records.dataset_files import model_table_path, note_tables
+from hase.records.dataset_files import model_table_path, write_digests
 from hase.records.measurement import GPU_LABEL, LAUNCHES
 from hase.training.composition.calibration import error_range_of
 from hase.training.composition.fitting import (
@@ -36,7 +36,7 @@ from hase.training.composition.fitting import (
 )
 from hase.training.composition.formulas import fit_line, latencies_ms, leave_out
 from hase.training.composition.held_out import predict_out_of_fold
-from hase.training.composition.measured_models import MeasuredModel, left_out_groups, measured_models, tracks
+from hase.training.composition.measured_models import MeasuredModel, left_out_groups, measured_models, model_tracks
 from hase.training.kernels import fitting
 from hase.training.kernels.training_set import read_training_set
 from hase.utils import files
@@ -188,7 +188,7 @@ def test_a_forced_composition_is_kept_until_another_is_asked_for(copied: Workspa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("change", "message"), [
-    ({"held_out": ("anet", "bnet", "cnet", "secretnet")}, "no idle latency of a model to fit a composition to"),
+    ({"held_out": ("anet", "bnet", "cnet", "secretnet")}, "no model with an idle latency"),
     ({"dataset_sha256": "other"}, "changed since the predictors were trained")])
 def test_what_can_not_be_fitted_is_refused(change: dict[str, object], message: str, copied: Workspace) -> None:
     folder = copied.predictors(TARGET.name)
@@ -226,7 +226,7 @@ def test_one_family_leaves_models_out_and_the_host_s_pace_is_that_beside_each(wo
     write_workspace(workspace, families=("anet",), each=3, sampled=60)
     path = model_table_path(workspace.dataset(TARGET.name))
     pd.read_csv(path).assign(Probe_us=[300.0, 300.0, 330.0]).to_csv(path, index=False)
-    note_tables(path.parent)
+    write_digests(path.parent)
     train(workspace, "run")
     composition = fit_target(workspace, TARGET.name, QUICK)
     assert (composition.left_out, composition.probe_us) == ("model", 300.0)
@@ -293,7 +293,7 @@ def test_the_line_of_a_few_models_is_fitted_to_measured_kernels() -> None:
 def test_a_gpu_has_the_shipped_costs_at_the_pace_of_its_host() -> None:
     times = out_of_fold(GPU_LABEL, LAUNCHES)
     unmeasured = [MeasuredModel(record, record.group, 1.0) for record in RECORDS]
-    known_tracks = [tracks(model, *({name: MEASURED[name][label] for name in model.record.kernels}
+    known_tracks = [model_tracks(model, *({name: MEASURED[name][label] for name in model.record.kernels}
                                     for label in (GPU_LABEL, LAUNCHES))) for model in unmeasured]
     latency = latencies_ms(known_tracks, shipped_costs().at_pace(SLOW))
     measured = [replace(model, latency_ms=float(latency_ms)) for model, latency_ms in zip(unmeasured, latency, strict=True)]

@@ -19,7 +19,7 @@ from hase.kernel_model.sampling.usefulness import KernelError, KernelErrors, wri
 from hase.learned.composition.intervals import KNOWN, Novelty, sources
 from hase.learned.kernels.estimators import predict_kernels
 from hase.learned.kernels.interface import ForestSettings, TrainingConfig, TrainingSet, XgboostSettings
-from hase.learned.kernels.saved_form import as_arrays, from_arrays
+from hase.learned.kernels.saved_form import booster_from_arrays, booster_to_arrays
 from hase.learned.kernels.uncertainty import OTHER_FORM_OF, Uncertainty
 from hase.records.kernel_record import Kernel
 from hase.records.kernel_types import kernel_form, operator_in_type
@@ -106,7 +106,7 @@ def test_a_class_whose_sizes_mislead_takes_its_median(rows: TrainingSet) -> None
     median = np.median((rows.times_ms["run"] / bound)[np.isin(rows.types, ELEMENTWISE)])
     assert ratios == pytest.approx(np.full(len(ratios), median), rel=0.02)
     assert ratios.std() < 1e-5 * ratios.mean()
-    booster = from_arrays(*as_arrays(model.boosters["class elementwise"]))
+    booster = booster_from_arrays(*booster_to_arrays(model.boosters["class elementwise"]))
     assert booster.inplace_predict(np.zeros((1, booster.num_features()), np.float32))[0] == pytest.approx(
         np.log(ratios[0]), rel=1e-4)
 

@@ -29,8 +29,8 @@ from made_up_dataset import QUICK as SMALL
 from hase.learned.kernels.estimators import FOREST, SHARED, predict_kernels
 from hase.learned.kernels.interface import ForestSettings, TrainingConfig, TrainingSet, XgboostSettings
 from hase.learned.kernels.measured import measured_times
-from hase.learned.kernels.saved_form import from_forest
-from hase.records.dataset_files import header_path, kernel_table_path, note_tables, read_header
+from hase.learned.kernels.saved_form import booster_from_forest
+from hase.records.dataset_files import header_path, kernel_table_path, read_header, write_digests
 from hase.records.kernel_record import Kernel, Tensor
 from hase.records.kernel_types import describe_kernel
 from hase.records.measurement import GPU_LABEL
@@ -123,7 +123,7 @@ def test_a_forest_as_a_booster_predicts_what_scikit_learn_does() -> None:
     unseen = draw.normal(size=(300, 6)).round(1).astype(np.float32)
     unseen[::7, 2] = np.nan
     for read in (matrix, unseen):
-        assert from_forest(forest).inplace_predict(read) == pytest.approx(forest.predict(read), abs=1e-3)
+        assert booster_from_forest(forest).inplace_predict(read) == pytest.approx(forest.predict(read), abs=1e-3)
 
 
 def test_the_roofline_finds_the_rates_of_the_device() -> None:
@@ -151,7 +151,7 @@ def test_impossible_times_are_refused(workspace: Workspace, column: str, value: 
     table = pd.read_csv(path, dtype=str)
     table.loc[3, column] = value
     table.to_csv(path, index=False)
-    note_tables(path.parent)
+    write_digests(path.parent)
     with pytest.raises(UserError, match=rf"line 5: {column} is .*positive"):
         read_training_set(workspace, TARGET.name)
 
@@ -164,7 +164,7 @@ def test_a_metric_that_came_late_is_learned_from_once_idle_and_loaded_rows_have_
     table = pd.read_csv(kernel_table_path(folder))
     for has_it, metrics in ((table.index % 2 == 0, (METRIC, late)), ((table["Level"] == 0) & (table.index > 60), (METRIC,))):
         table.assign(**{late: np.where(has_it, table[METRIC] / 2, np.nan)}).to_csv(kernel_table_path(folder), index=False)
-        note_tables(folder)
+        write_digests(folder)
         caplog.clear()
         assert read_training_set(workspace, TARGET.name).metrics == metrics
         assert any(f"under load, has {late}" in entry.getMessage() for entry in caplog.records) == (len(metrics) == 1)
@@ -194,7 +194,7 @@ def test_a_kernel_of_several_machines(workspace: Workspace) -> None:
     further = [table.assign(Machine=name, **{column: table[column] * ratio for column in times})
                for name, ratio in (("slow", 1.5), ("fast", 0.9))]
     pd.concat([table, *further]).to_csv(path, index=False)
-    note_tables(path.parent)
+    write_digests(path.parent)
     rows = read_training_set(workspace, TARGET.name)
     assert len(rows) == 3 * len(table)
     folds = assign_folds(rows.ids, rows.types, 3, seed=7)

@@ -11,7 +11,7 @@ import pytest
 
 from hase.utils import cli
 from hase.utils.pages.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, chart_svg, write_plot
-from hase.utils.pages.page import Chart, ChartAxis, ChartSeries, Limit, scales_of
+from hase.utils.pages.page import Chart, ChartAxis, ChartSeries, Limit, chart_scales
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -27,10 +27,10 @@ def chart(log: bool = False) -> Chart:
 def test_points_and_intervals_lie_where_their_numbers_are(log: bool) -> None:
     one = chart(log=log)
     element = ET.fromstring(chart_svg(one))
-    across, up = scales_of(one)
+    across, up = chart_scales(one)
 
     def at(x: float, y: float) -> tuple[float, float]:
-        return LEFT + across.share(x) * (WIDTH - RIGHT - LEFT), HEIGHT - BOTTOM - up.share(y) * (HEIGHT - BOTTOM - TOP)
+        return LEFT + across.position(x) * (WIDTH - RIGHT - LEFT), HEIGHT - BOTTOM - up.position(y) * (HEIGHT - BOTTOM - TOP)
 
     circles = [(float(circle.attrib["cx"]), float(circle.attrib["cy"])) for circle in element.iter(f"{SVG}circle")]
     assert circles == [pytest.approx(at(x, y), abs=0.06) for x, y in ((1, 3), (2, 4))]  # the third one is a cross

@@ -237,14 +237,14 @@ def test_a_digest_is_kept_while_its_file_is_unchanged(tmp_path: Path, monkeypatc
     path, sha256 = tmp_path / "model.onnx", Mock(wraps=files.sha256)
     monkeypatch.setattr(files, "sha256", sha256)
     path.write_bytes(b"one")
-    assert [files.kept_sha256(path) for _ in range(3)] == [hashlib.sha256(b"one").hexdigest()] * 3
+    assert [files.cached_sha256(path) for _ in range(3)] == [hashlib.sha256(b"one").hexdigest()] * 3
     sha256.assert_called_once()
     stat = path.stat()
     path.write_bytes(b"two")
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # with the same age and length
-    assert files.kept_sha256(path) == hashlib.sha256(b"two").hexdigest()
+    assert files.cached_sha256(path) == hashlib.sha256(b"two").hexdigest()
     with pytest.raises(FileNotFoundError):
-        files.kept_sha256(tmp_path / "missing")
+        files.cached_sha256(tmp_path / "missing")
 
 
 class Clock:

@@ -1,4 +1,4 @@
-"""The measured models that a composition is fitted to."""
+"""The measured models to which a composition is fitted."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from hase.utils.paths import Workspace
 
 log = get_logger("composition")
 PROFILED: tuple[Label, Label] = ("kernel_time", "node_span")
-LEAST_OVERLAP = 1.05  # kernel times over spans; models on a CPU, where runs are serial, have 0.74 to 0.99
+LEAST_OVERLAP = 1.05  # ratio of kernel times to spans; models on a CPU, which runs nodes one by one, have 0.74 to 0.99
 
 
 @dataclass(frozen=True)
 class MeasuredModel:
-    """A model of the fit; unknown times are NaN.
+    """A model that was measured as a whole; unknown times are NaN.
 
     Attributes:
         latency_ms: idle, with tensors on the device.
         host_io_ms, cuda_graph_ms: with numpy arrays in and out, and as a CUDA graph.
         pace: the host's time as a multiple of its usual time.
-        off_gpu: its nodes that are no GPU kernels; None without any, and on a CPU.
+        off_gpu: its nodes that are not GPU kernels; None if there are none, and on a CPU.
     """
 
     record: ModelRecord
@@ -59,7 +59,7 @@ class MeasuredModel:
 
 @dataclass(frozen=True)
 class MeasuredTracks:
-    """A measured model with its two tracks; `host_ms` is NaN if unknown, `off_gpu` None if all nodes run on the GPU."""
+    """A measured model as two tracks, host and GPU; `host_ms` is NaN if unknown, `off_gpu` None if all nodes run on the GPU."""
 
     tracks: Tracks
     host_ms: float
@@ -69,15 +69,15 @@ class MeasuredTracks:
 
 
 def measured_models(workspace: Workspace, target: str, sidecar: Sidecar, for_judging: bool = False) -> list[MeasuredModel]:
-    """The models of the dataset that a composition may be fitted to. They were measured idle, have a record, and are of no
-    held-out family and without Loop, If and Scan. `for_judging` adds those with Loop, If and Scan (without their work off the
-    GPU), and those measured next to a disturbed host, at its pace."""
+    """The models of the dataset to which a composition may be fitted: measured on an idle device, with a record, of no held-out
+    family, without Loop, If and Scan. `for_judging` adds models with Loop, If and Scan (without their work off the GPU), and
+    models that were measured while other work disturbed the host, with the host's pace."""
     models = []
     host = read_host_side(workspace.predictors(target)) if sidecar.target.flavour.device == "cuda" else None
     for name, times in idle_models(read_model_table(workspace, target), for_judging).iterrows():
         path = record_path(workspace, sidecar.target.flavour, str(name))
         if not path.is_file():
-            log.warning("%s: measured, but without a record (%s), so it is not used; make one with: %s", name, path, REMAKE)
+            log.warning("%s: not used, since it has no record (%s); make one with: %s", name, path, REMAKE)
             continue
         record = read_model_record(path)
         if record.group in sidecar.held_out:
@@ -91,7 +91,8 @@ def measured_models(workspace: Workspace, target: str, sidecar: Sidecar, for_jud
         models.append(MeasuredModel(record, record.group, latency_ms, host_ms, host_io_ms, cuda_graph_ms, pace,
                                     host.off_gpu(record) if host and not bodies else None))
     if not models:
-        raise UserError(f"{target}: no idle latency of a model to fit a composition to; measure models with: {COLLECT}")
+        raise UserError(f"{target}: no model with an idle latency, to which a composition could be fitted; measure models: "
+                        f"{COLLECT}")
     return models
 
 
@@ -113,31 +114,31 @@ def known_times(out_of_fold: Mapping[str, TimesOfModels], measured: TimesOfModel
             for label, models in out_of_fold.items()}
 
 
-def tracks(model: MeasuredModel, gpu_ms: Mapping[str, float], launches: Mapping[str, float]) -> MeasuredTracks:
+def model_tracks(model: MeasuredModel, gpu_ms: Mapping[str, float], launches: Mapping[str, float]) -> MeasuredTracks:
     """A model's two tracks, from the GPU times (ms) and launches of its kernels by id."""
     kernels = [model.record.kernel_of(node) for node in model.record.nodes]
-    off = model.off_gpu
-    gpu = [selection_ms(kernel) if selects_boxes(kernel) else gpu_ms[kernel.id] for kernel in kernels]
-    count = [selection_launches(kernel) if selects_boxes(kernel) else launches[kernel.id] for kernel in kernels]
-    off_gpu = [False] * len(kernels) if off is None else off.off.tolist()
-    kinds = [node_kind(kernel, on_gpu=not is_off) for kernel, is_off in zip(kernels, off_gpu, strict=True)]
-    both_tracks = Tracks(np.array(gpu) if off is None else np.where(off.off, off.gpu_ms, gpu),
-                    np.array(count) if off is None else np.where(off.off, off.launches, count), np.array(kinds, dtype=int))
-    return MeasuredTracks(both_tracks, host_ms=model.host_ms, latency_ms=model.latency_ms, pace=model.pace,
-                          off_gpu=None if off is None else off.run)
+    times_ms = np.array([selection_ms(kernel) if selects_boxes(kernel) else gpu_ms[kernel.id] for kernel in kernels])
+    counts = np.array([selection_launches(kernel) if selects_boxes(kernel) else launches[kernel.id] for kernel in kernels])
+    is_off = [False] * len(kernels)
+    if (off := model.off_gpu) is not None:
+        is_off = off.off.tolist()
+        times_ms, counts = np.where(off.off, off.gpu_ms, times_ms), np.where(off.off, off.launches, counts)
+    kinds = [node_kind(kernel, on_gpu=not node_is_off) for kernel, node_is_off in zip(kernels, is_off, strict=True)]
+    return MeasuredTracks(Tracks(times_ms, counts, np.array(kinds, dtype=int)), host_ms=model.host_ms,
+                          latency_ms=model.latency_ms, pace=model.pace, off_gpu=None if off is None else off.run)
 
 
 def tracks_of(models: Sequence[MeasuredModel], times: Mapping[str, TimesOfModels]) -> list[MeasuredTracks]:
-    """The two tracks of each model, from the times and launches of its kernels by label, model and kernel id."""
-    return [tracks(model, *(times[label][model.record.model] for label in ON_GPU)) for model in models]
+    """The two tracks of each model. `times` are its kernels' times and launches, by label, model and kernel id."""
+    return [model_tracks(model, *(times[label][model.record.model] for label in ON_GPU)) for model in models]
 
 
 def kernels_overlap(models: Sequence[MeasuredModel], measured: TimesOfModels) -> bool:
-    """Whether the profile of some model shows that its kernels overlap.
+    """Whether the profile of some model shows that its kernels overlap; False without the labels PROFILED.
 
     A profile has the time of each node (`kernel_time`) and the time until the next node starts (`node_span`). If nodes run one
     after another, as in ONNX Runtime's default execution (on a CPU and in a CUDA stream), none takes longer than its span, so
-    the times add up to no more than the spans. False without these two labels.
+    the times add up to no more than the spans.
     """
     for model in models:
         profiled = [times for node in model.record.nodes if (times := measured.get(node.kernel_id, {})).keys() >= set(PROFILED)]

@@ -50,7 +50,7 @@ from hase.learned.data_sheet.work import (
 )
 from hase.learned.kernels.interface import TrainingSet
 from hase.learned.kernels.predictors import Predictors
-from hase.learned.kernels.saved_form import as_arrays
+from hase.learned.kernels.saved_form import booster_to_arrays
 from hase.learned.kernels.sidecar import Carried
 from hase.records.dataset_files import collected_targets, read_kernels
 from hase.records.devices import GpuDataSheet, gpu_named, named_or_in_file
@@ -143,7 +143,7 @@ def _ends(left_out: Floats, times_ms: Floats) -> tuple[float, float]:
 def write_sheet(folder: Path, ratios: CardRatios, base: str, cards: tuple[str, ...], own: tuple[str, ...], alike: SheetRange,
                 unlike: SheetRange) -> None:
     """Writes what was learned; the arguments are those of `SheetModel`."""
-    numbers, arrays = as_arrays(ratios.booster)
+    numbers, arrays = booster_to_arrays(ratios.booster)
     packed = io.BytesIO()
     np.savez_compressed(packed, allow_pickle=False, **arrays)
     path = folder / "booster.npz"

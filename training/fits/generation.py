@@ -40,7 +40,7 @@ from hase.records.generations import (
     Generation,
     Phase,
     StepEnergy,
-    measured_models,
+    measured_model_names,
     measured_points,
     step_record_file,
 )
@@ -385,7 +385,7 @@ def measured_steps(workspace: Workspace, predictors: Predictors, usual_us: float
 
 def _recorded(workspace: Workspace, captured: bool) -> Iterator[tuple[Generation, Phase, ModelRecord]]:
     """Measured points, with the record of each phase."""
-    for name in measured_models(workspace):
+    for name in measured_model_names(workspace):
         for point in measured_points(workspace, name):
             if point.captured != captured:
                 continue

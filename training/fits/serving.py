@@ -24,7 +24,7 @@ from hase.records.host_pace import STALL_S, MachinePace, read_pace
 from hase.records.kernel_record import record_name
 from hase.records.kernel_record_files import read_model_record, record_path
 from hase.records.measurement import GPU_LABEL, LAUNCHES
-from hase.training.composition.measured_models import MeasuredModel, tracks
+from hase.training.composition.measured_models import MeasuredModel, model_tracks
 from hase.utils.errors import UserError
 from hase.utils.paths import Workspace
 from hase.utils.sharing_mode import SLICES
@@ -117,7 +117,7 @@ def tracks_of_served(served: ServedModel, workspace: Workspace, predictors: Pred
     kernels = list(record.kernels.values())
     gpu_ms, launches = (dict(zip(record.kernels, predictors.predict(kernels, {}, label).latency_ms, strict=True))
                         for label in (GPU_LABEL, LAUNCHES))
-    return tracks(MeasuredModel(record, record.group, np.nan), gpu_ms, launches).tracks
+    return model_tracks(MeasuredModel(record, record.group, np.nan), gpu_ms, launches).tracks
 
 
 def served_runs(requests: Sequence[ModelRequests], served_models: Sequence[Tracks], costs: PipelineCosts) -> list[PacedRuns]:

@@ -46,7 +46,7 @@ from hase.learned.kernels.estimators import (
 )
 from hase.learned.kernels.features import FORM_GROUPS, KernelRows
 from hase.learned.kernels.interface import ForestSettings, TimePredictor, TrainingConfig, XgboostSettings
-from hase.learned.kernels.saved_form import from_forest
+from hase.learned.kernels.saved_form import booster_from_forest
 from hase.records.kernel_types import operator_in_type
 from hase.records.measurement import GPU_LABEL, LAUNCHES
 from hase.records.operators import operator_row
@@ -121,7 +121,7 @@ def train_forest(matrix: Matrix, log_ratios: Floats, settings: ForestSettings, s
     forest = sklearn.ensemble.RandomForestRegressor(
         n_estimators=settings.trees, max_features=settings.column_share, min_samples_leaf=settings.least_in_leaf,
         random_state=seed, n_jobs=1)
-    return from_forest(forest.fit(matrix, log_ratios, sample_weight=weights))
+    return booster_from_forest(forest.fit(matrix, log_ratios, sample_weight=weights))
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from hase.records.devices import Environment
 from hase.records.kernel_record import Kernel
 from hase.records.kernel_types import kernel_form, operator_in_type
 from hase.records.measurement import GPU_LABEL, LAUNCHES
-from hase.records.operators import CONTROL_FLOW, VIEWS, operator_row
+from hase.records.operators import CONTROL_FLOW, OPERATORS, VIEWS, operator_row
 from hase.training.kernels.fitting import fit_kernel_model
 from hase.training.kernels.left_out import LeftOutForm, LeftOutOperator, leave_forms_out, leave_operators_out
 from hase.training.kernels.targets import Show
@@ -107,7 +107,7 @@ def operator_page(target: str, label: str, operators: Rows, summary: Rows, launc
     absent: dict[str, list[str]] = {}
     for row in map(operator_row, sorted(cuda_operators() - measured - VIEWS)):
         if row.base_name not in measured:  # an operator with others fused into it is the same operator
-            absent.setdefault(row.operator_class if row.listed else NO_ROW, []).append(row.name)
+            absent.setdefault(row.operator_class if row.name in OPERATORS else NO_ROW, []).append(row.name)
     by_operator = _by_operator(operators)
     parts = [
         "# Measured operators", "",

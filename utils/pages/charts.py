@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 
 from hase.utils import files
 from hase.utils.lazy import matplotlib
-from hase.utils.pages.page import Bars, Chart, ChartSeries, Plot, Scale, scale_of, scales_of
+from hase.utils.pages.page import Bars, Chart, ChartSeries, Plot, Scale, bars_scale, chart_scales
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
 
 
 WIDTH, HEIGHT = 760, 420
@@ -51,7 +52,7 @@ def drawing_of_all(plots: Sequence[Chart | Bars], title: str) -> str:
 def _height_and_parts(plot: Chart | Bars) -> tuple[float, str]:
     """The height of a plot, and its SVG elements."""
     if isinstance(plot, Chart):
-        frame = _Frame(*scales_of(plot), len(_name_rows(plot)))
+        frame = _Frame(*chart_scales(plot), len(_name_rows(plot)))
         height, parts = frame.bottom + BOTTOM, _chart_parts(plot, frame)
     else:
         height, parts = TOP + LINE * len(plot.bars) + BOTTOM - 12, _bars_parts(plot)
@@ -89,7 +90,8 @@ class _Frame:
         self.right, self.bottom = WIDTH - RIGHT, HEIGHT - BOTTOM + self.top - TOP
 
     def at(self, x: float, y: float) -> tuple[float, float]:
-        return (LEFT + self.across.share(x) * (self.right - LEFT), self.bottom - self.up.share(y) * (self.bottom - self.top))
+        return (LEFT + self.across.position(x) * (self.right - LEFT),
+                self.bottom - self.up.position(y) * (self.bottom - self.top))
 
     def axes(self) -> Iterator[str]:
         for tick in self.up.ticks:
@@ -161,11 +163,11 @@ def _series_parts(series: ChartSeries, colour: str, frame: _Frame) -> Iterator[s
 
 
 def _bars_parts(bars: Bars) -> Iterator[str]:
-    scale, top = scale_of(bars), TOP - 12
+    scale, top = bars_scale(bars), TOP - 12
     bottom = top + LINE * len(bars.bars)
 
     def at(value: float) -> float:
-        return NAMES + scale.share(value) * (WIDTH - RIGHT - NAMES)
+        return NAMES + scale.position(value) * (WIDTH - RIGHT - NAMES)
 
     for tick in scale.ticks:
         yield _line(at(tick), top, at(tick), bottom) + _text(at(tick), bottom + 18, f"{tick:g}", "middle", MUTED)
@@ -200,13 +202,18 @@ def write_plot(charts: Sequence[Chart], path: Path, title: str) -> None:
     figure.suptitle(title, fontsize=11)
     for chart, axes in zip(charts, panels.flat, strict=True):
         _draw(chart, axes)
+    save_figure(figure, path)
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Writes a figure of matplotlib to a file, completely or not at all, and closes it."""
     with files.replacing(path) as temporary:
         figure.savefig(temporary, dpi=150)
     matplotlib.pyplot.close(figure)
 
 
 def _draw(chart: Chart, axes: Axes) -> None:
-    across, up = scales_of(chart)
+    across, up = chart_scales(chart)
     for number, series in enumerate(chart.series):
         _draw_series(series, axes, COLOURS[number % len(COLOURS)])
     for limit in chart.limits:
@@ -214,8 +221,9 @@ def _draw(chart: Chart, axes: Axes) -> None:
     axes.set_title(chart.title, fontsize=10, loc="left")
     axes.grid(color="0.9")
     axes.set(xscale=_scale_name(across), yscale=_scale_name(up))
-    _set_ticks(axes.xaxis, across)
-    _set_ticks(axes.yaxis, up)
+    set_ticks(axes.xaxis, across.ticks)
+    set_ticks(axes.yaxis, up.ticks)
+    axes.tick_params(labelcolor=MUTED)
     axes.set(xlim=(across.low, across.high), ylim=(up.low, up.high), xlabel=across.title, ylabel=up.title)
     if len(chart.series) > 1 or chart.limits:
         axes.legend(fontsize=8)
@@ -236,9 +244,8 @@ def _scale_name(scale: Scale) -> str:
     return "log" if scale.log else "linear"
 
 
-def _set_ticks(axis: Axis, scale: Scale) -> None:
-    """Gives an axis the same numbers as on a page."""
-    axis.set_major_locator(matplotlib.ticker.FixedLocator(scale.ticks))
+def set_ticks(axis: Axis, ticks: Sequence[float]) -> None:
+    """Gives an axis of matplotlib these numbers, written as on a page."""
+    axis.set_major_locator(matplotlib.ticker.FixedLocator(ticks))
     axis.set_minor_locator(matplotlib.ticker.NullLocator())
     axis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_tick_params(labelcolor=MUTED)

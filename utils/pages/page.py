@@ -11,24 +11,20 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 Tone = Literal["", "good", "bad", "doubtful"]
-OTHER = "other"  # names without a colour
-COLOURS = 6  # things that a page tells apart by their colour; the rest is OTHER
+OTHER = "other"  # the group of all names without a colour of their own
+COLOURS = 6  # the most names of a page that have a colour of their own
 LEAST_TICKS = 4
 LINEAR_TICKS = 6
-LOG_FROM = 20.0  # times the smallest number: from there on, an axis is logarithmic
-MARGIN = 0.05  # of the range, on each side
-TICK_STEPS = (  # within a decade; the coarsest first
+LOG_FROM = 20.0  # an axis is logarithmic if its largest number is more than this times the smallest
+MARGIN = 0.05  # of the range, on each side of an axis
+TICK_STEPS = (  # possible ticks within a decade; the coarsest first
     (1.0,), (1.0, 3.0), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 5.0, 7.0), tuple(1 + n / 2 for n in range(18)),
     tuple(1 + n / 5 for n in range(45)), tuple(1 + n / 10 for n in range(90)))
 
 
 @dataclass(frozen=True)
 class Fact:
-    """A prominent number, with a note below it.
-
-    Attributes:
-        between: low, number and high of its interval, drawn as a line with a dot.
-    """
+    """A prominent number, with a note below it; `between`: low end, number and high end of its interval, drawn as a line."""
 
     name: str
     value: str
@@ -40,7 +36,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class Shares:
-    """Parts of a whole, drawn as one bar; `parts`: amounts by name, in order. Without a `unit` they are ratios."""
+    """Parts of a whole, drawn as one bar; `parts`: amounts by name, in order; ratios if there is no `unit`."""
 
     title: str
     parts: Mapping[str, float]
@@ -52,10 +48,10 @@ class PageTable:
     """Rows as a table that can be sorted and filtered.
 
     Attributes:
-        rows: all have the columns of the first.
+        rows: with the same columns.
         bar: the column whose numbers are also drawn as bars; "" for none.
         coloured: the column whose words are coloured; "" for none.
-        most: number of rows shown until the reader asks for all.
+        most: number of rows shown before the reader opens the rest.
     """
 
     rows: Sequence[Mapping[str, Any]]
@@ -72,7 +68,7 @@ class Grid:
     Attributes:
         down, across: what the rows and the columns are.
         cells: by row and column; None for no number.
-        notes: by row and column, shown at the pointer; such cells have an asterisk.
+        notes: by row and column, shown under the pointer; such cells have an asterisk.
     """
 
     title: str
@@ -97,7 +93,7 @@ class ChartSeries(NamedTuple):
 
     Attributes:
         low, high: intervals of `y`, drawn as a band or as whiskers; empty if unknown.
-        labels: of the points, shown at the pointer.
+        labels: of the points, shown under the pointer.
         line: whether a line joins the points.
         dash: "", "dashed" or "dotted".
         marked: indices of points drawn as crosses.
@@ -141,7 +137,7 @@ class Chart:
 
 
 class Bar(NamedTuple):
-    """A bar: its end and its interval."""
+    """A bar from 0 to `value`, with an interval."""
 
     name: str
     value: float
@@ -152,7 +148,7 @@ class Bar(NamedTuple):
 
 @dataclass(frozen=True)
 class Bars:
-    """Numbers with intervals side by side, one line each; `limit`: a line across all of them."""
+    """Horizontal bars with intervals below each other; `limit`: a line across all of them."""
 
     title: str
     axis: ChartAxis
@@ -178,7 +174,7 @@ class TreeMapPart:
 
 @dataclass(frozen=True)
 class TreeMap:
-    """A whole as nested areas; `unit`: of the amounts."""
+    """A whole, drawn as nested areas; `unit`: of the amounts."""
 
     title: str
     whole: TreeMapPart
@@ -210,7 +206,7 @@ Piece = Plot | PageTable | Shares | Grid
 
 @dataclass(frozen=True)
 class PageSection:
-    """A part of a page under a heading; `folded`: it is shown when the reader asks for it."""
+    """A part of a page under a heading; `folded`: only its heading is shown until the reader opens it."""
 
     title: str
     pieces: Sequence[Piece]
@@ -220,7 +216,7 @@ class PageSection:
 
 @dataclass(frozen=True)
 class Page:
-    """A page.
+    """An answer, with all that a page shows of it.
 
     Attributes:
         kind: the kind of answer in words, e.g. `Predicted latency`.
@@ -250,8 +246,8 @@ class Scale(NamedTuple):
     high: float
     ticks: tuple[float, ...]
 
-    def share(self, value: float) -> float:
-        """Where a value lies on the axis: 0 at its beginning, 1 at its end."""
+    def position(self, value: float) -> float:
+        """The position of a value on the axis, from 0 at its beginning to 1 at its end."""
         low, high, at = (math.log(number) for number in (self.low, self.high, max(value, self.low))) if self.log else (
             self.low, self.high, value)
         return (at - low) / (high - low)
@@ -260,7 +256,7 @@ class Scale(NamedTuple):
 def axis_for(title: str, values: Iterable[float]) -> ChartAxis:
     """The axis for some numbers: from 0, or logarithmic if the largest is many times the smallest."""
     positive = [value for value in values if value > 0]
-    log = bool(positive) and max(positive) > LOG_FROM * min(positive)
+    log = max(positive, default=0.0) > LOG_FROM * min(positive, default=0.0)
     return ChartAxis(title, log, zero=not log)
 
 
@@ -298,7 +294,7 @@ def scale(axis: ChartAxis, values: Iterable[float], ticks: Sequence[float] = ())
     return Scale(axis.title, False, low, high, tuple(ticks or linear_ticks(low, high)))
 
 
-def scales_of(chart: Chart) -> tuple[Scale, Scale]:
+def chart_scales(chart: Chart) -> tuple[Scale, Scale]:
     """The scales of a chart's x and y axis."""
     across = [value for series in chart.series for value in series.x]
     up = [value for series in chart.series for value in (*series.y, *series.low, *series.high)]
@@ -308,7 +304,7 @@ def scales_of(chart: Chart) -> tuple[Scale, Scale]:
     return scale(chart.x, across, chart.ticks), scale(chart.y, up)
 
 
-def scale_of(bars: Bars) -> Scale:
+def bars_scale(bars: Bars) -> Scale:
     """The scale of the bars' axis."""
     ends = [end for bar in bars.bars for end in (bar.value, bar.low, bar.high) if end is not None]
     return scale(bars.axis, [*ends, *([bars.limit.y] if bars.limit else ())])

@@ -34,8 +34,8 @@ from hase.utils.pages.page import (
     Timeline,
     TreeMap,
     TreeMapPart,
-    scale_of,
-    scales_of,
+    bars_scale,
+    chart_scales,
 )
 from hase.utils.text import cell
 
@@ -161,11 +161,11 @@ def payload(plot: Plot, colours: Sequence[str]) -> dict[str, Any]:
     if isinstance(plot, Chart):
         document["series"] = [_rounded(series._asdict()) for series in plot.series]
         document["limits"] = [limit._asdict() for limit in plot.limits]
-        document["x"], document["y"] = map(_scale, scales_of(plot))
+        document["x"], document["y"] = map(_scale, chart_scales(plot))
     elif isinstance(plot, Bars):
         document["bars"] = [_rounded(bar._asdict()) for bar in plot.bars]
         document["limit"] = plot.limit._asdict() if plot.limit else None
-        document["axis"] = _scale(scale_of(plot))
+        document["axis"] = _scale(bars_scale(plot))
     return document
 
 

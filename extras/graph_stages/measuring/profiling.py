@@ -21,7 +21,7 @@ from hase.extras.graph_stages.measuring.records import (
     write_transfers,
 )
 from hase.extras.graph_stages.measuring.units import OPENVINO, PACKAGES, TORCH, StageTask, runtime_version
-from hase.extras.graph_stages.measuring.worker import RESIDENT, StageRequest, copies_to_time, failed
+from hase.extras.graph_stages.measuring.worker import RESIDENT, StageRequest, copies_to_time, failed_measurement
 from hase.records.measurement import Block, Journal, JournalFile, Measurement, counting_measurements
 from hase.utils import files
 from hase.utils.errors import UserError
@@ -181,12 +181,12 @@ def time_stage(task: StageTask, worker: Worker) -> Measurement:
         return worker.ask(StageRequest(do="measure", task=task))
     except WorkerFailed as error:
         if task.runtime == TORCH or error.status == "interrupted":
-            return failed(task, error.status, str(error))
+            return failed_measurement(task, error.status, str(error))
         reason = f"{task.runtime}: {error}"
     try:
         by_torch = worker.ask(StageRequest(do="measure", task=task.model_copy(update={"runtime": TORCH})))
     except WorkerFailed as error:
-        return failed(task, error.status, f"{reason}; {TORCH}: {error}")
+        return failed_measurement(task, error.status, f"{reason}; {TORCH}: {error}")
     return by_torch.model_copy(update={"id": task.id, "facts": by_torch.facts | {"fallback": reason}})
 
 

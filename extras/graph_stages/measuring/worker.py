@@ -6,9 +6,9 @@ profile_stages.py starts it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import lru_cache, partial
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -25,8 +25,8 @@ SUBJECT = "stage"
 RESIDENT = "resident_ms"
 CANARY, COPY = "canary", "copy"
 CANARY_WARMUP, CANARY_RUNS = 3, 15
-STEPS = 9  # numbers of bytes of copies, evenly spaced on a logarithmic scale
-FEWEST_BYTES = 4096
+COPY_SIZES = 9  # evenly spaced on a logarithmic scale
+FEWEST_BYTES = 4096  # of a copy
 
 
 class Copy(Frozen):
@@ -50,27 +50,22 @@ def measure_stage(task: StageTask) -> Measurement:
     try:
         opened, fallback = open_stage(task)
     except Refused as refused:
-        return failed(task, "failed", str(refused), began)
+        return failed_measurement(task, "failed", str(refused), began)
     feed = task.tensors
-    samples_ms = time_opened(opened, feed, task.warmup, task.runs)
+    samples_ms = time_runs_ms(partial(opened.run, feed), task.runs, warmup=task.warmup)
     quantities = {}
     if opened.memory != HOST:
         values = {name: opened.to_unit(name, feed[name]) for name in task.definition.inputs}
         quantities[RESIDENT] = rounded(time_runs_ms(partial(opened.run_resident, values), task.runs, warmup=task.warmup))
     if why := wrong(opened.run(feed), feed[task.definition.outputs[0]], opened.inference_precision):
-        return failed(task, "failed", f"{opened.runtime}: after {task.runs} runs {why}", began)
+        return failed_measurement(task, "failed", f"{opened.runtime}: after {task.runs} runs {why}", began)
     facts = facts_of(task) | {"runtime": opened.runtime, "ran_on": opened.ran_on, "fallback": fallback,
                               "inference_precision": opened.inference_precision, "threads": opened.threads}
     return Measurement(subject=SUBJECT, id=task.id, label="run", context="alone", place="alone", facts=facts,
                        samples_ms=rounded(samples_ms), quantities=quantities, started=began, ended=now())
 
 
-def time_opened(opened: OpenedStage, feed: Feed, warmup: int, runs: int) -> list[float]:
-    """Times of runs in ms, including copies to and from the unit."""
-    return time_runs_ms(partial(opened.run, feed), runs, warmup=warmup)
-
-
-def failed(task: StageTask, status: Status, error: str, began: str = "") -> Measurement:
+def failed_measurement(task: StageTask, status: Status, error: str, began: str = "") -> Measurement:
     """The measurement of a stage that could not be run."""
     facts = facts_of(task) | {"runtime": task.runtime, "ran_on": task.unit, "fallback": "",
                               "inference_precision": task.inference_precision, "threads": task.threads}
@@ -89,50 +84,39 @@ def _canary(task: StageTask) -> tuple[OpenedStage, Feed]:
 
 
 def run_canary(task: StageTask) -> Measurement:
-    """Times of the canary."""
-    try:
-        opened, feed = _canary(task)
-    except Refused as refused:
-        return failed(task, "failed", str(refused))
-    return Measurement(subject=SUBJECT, id=CANARY, label=CANARY, context="alone", place="alone",
-                       samples_ms=rounded(time_opened(opened, feed, CANARY_WARMUP, CANARY_RUNS)))
+    """Times the canary. Raises Refused."""
+    opened, feed = _canary(task)
+    return Measurement(subject=SUBJECT, id=CANARY, label=CANARY, context="alone", place="alone", samples_ms=rounded(
+        time_runs_ms(partial(opened.run, feed), CANARY_RUNS, warmup=CANARY_WARMUP)))
 
 
 def copies_to_time(largest_bytes: int) -> list[Copy]:
     """Copies in both directions at several sizes (whole float32 values), up to the largest tensor."""
-    sizes = np.geomspace(FEWEST_BYTES, max(largest_bytes, 2 * FEWEST_BYTES), STEPS)
+    sizes = np.geomspace(FEWEST_BYTES, max(largest_bytes, 2 * FEWEST_BYTES), COPY_SIZES)
     return [Copy(direction=direction, bytes=size) for size in sorted({4 * round(size / 4) for size in sizes})
             for direction in DIRECTIONS]
 
 
-def time_copy(copy: Copy, to_device: Callable[[Any], Any], to_host: Callable[[Any], Any], warmup: int,
-              runs: int) -> list[float]:
-    """Times of complete copies of an array, in ms; `to_host` takes what `to_device` returned."""
-    array = np.random.default_rng(0).random(copy.bytes // 4, np.float32)
-    run = partial(to_device, array) if copy.direction == "to_device" else partial(to_host, to_device(array))
-    return time_runs_ms(run, runs, warmup=warmup)
-
-
 def run_copy(task: StageTask, copy: Copy) -> Measurement:
-    """Times of a copy; none if the stage has its data in the host's memory."""
-    try:
-        opened, _ = _canary(task)
-    except Refused as refused:
-        return failed(task, "failed", str(refused))
-    name = task.definition.inputs[0]
-    copies = partial(opened.to_unit, name), partial(opened.to_host, name)
-    samples_ms = time_copy(copy, *copies, task.warmup, task.runs) if opened.memory != HOST else []
+    """Times complete copies of an array; takes no samples if the stage has its data in the host's memory. Raises Refused."""
+    opened, _ = _canary(task)
+    samples_ms = list[float]()
+    if opened.memory != HOST:
+        name, array = task.definition.inputs[0], np.random.default_rng(0).random(copy.bytes // 4, np.float32)
+        run = (partial(opened.to_unit, name, array) if copy.direction == "to_device" else
+               partial(opened.to_host, name, opened.to_unit(name, array)))
+        samples_ms = time_runs_ms(run, task.runs, warmup=task.warmup)
     return Measurement(subject=COPY, id=COPY, label="run", context="alone", place="alone", samples_ms=rounded(samples_ms))
 
 
 def answer(request: StageRequest) -> Measurement:
-    """Answers a request. If a graph's file cannot be read, the task fails."""
+    """Answers a request. The task fails if nothing can run it, or if a graph's file cannot be read."""
     try:
         if request.copied:
             return run_copy(request.task, request.copied)
         return measure_stage(request.task) if request.do == "measure" else run_canary(request.task)
-    except UserError as error:
-        return failed(request.task, "failed", str(error))
+    except (Refused, UserError) as error:
+        return failed_measurement(request.task, "failed", str(error))
 
 
 def main() -> None:

@@ -239,7 +239,7 @@ def test_what_the_machine_lacks_is_not_the_units_fault(error: Exception, interru
 
     reply = protocol.answer({"alone": fail}, on("cpu"))
     assert ask_worker(FakeWorker(reply=reply), on("cpu"))[1] == ("interrupted" if interrupted else "failed")
-    monkeypatch.setattr(protocol, "no_room", lambda: True)
+    monkeypatch.setattr(protocol, "disk_is_full", lambda: True)
     assert protocol.answer({"alone": fail}, on("cpu")).interrupted  # a file that was cut short may look damaged
 
 
@@ -355,7 +355,7 @@ def test_a_lost_actor_costs_only_what_it_had_been_given(caplog: pytest.LogCaptur
 def test_what_only_a_lost_machine_could_measure_is_left(caplog: pytest.LogCaptureFixture) -> None:
     totals, measured = measure(StandIns([A, C], lost_at={C: 0}), BlockPlan({"gpu a": blocks("rs"), "gpu c": blocks("tu")}))
     assert ([block.key for block in measured], totals.left) == (["r", "s"], 2)
-    assert "2 units are left, since the actors of their machine are lost" in caplog.text
+    assert "2 units are not measured, since the actors of their machine are lost" in caplog.text
     twin = Actor("c2", "gpu c", "host 2")  # a second actor of the machine
     totals, measured = measure(StandIns([C, twin], lost_at={C: 0}), BlockPlan({"gpu c": blocks("tu")}))
     assert sorted(block.key for block in measured) == ["t", "u"]
