@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from hase.utils import logger
-from hase.utils.errors import OpenSizes, UserError, explain, user_can_mend
+from hase.utils.errors import OpenSizes, UserError, os_error_text, user_can_fix
 from hase.utils.fingerprint import FROM_SHEET
 from hase.utils.lazy import rich
 from hase.utils.locks import wait_for_locks
 from hase.utils.paths import ROOT, Workspace
-from hase.utils.processes import asked_by, begin_command, say
+from hase.utils.processes import begin_command, report_end, stop_signal
 from hase.utils.text import cell
 
 EXIT_USAGE = 2
@@ -63,9 +63,9 @@ def run(main: Callable[[], int | None], kept: str = "") -> NoReturn:
 
 def _report(error: BaseException, stopped: str) -> int | None:
     """Tells the user about an error or a stop, and returns the exit code; None for a bug."""
-    if asked_by() or isinstance(error, KeyboardInterrupt):
-        say(stopped)
-        return 128 + (asked_by() or signal.SIGINT)
+    if stop_signal() or isinstance(error, KeyboardInterrupt):
+        report_end(stopped)
+        return 128 + (stop_signal() or signal.SIGINT)
     if isinstance(error, BrokenPipeError):  # the reader (`| head`) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -73,8 +73,8 @@ def _report(error: BaseException, stopped: str) -> int | None:
         print(f"error: {error.problem}: python {shlex.join(sys.argv)} {error.options}", file=sys.stderr)
     elif isinstance(error, UserError):
         print(f"error: {error}", file=sys.stderr)
-    elif isinstance(error, OSError) and user_can_mend(error):
-        print(f"error: {explain(error)}", file=sys.stderr)
+    elif isinstance(error, OSError) and user_can_fix(error):
+        print(f"error: {os_error_text(error)}", file=sys.stderr)
     elif isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in LEFT_OUT:
         print(f"error: needs the package {error.name}, which requirements-predict.txt leaves out; "
               "pip install -r requirements.txt", file=sys.stderr)

@@ -54,7 +54,7 @@ _reported_end = False
 _asked = 0
 _is_command = False
 MEMORY_EVERY_S = 0.02  # interval of memory checks; in that time a process can allocate 0.1 GiB more
-LOOK_EVERY_S = 0.5  # interval of checks while waiting for a reply; a process stopped for so long is given up
+REPLY_POLL_S = 0.5  # interval of checks while waiting for a reply; a process stopped for so long is given up
 # Signals by which people, or the system for lack of memory, end a process; faults of its code give other signals.
 FROM_OUTSIDE = tuple(getattr(signal, name) for name in ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
 MIB = 1 << 20
@@ -74,11 +74,11 @@ def stop_at_signals(message: str, grace_s: float = GRACE_S, error: type[BaseExce
     handler runs.
 
     Args:
-        message: printed on stderr if the thread ends the process before `say` was called; "" for nothing.
+        message: printed on stderr if the thread ends the process before `report_end` was called; "" for nothing.
         error: raised with the signal number; None to end the process at once.
     """
     def end(number: int) -> NoReturn:
-        say(message)
+        report_end(message)
         remove_temporaries()
         os._exit(128 + number)
 
@@ -112,13 +112,13 @@ def stop_at_signals(message: str, grace_s: float = GRACE_S, error: type[BaseExce
     threading.Thread(target=end_at_last, daemon=True, name="stopping").start()
 
 
-def asked_by() -> int:
+def stop_signal() -> int:
     """The number of the signal that asked this process to end; 0 if none did. Needed because a library may turn `Stopped` into
     another error, as the import of ONNX Runtime does (ImportError)."""
     return _asked
 
 
-def say(message: str) -> None:
+def report_end(message: str) -> None:
     """Prints why the process ends, once."""
     global _reported_end
     with _lock:
@@ -130,7 +130,7 @@ def say(message: str) -> None:
     os.write(2, f"{message}\n".encode())  # a print may wait for a lock that the main thread holds
 
 
-def set_by_signal() -> Event:
+def stop_event() -> Event:
     """An event that Ctrl-C and SIGTERM set; they no longer end the process themselves."""
     over = Event()
     for number in SIGNALS:
@@ -210,7 +210,7 @@ def process_pool(jobs: int) -> Iterator[futures.ProcessPoolExecutor]:
             pool.shutdown()
 
 
-def each_in_a_process(task: Callable[[T], R], items: Sequence[T], jobs: int, crashed: Callable[[T], R],
+def map_in_processes(task: Callable[[T], R], items: Sequence[T], jobs: int, crashed: Callable[[T], R],
                       description: str) -> list[R]:
     """The result of `task` for each item, in order, computed in `jobs` processes. If an item crashes its process, as a damaged
     model may, its result is that of `crashed`. `task` is a top-level function; items and results are pickled."""
@@ -233,7 +233,7 @@ def each_in_a_process(task: Callable[[T], R], items: Sequence[T], jobs: int, cra
     return [results[number] for number in range(len(items))]
 
 
-def in_processes(task: Callable[[T], list[R]], batches: Iterable[T], jobs: int) -> Iterator[R]:
+def stream_in_processes(task: Callable[[T], list[R]], batches: Iterable[T], jobs: int) -> Iterator[R]:
     """The results of `task` for each batch, in order, computed in `jobs` processes.
 
     Batches are taken only when a process will soon be free, so the stream may exceed memory. `task` is a top-level function or
@@ -279,7 +279,7 @@ class WorkerProcess(Generic[Request, Reply]):
 
     Args:
         module: run as by `python -m`. It reads one request per line and writes one reply per line.
-        memory_mib: memory limit (see `holds_mib`), or None.
+        memory_mib: memory limit (see `memory_use_mib`), or None.
     """
 
     def __init__(self, module: str, reply: type[Reply], timeout_s: float, memory_mib: float | None = None,
@@ -313,7 +313,7 @@ class WorkerProcess(Generic[Request, Reply]):
         """Whether the process lives."""
         return self._process is not None and self._process.poll() is None
 
-    def holds_mib(self) -> float:
+    def memory_use_mib(self) -> float:
         """The process's memory in MiB; 0 if it has ended. On Linux, mapped files such as libraries do not count."""
         try:
             memory = psutil.Process(self._process.pid).memory_info() if self._process else None
@@ -381,18 +381,18 @@ class WorkerProcess(Generic[Request, Reply]):
         until_s, stopped_s = time.monotonic() + self.timeout_s, math.inf
         while True:
             left_s, ended = until_s - time.monotonic(), process.poll() is not None
-            every_s = LOOK_EVERY_S if self.memory_mib is None else MEMORY_EVERY_S
+            every_s = REPLY_POLL_S if self.memory_mib is None else MEMORY_EVERY_S
             try:
                 return self._lines.get(timeout=max(min(left_s, every_s), 0.0))
             except queue.Empty:
                 if ended:
                     return b""
-            if self.memory_mib is not None and self.holds_mib() > self.memory_mib:
+            if self.memory_mib is not None and self.memory_use_mib() > self.memory_mib:
                 self.stop()
                 raise TooMuchMemory(self.memory_mib)
             now_s = time.monotonic()
             stopped_s = min(stopped_s, now_s) if is_stopped(process.pid) else math.inf
-            if now_s - stopped_s >= LOOK_EVERY_S:
+            if now_s - stopped_s >= REPLY_POLL_S:
                 self.stop()
                 raise WorkerFailed("interrupted", "the process that ran it was stopped (SIGSTOP)")
             if left_s <= 0:

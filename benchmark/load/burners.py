@@ -41,7 +41,7 @@ class BurstWork:
         """How long the queued work will still take, in seconds."""
         return 0.0
 
-    def run_dry(self) -> None:
+    def drain(self) -> None:
         """Waits for the queued work."""
 
 
@@ -72,7 +72,7 @@ class QueuedBursts(BurstWork):
             self._ends.popleft()
         return len(self._ends) * self._burst_s
 
-    def run_dry(self) -> None:
+    def drain(self) -> None:
         if self._ends:
             self._ends[-1].synchronize()
             self._ends.clear()
@@ -112,10 +112,10 @@ def cuda_work(background: Background) -> BurstWork:
         event.record(stream)
         return event
 
-    return as_work(background, launch, mark, torch.cuda.synchronize)
+    return queued_work(background, launch, mark, torch.cuda.synchronize)
 
 
-def as_work(background: Background, launch: BurstStep, mark: Callable[[], GpuEvent], wait: BurstStep) -> BurstWork:
+def queued_work(background: Background, launch: BurstStep, mark: Callable[[], GpuEvent], wait: BurstStep) -> BurstWork:
     """Wraps queued bursts as work with the background's kind of queue; `wait` waits for what is queued."""
     def awaited() -> None:
         launch()
@@ -186,7 +186,7 @@ def bursts(work: BurstWork, intensity: float, period_s: float, offset_s: float =
             work.burst()
             now = time.monotonic()
         if not steady:
-            work.run_dry()
+            work.drain()
             now = time.monotonic()
         yield now - began
         beginning += period_s

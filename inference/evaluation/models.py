@@ -41,7 +41,7 @@ log = get_logger("evaluator")
 IDLE_BELOW = 0.02  # share of the time: counters of an idle GPU are not exactly 0, and a probe's run is sometimes slow by itself
 
 
-class MadeModel(BaseModel):
+class ListedModel(BaseModel):
     """One model of a list.
 
     Attributes:
@@ -72,10 +72,10 @@ class Manifest(BaseModel):
 
     version: int = MANIFEST_VERSION
     versions: dict[str, str]
-    models: tuple[MadeModel, ...]
+    models: tuple[ListedModel, ...]
     skipped: dict[str, str] = {}
 
-    def chosen(self, names: Sequence[str]) -> list[MadeModel]:
+    def chosen(self, names: Sequence[str]) -> list[ListedModel]:
         """The models with these names, in the list's order; all if no name is given."""
         return [model for model in self.models if not names or model.name in names]
 
@@ -191,7 +191,7 @@ class Failures(dict[str, str]):
         self.add(name, reason)
 
 
-def models_of(paths: Iterable[Path], dims: Mapping[str, Sequence[int]], flavour: Flavour,
+def models_in_files(paths: Iterable[Path], dims: Mapping[str, Sequence[int]], flavour: Flavour,
               failures: Failures, static: bool = False) -> list[EvaluatedModel]:
     """The models of `paths`, analysed: one for each combination of the sizes in `dims` that are dynamic in the model."""
     models: list[EvaluatedModel] = []
@@ -210,7 +210,7 @@ def models_of(paths: Iterable[Path], dims: Mapping[str, Sequence[int]], flavour:
     return models
 
 
-def listed_models(models: Sequence[MadeModel], folder: Path, flavour: Flavour, failures: Failures,
+def listed_models(models: Sequence[ListedModel], folder: Path, flavour: Flavour, failures: Failures,
                   latencies: Mapping[str, GpuLatency] | None = None) -> list[EvaluatedModel]:
     """The models of a list, analysed; with `latencies` only the measured ones, with their times."""
     evaluated = []

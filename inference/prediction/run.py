@@ -192,7 +192,7 @@ def _under_load(run: ModelRun, alone_ms: float) -> UnderLoad | None:
     if shared_gpu is None or run.costs is None:
         return None
     shared = under_load(run.tracks, run.costs, shared_gpu.sharing, shared_gpu.co_runner, shared_gpu.load_source)
-    return shared.later_by(alone_ms - pipeline_ms(run.tracks, run.costs))
+    return shared.longer_by(alone_ms - pipeline_ms(run.tracks, run.costs))
 
 
 def _uncertainty_warnings(run: ModelRun) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from hase.inference.compare.choices import BestBatches, said_of_batches, said_of
 from hase.inference.prediction.answers import chance_text, statistic
 from hase.utils import cli
 from hase.utils.logger import get_logger
-from hase.utils.processes import set_by_signal
+from hase.utils.processes import stop_event
 
 if TYPE_CHECKING:
     from hase.inference.live.watch import Watch, WatchLine
@@ -164,7 +164,7 @@ def print_watch(watch: Watch, address: tuple[str, int] | None, as_json: bool, we
     """Prints a line for each prediction of a watch, until Ctrl-C or SIGTERM, and serves the latest at `address`, if any."""
     from hase.inference.live.watch import export  # noqa: PLC0415 - most predictions do not need it
 
-    stop = set_by_signal()
+    stop = stop_event()
     server = export(watch, *address, web_config) if address else None
     if server:
         log.info("the latest prediction: %s", server.url)

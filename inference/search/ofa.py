@@ -94,20 +94,20 @@ def make(name: str, flavour: Flavour) -> ModelRecord:
     return record_of_parts(name, flavour, *_parts(network_named(name)))
 
 
-def rounded(channels: float) -> int:
+def rounded_channels(channels: float) -> int:
     """The nearest multiple of 8 channels, at most a tenth below (torchvision's `_make_divisible`)."""
     near = max(8, int(channels + 4) // 8 * 8)
     return near + 8 if near < 0.9 * channels else near
 
 
-def channels_of(width: float) -> tuple[int, ...]:
+def layer_channels(width: float) -> tuple[int, ...]:
     """The channels of the first layer, and of each stage."""
-    return tuple(rounded(width * channels) for channels in (FIRST, *(stage.channels for stage in STAGES)))
+    return tuple(rounded_channels(width * channels) for channels in (FIRST, *(stage.channels for stage in STAGES)))
 
 
 def _parts(choice: OfaNetwork) -> tuple[Values, list[GraphPart]]:
     """The input image, and the parts of a network."""
-    first, *channels = channels_of(choice.width)
+    first, *channels = layer_channels(choice.width)
     image = Values("input", (1, 3, choice.side, choice.side))
     parts = [_stem(image, first)]
     for number, (stage, blocks) in enumerate(zip(STAGES, choice.stages, strict=True)):
@@ -132,11 +132,11 @@ def _stem(image: Values, channels: int) -> GraphPart:
 def _block(name: str, output_name: str, image: Values, channels: int, stride: int, block: OfaBlock, activation: str,
            excited: bool) -> GraphPart:
     """An inverted residual block; its output is called `output_name`, if given."""
-    built, wide = Builder(name), rounded(block.expansion * image.shape[1])
+    built, wide = Builder(name), rounded_channels(block.expansion * image.shape[1])
     inside = built.each("act1", activation, built.convolution("expand", image, wide))
     inside = built.each("act2", activation, built.convolution("depthwise", inside, wide, block.window, stride, groups=wide))
     if excited:
-        squeezed = built.each("squeezed", "Relu", built.convolution("fc1", _mean(built, inside), rounded(wide // 4)))
+        squeezed = built.each("squeezed", "Relu", built.convolution("fc1", _mean(built, inside), rounded_channels(wide // 4)))
         gate = built.each("gate", "HardSigmoid", built.convolution("fc2", squeezed, wide), alpha=SIXTH, beta=0.5)
         inside = built.add("excited", "Mul", [gate, inside], inside.shape)
     made = built.convolution("project", inside, channels)

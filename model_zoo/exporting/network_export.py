@@ -22,7 +22,7 @@ from hase.model_zoo.exporting.onnx_export import (
     LARGEST_FILE,
     add_metadata,
     difference,
-    is_done,
+    has_metadata,
     quiet,
     short,
     without_paths,
@@ -37,7 +37,7 @@ from hase.utils.logger import get_logger
 from hase.utils.model_files import COLLECTION_KEY, DEFAULT_DIMS_KEY, GROUP_KEY
 from hase.utils.ort_sessions import model_errors, open_session
 from hase.utils.paths import Workspace
-from hase.utils.processes import each_in_a_process
+from hase.utils.processes import map_in_processes
 
 log = get_logger("exporter")
 InputDistribution = Literal["normal", "ones", "indices"]
@@ -282,7 +282,7 @@ def export_network(folder: Path, collection: Collection, device: str, force: boo
     rows, network = [], None
     for dtype in export.dtypes:
         path = folder / f"{stem_of(export.name, dtype)}.onnx"
-        if not force and is_done(path, network_stamp(export.name, collection, export.family, dtype)):
+        if not force and has_metadata(path, network_stamp(export.name, collection, export.family, dtype)):
             rows.append(_row(export, path, "kept"))
             continue
         try:
@@ -316,7 +316,7 @@ def export_networks(workspace: Workspace, collection: Collection, families: Mapp
     workspace.models.mkdir(parents=True, exist_ok=True)
     exports = [NetworkExport(name, family, tuple(dict.fromkeys(dtypes))) for name, family in families.items()]
     task = partial(export_network, workspace.models, collection, checked_on, force, jobs)
-    done = each_in_a_process(task, exports, jobs, partial(_crashed, workspace.models), "exporting")
+    done = map_in_processes(task, exports, jobs, partial(_crashed, workspace.models), "exporting")
     rows = [row for part in done for row in part]
     for row in rows:
         if row["status"] == "failed":

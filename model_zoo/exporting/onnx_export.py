@@ -26,7 +26,7 @@ from hase.model_zoo.exporting.torch_models import SEED, build, check_names, grou
 from hase.model_zoo.exporting.zoo_config import SMALLEST_IMAGE, Export
 from hase.runtimes import flavour_of, local_target
 from hase.utils import files, logger
-from hase.utils.errors import UserError, user_can_mend
+from hase.utils.errors import UserError, user_can_fix
 from hase.utils.fingerprint import ort_version, package_version
 from hase.utils.lazy import onnx, onnxruntime, torch
 from hase.utils.logger import get_logger
@@ -64,7 +64,7 @@ class ModelSource:
         return self._model
 
 
-def stamp(export: Export) -> dict[str, str]:
+def export_metadata(export: Export) -> dict[str, str]:
     """The metadata of an exported file. An existing file with the same metadata is kept."""
     dims = {DEFAULT_DIMS_KEY: json.dumps(export.default_dims)} if export.batch is None else {}
     return dims | {
@@ -76,13 +76,13 @@ def stamp(export: Export) -> dict[str, str]:
     }
 
 
-def optimized_stamp(export: Export, device: str) -> dict[str, str]:
+def optimized_metadata(export: Export, device: str) -> dict[str, str]:
     """The metadata of an optimised graph, without the machine that made it."""
     flavour = json.dumps(flavour_of(device).model_dump(), sort_keys=True)
-    return stamp(export) | {"hase.flavour": flavour, "hase.onnxruntime": ort_version()}
+    return export_metadata(export) | {"hase.flavour": flavour, "hase.onnxruntime": ort_version()}
 
 
-def is_done(path: Path, expected: Mapping[str, str]) -> bool:
+def has_metadata(path: Path, expected: Mapping[str, str]) -> bool:
     """Whether `path` is a whole ONNX file with this metadata."""
     if not path.is_file():
         return False
@@ -178,11 +178,11 @@ class Exporter:
         """Writes the files of one export, or keeps existing ones; returns one row per file."""
         self._reference = None
         plain = self.workspace.models / f"{export.stem}.onnx"
-        kept = not self.force and is_done(plain, stamp(export))
+        kept = not self.force and has_metadata(plain, export_metadata(export))
         rows = [self._row(export, plain, None if kept else self._write_plain(export, plain))]
         if export.batch is not None:
             optimized = plain.with_name(f"{export.stem}.{flavour_of(self.device).name}{OPTIMIZED_SUFFIX}")
-            kept = kept and is_done(optimized, optimized_stamp(export, self.device))
+            kept = kept and has_metadata(optimized, optimized_metadata(export, self.device))
             rows.append(self._row(export, optimized, None if kept else self._write_optimized(export, plain, optimized)))
         self._reference = None
         gc.collect()
@@ -237,7 +237,7 @@ class Exporter:
     def _save_checked(self, proto: onnx.ModelProto, export: Export, path: Path,
                       shapes: list[tuple[int, tuple[int, int]]]) -> float:
         """Checks a plain file by onnx.checker and a run at each of `shapes`, then saves it; returns the largest difference."""
-        add_metadata(proto, stamp(export))
+        add_metadata(proto, export_metadata(export))
         with files.replacing(path) as temporary:
             onnx.save(proto, temporary)
             del proto
@@ -255,7 +255,7 @@ class Exporter:
             open_session(plain, self.device, save_to=temporary, name=plain.name)
             proto = onnx.load(temporary)
             target = local_target(self.device).name
-            add_metadata(proto, optimized_stamp(export, self.device) | {"hase.target": target})
+            add_metadata(proto, optimized_metadata(export, self.device) | {"hase.target": target})
             onnx.save(proto, temporary)
             if all(node.domain in ("", "ai.onnx") for node in proto.graph.node):  # the checker does not know contrib operators
                 onnx.checker.check_model(str(temporary))
@@ -356,7 +356,7 @@ def _serve(connection: Connection, made_with: tuple[Workspace, str, bool], quiet
             answer = error
         except OSError as error:
             log.debug("%s", argument, exc_info=True)
-            answer = error if user_can_mend(error) else UserError(short(error))
+            answer = error if user_can_fix(error) else UserError(short(error))
         except Exception as error:  # if one model fails, the others continue
             log.debug("%s", argument, exc_info=True)
             answer = UserError(short(error))

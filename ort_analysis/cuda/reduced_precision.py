@@ -41,7 +41,7 @@ def floating_type(element: int) -> str:
     return name if name in ALPHAS else ""
 
 
-def holds_reduced(graph: onnx.GraphProto) -> bool:
+def has_reduced_precision(graph: onnx.GraphProto) -> bool:
     """Whether inputs, weights or casts of a graph are float16 or bfloat16."""
     return bool(set(REDUCED) & floating_types(graph))
 
@@ -68,7 +68,7 @@ def element_types(graph: onnx.GraphProto) -> Iterator[int]:
 
 
 @dataclass(frozen=True)
-class InSinglePrecision:
+class SinglePrecisionModel:
     """A model converted to single precision, and its original types."""
 
     model: onnx.ModelProto  # the result
@@ -76,7 +76,7 @@ class InSinglePrecision:
     known: Mapping[str, str]  # if it mixes several, the types of inputs, weights and constants by name
 
 
-def as_single(model: onnx.ModelProto, name: str) -> InSinglePrecision:
+def to_single_precision(model: onnx.ModelProto, name: str) -> SinglePrecisionModel:
     """A copy of a float16 or bfloat16 model in single precision. Large weights of products are not read but become hollow (see
     `hase.utils.model_graphs`)."""
     proto = onnx.ModelProto()
@@ -97,7 +97,7 @@ def as_single(model: onnx.ModelProto, name: str) -> InSinglePrecision:
                             "a GPU; analyse it on a machine with one, convert it to a newer operator set, or use --device cpu")
         _mark_casts(graph)
     _widen_graph(graph, frozenset(), frozenset())
-    return InSinglePrecision(proto, only, known)
+    return SinglePrecisionModel(proto, only, known)
 
 
 def _widen_graph(graph: onnx.GraphProto, decisive: Set[str], seen: Set[str]) -> None:
@@ -176,7 +176,7 @@ def marked_type(node: onnx.NodeProto) -> str:
     return next((dtype for dtype, value in ALPHAS.items() if abs(alpha / value - 1.0) < NEAR), "")
 
 
-def restore_types(proto: onnx.ModelProto, reduced: InSinglePrecision,
+def restore_types(proto: onnx.ModelProto, reduced: SinglePrecisionModel,
                   tensors: Mapping[str, KernelInput]) -> dict[str, KernelInput]:
     """The optimised graph's tensors with their types in the model; marks become casts again."""
     if reduced.only:

@@ -105,7 +105,7 @@ class Analyst:
                 self.stop()
                 raise
             self._has_served = True
-            if self._child.holds_mib() > KEPT_MIB:
+            if self._child.memory_use_mib() > KEPT_MIB:
                 self.stop()
         return reply
 

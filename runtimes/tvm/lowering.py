@@ -70,7 +70,7 @@ def _numbers(values: Iterable[Any]) -> list[int]:
     return [int(value) for value in values]
 
 
-def attributes_of(relax: str, attrs: Any) -> dict[str, Any]:
+def onnx_attributes(relax: str, attrs: Any) -> dict[str, Any]:
     """The attributes of a Relax operator call, by ONNX's names. Operators that are not listed have none; they differ by the
     kernel's function, whose hash is part of the kernel's id."""
     last, attributes = relax.rpartition(".")[2], dict[str, Any]()
@@ -123,7 +123,7 @@ def _input_shapes(source: Source) -> dict[str, list[int]]:
             for value in proto.graph.input if value.name not in constants and value.type.HasField("tensor_type")}
 
 
-def source_of(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = None, name: str | None = None) -> Source:
+def tvm_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = None, name: str | None = None) -> Source:
     """The model as given by the user. A PyTorch program has the sizes with which it was exported."""
     if not isinstance(model, Path) or model.suffix != TORCH_SUFFIX:
         return read_source(model, dims, name)
@@ -267,5 +267,5 @@ def operators_of(before: Any, after: Any) -> dict[str, tuple[RelaxOperator, ...]
             name = operator_of_function(function)
             operators[function] = (RelaxOperator(onnx_name(name), {}, name),)
         else:
-            operators[function] = (RelaxOperator(onnx_name(operator), attributes_of(operator, call.attrs), operator),)
+            operators[function] = (RelaxOperator(onnx_name(operator), onnx_attributes(operator, call.attrs), operator),)
     return operators

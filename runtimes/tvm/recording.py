@@ -24,7 +24,7 @@ from hase.runtimes.tvm.lowering import (
     onnx_name,
     read_relax,
     relax_name,
-    source_of,
+    tvm_source,
 )
 from hase.utils import files
 from hase.utils.errors import UserError
@@ -52,7 +52,7 @@ class TvmModel(NamedTuple):
 def parse(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = None, name: str | None = None,
           device: str = "cpu") -> dict[str, TvmModel]:
     """A model's operators (UNFUSED) and kernels (FUSED) on `cpu` or `cuda`; `name` is that of a model in memory."""
-    source = source_of(model, dims, name)
+    source = tvm_source(model, dims, name)
     return parse_relax(source, read_relax(source), device)
 
 
