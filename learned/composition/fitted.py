@@ -187,7 +187,7 @@ def latency_ms(line: Line | Formula, base_ms: Floats | float, nodes: Floats | fl
 
 
 def base_times_ms(record: ModelRecord, times_ms: Mapping[str, float]) -> dict[Kind, float]:
-    """For each kind in KINDS, what its line is over: the sum or the longest path (ms) of a model; `times_ms` is by kernel id."""
+    """For each of KINDS, the sum or the longest path (ms) of a model that its line is over; `times_ms` is by kernel id."""
     dag = build_dag(record)
     node_times_ms = {node.name: times_ms[node.kernel_id] for node in record.nodes}
     return {kind: calculate_latency(dag, node_times_ms, "critical_path" if kind == "critical_path" else "sum")

@@ -262,7 +262,7 @@ def parse_graph(model: Path | onnx.ModelProto, device: str = "auto", dims: Mappi
     provider = graph_device(device)
     flavour, source = flavour_of(provider), read_source(model, dims, name)
     derived = provider == "cuda" and (not has_cuda() or bytes_in_files(source.graph_only) > MOST_LOADED_BYTES)
-    reduced = to_single_precision(source.graph_only, source.name) if derived and has_reduced_precision(source.graph_only.graph) else None
+    reduced = to_single_precision(source.graph_only, source.name) if derived else None
     changed = onnx.ModelProto()
     changed.CopyFrom(reduced.model if reduced else source.graph_only)
     with nullcontext(folder) if folder else temporary_folder() as weights_folder:

@@ -112,9 +112,9 @@ def fit_target(workspace: Workspace, target: str, config: TrainingConfig, few_mo
     by_family, probe_us = left_out == "family", usual_probe_us(read_model_table(workspace, target))
     interval = error_range_of(predicted, latency, groups) if by_family else None
     return Composition(
-        **chosen.formula_fields(), left_out=left_out, dataset_sha256=rows.sha256, models_sha256=models_sha256(workspace, target),
-        predictors_created=sidecar.created, host_sha256=host_sha256(workspace.predictors(target)),
-        candidates=tuple(attempt.candidate for attempt in attempts),
+        **chosen.formula_fields(), left_out=left_out, dataset_sha256=rows.sha256,
+        models_sha256=models_sha256(workspace, target), predictors_created=sidecar.created,
+        host_sha256=host_sha256(workspace.predictors(target)), candidates=tuple(attempt.candidate for attempt in attempts),
         models=tuple(FittedModel(model=model.record.model, group=model.group, measured_ms=model.latency_ms,
                                  predicted_ms=float(predicted_ms))
                      for model, predicted_ms in zip(models, predicted, strict=True)),
