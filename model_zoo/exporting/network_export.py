@@ -21,11 +21,11 @@ import numpy as np
 from hase.model_zoo.exporting.onnx_export import (
     LARGEST_FILE,
     add_metadata,
-    difference,
     has_metadata,
-    quiet,
-    short,
-    without_paths,
+    relative_difference,
+    remove_paths,
+    short_message,
+    silent_exporter,
 )
 from hase.model_zoo.exporting.torch_models import SEED, weight_bytes
 from hase.model_zoo.exporting.zoo_config import Collection
@@ -171,11 +171,11 @@ def trace_network(network: Network, dtype: str) -> onnx.ModelProto:
     sizes = {dim: max(LEAST_TRACED, size) for dim, size in network.default_sizes.items()}
     examples = tuple(torch.from_numpy(values) for values in network.draw(sizes, dtype).values())
     try:
-        with quiet():
+        with silent_exporter():
             proto: onnx.ModelProto = (_by_older_exporter if network.traced else _by_exporter)(network, examples)
     finally:
         torch._dynamo.reset()  # its caches hold every model traced
-    return without_paths(proto)
+    return remove_paths(proto)
 
 
 def _by_exporter(network: Network, examples: tuple[torch.Tensor, ...]) -> onnx.ModelProto:
@@ -222,7 +222,7 @@ def check_network(path: Path, network: Network, dtype: str, device: str, sizes: 
         if not np.isfinite(by_torch).all() or not by_torch.any():
             raise UserError(f"{network.name}: an output of torch's own is all zero or not finite, "
                             "so nothing can be compared with it")
-        worst = max(worst, difference(output, by_torch))
+        worst = max(worst, relative_difference(output, by_torch))
     tolerance = TOLERANCE["fp32" if dtype == "fp32" and device == "cpu" else "reduced"]
     if not worst <= tolerance:  # also true for NaN
         raise UserError(f"its outputs differ from torch's by {worst:.2g} of the largest; {tolerance:g} is allowed")
@@ -290,7 +290,7 @@ def export_network(folder: Path, collection: Collection, device: str, force: boo
             rows.append(_row(export, path, "written", write_network(network, dtype, path, device)))
         except Exception as error:  # any library's failure affects only one model
             log.debug("%s", path.name, exc_info=True)
-            rows.append(_row(export, path, "failed", error=short(error)))
+            rows.append(_row(export, path, "failed", error=short_message(error)))
     return rows
 
 

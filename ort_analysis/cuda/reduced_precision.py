@@ -86,9 +86,9 @@ def to_single_precision(model: onnx.ModelProto, name: str) -> SinglePrecisionMod
                             "machine with a GPU, or use --device cpu")
         opset = next((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), 0)
         if opset < MARK_OPSET:
-            raise UserError(f"{name}: mixes floating types in operator set {opset}, so its CUDA graph can't be derived without a "
-                            f"GPU; analyse it on a machine with one, convert it to operator set {MARK_OPSET} or later, or use "
-                            "--device cpu")
+            raise UserError(f"{name}: mixes floating types in operator set {opset}, so its CUDA graph can't be derived without "
+                            f"a GPU; analyse it on a machine with one, convert it to operator set {MARK_OPSET} or later, or "
+                            "use --device cpu")
         _mark_casts(graph)
     _widen_graph(graph, frozenset(), frozenset())
     return SinglePrecisionModel(proto, only_type, known_types)

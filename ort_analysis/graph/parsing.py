@@ -13,12 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hase.ort_analysis.cuda.placement import assign_providers
-from hase.ort_analysis.cuda.reduced_precision import (
-    SinglePrecisionModel,
-    has_reduced_precision,
-    restore_types,
-    to_single_precision,
-)
+from hase.ort_analysis.cuda.reduced_precision import SinglePrecisionModel, restore_types, to_single_precision
 from hase.ort_analysis.cuda.rewrites import (
     check_on_gpu,
     cover_gpu_only,
