@@ -232,7 +232,7 @@ def measure_here(models: Sequence[EvaluatedModel], worker: Worker, device: str, 
     for model in progress([model for _ in range(plan.rounds) for model in models], "measuring"):
         if model.failed:
             continue
-        with failures.costing(model.name, model):
+        with failures.catching(model.name, model):
             try:
                 if not loaded:  # the first session also loads the runtime, whose time and memory must not count
                     time_session(model, worker, device, run_mode, 0.0, watch_host=False, inputs=plan.inputs)
@@ -350,7 +350,7 @@ def evaluate_list(workspace: Workspace, folder: Path, models: Sequence[ListedMod
     if measure_missing:
         predictor = Predictor(workspace, target, force=force)
         for model in progress(models, "measuring kernels"):
-            with failures.costing(model.name):
+            with failures.catching(model.name):
                 predictor.measure_missing(folder / model.file, [model.dims])
     fitted = fitted_for(workspace, target)
     if latencies is None:
