@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hase.inference.compare.choices import BestBatches, said_of_batches, said_of_order
-from hase.inference.prediction.answers import chance_text, statistic
+from hase.inference.prediction.answers import chance_text, slo_statistic
 from hase.utils import cli
 from hase.utils.logger import get_logger
 from hase.utils.processes import stop_event
@@ -101,7 +101,7 @@ def print_predictions(predictions: Sequence[Prediction], top: int, energies: Seq
 def verdict(prediction: Prediction, slo: SloUnderLoad) -> str:
     """A sentence about an objective: whether it is met, by how much, how likely, and up to which load."""
     upper_end = f" (it could be {slo.could_be_ms:.4g})"
-    sentence = (f"{prediction.model}: {statistic(prediction, slo)} {slo.latency_ms:.4g} ms{upper_end} "
+    sentence = (f"{prediction.model}: {slo_statistic(prediction, slo)} {slo.latency_ms:.4g} ms{upper_end} "
                 f"{'meets' if slo.met else 'misses'} the SLO of {slo.limit_ms:g} ms by "
                 f"{abs(slo.headroom_ms):.4g} ms, {abs(slo.headroom_percent):.3g} %; that it is met is "
                 f"{chance_text(slo.chance)}; ")

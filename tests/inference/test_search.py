@@ -89,7 +89,7 @@ def exported(name: str) -> onnx.ModelProto:
     for stage, channels, of_stage in zip(ofa.STAGES, widths, choice.stages, strict=True):
         for index, block in enumerate(of_stage):
             blocks.append(mobilenet.InvertedResidualConfig(
-                before, block.window, ofa.rounded_channels(block.expansion * before), channels, stage.excited,
+                before, block.window, ofa.rounded_channels(block.expansion * before), channels, stage.squeeze_excitation,
                 {"Relu": "RE", "HardSwish": "HS"}[stage.activation], stage.stride if index == 0 else 1, 1, 1.0))
             before = channels
     torch.manual_seed(0)
