@@ -11,11 +11,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from hase.graph_model.simulation.pipeline import PipelineCosts
 from hase.inference.memory.session import Memory
 from hase.inference.prediction.conditions import AS_USUAL, PaceSource, RunMode
 from hase.inference.prediction.under_load import UnderLoad
-from hase.learned.composition.fitted import NEARLY_ALL
+from hase.learned.composition.fitted import NEARLY_ALL, Formula
 from hase.utils.config import Frozen
 from hase.utils.errors import UserError
 from hase.utils.lazy import pandas as pd
@@ -32,7 +31,7 @@ CHANCE_WORDS = (  # for chances up to each number
     (0.1, "very unlikely"), (0.35, "unlikely"), (0.65, "about even"), (VERY_LIKELY, "likely"))
 
 
-class UsedComposition(Frozen):
+class UsedComposition(Formula):
     """How the times of the kernels were put together to the model's.
 
     latency_ms = alpha · (Σ or longest path of the kernels) + beta_ms; in kind `sum_nodes` plus node_ms for each node that moves
@@ -45,12 +44,6 @@ class UsedComposition(Frozen):
         assumed: whether the constants are defaults, since no model was measured on the target.
     """
 
-    label: str
-    kind: Literal["sum", "sum_nodes", "critical_path", "pipeline"]
-    alpha: float
-    beta_ms: float
-    node_ms: float = 0.0
-    costs: PipelineCosts | None = None
     assumed: bool = False
 
 

@@ -318,10 +318,9 @@ def _size_row(size: Size, runs: Sequence[PlanRun]) -> dict[str, Any]:
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The figures over all sizes, as ratios."""
+    """The means over all sizes of the errors and of the loss (`regret`), as ratios."""
+    means = {name: float(np.mean([row[name] for row in rows])) for name in ("mape", "bias", "repeat", "regret")}
     mixed = [row["regret"] for row in rows if row["best_is_mixed"]]
-    return {"sizes": len(rows), "plans": sum(row["plans"] for row in rows),
-            "mape": float(np.mean([row["mape"] for row in rows])), "bias": float(np.mean([row["bias"] for row in rows])),
-            "repeat": float(np.mean([row["repeat"] for row in rows])),
-            "regret": float(np.mean([row["regret"] for row in rows])), "worst_regret": max(row["regret"] for row in rows),
-            "best_is_mixed": len(mixed), "regret_where_mixed": float(np.mean(mixed)) if mixed else None}
+    return {"sizes": len(rows), "plans": sum(row["plans"] for row in rows), **means,
+            "worst_regret": max(row["regret"] for row in rows), "best_is_mixed": len(mixed),
+            "regret_where_mixed": float(np.mean(mixed)) if mixed else None}
