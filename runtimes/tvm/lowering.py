@@ -140,13 +140,13 @@ def read_relax(source: Source) -> Any:
     """The model as a Relax `IRModule`, with weights as constants and fixed input sizes."""
     check_tvm()
     model = source.loadable
-    is_program = isinstance(model, Path) and model.suffix == TORCH_SUFFIX
-    proto = None if is_program else read_whole_model(model)
+    program = model if isinstance(model, Path) and model.suffix == TORCH_SUFFIX else None
+    proto = None if program else read_whole_model(model)
     try:
-        if proto is not None:
-            return tvm.relax.frontend.onnx.from_onnx(proto, shape_dict=_input_shapes(source))
-        with torch.no_grad():
-            return import_module("tvm.relax.frontend.torch").from_exported_program(torch.export.load(model))
+        if program:
+            with torch.no_grad():
+                return import_module("tvm.relax.frontend.torch").from_exported_program(torch.export.load(program))
+        return tvm.relax.frontend.onnx.from_onnx(proto, shape_dict=_input_shapes(source))
     except Exception as error:  # TVM and torch.export raise all sorts
         raise unreadable(source.name, error) from error
 

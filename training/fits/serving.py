@@ -62,7 +62,7 @@ class PacedRuns(NamedTuple):
 
     def only(self, kept: npt.NDArray[np.bool_]) -> PacedRuns:
         """The runs that a mask keeps."""
-        return PacedRuns(*(values[kept] for values in self[:-1]), self.host_bound)
+        return PacedRuns(self.starts_ms[kept], self.times_ms[kept], self.idle_ms[kept], self.paces[kept], self.host_bound)
 
 
 def time_slice_results(workspace: Workspace) -> tuple[Path, list[SetResult]]:
