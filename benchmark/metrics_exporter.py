@@ -59,7 +59,7 @@ from hase.utils import cli
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import machine, resolve_device
 from hase.utils.logger import get_logger
-from hase.utils.processes import set_by_signal
+from hase.utils.processes import stop_event
 from hase.utils.sharing_mode import other_processes
 from hase.utils.web_server import LOCALHOST, ScrapeServer, gauge, scrape_server, stale
 
@@ -260,7 +260,7 @@ def make_exporter(sampler: Sampler, labels: dict[str, str], host: str, port: int
 
 def serve(args: argparse.Namespace) -> None:
     """Serves until a signal, or for the time that the arguments give."""
-    over = set_by_signal()
+    over = stop_event()
     device = "cpu" if args.source == "psutil" else resolve_device("auto")
     source = open_source(device, source=args.source, dcgm_address=args.dcgm_address, replay=args.replay,
                          replay_step_s=args.replay_step)

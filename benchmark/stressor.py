@@ -42,7 +42,7 @@ from hase.utils.errors import UserError
 from hase.utils.fingerprint import resolve_device
 from hase.utils.logger import get_logger
 from hase.utils.paths import Workspace
-from hase.utils.processes import die_with_parent, set_by_signal
+from hase.utils.processes import die_with_parent, stop_event
 from hase.utils.text import cell
 from hase.utils.timing import pause
 
@@ -170,7 +170,7 @@ def run(args: argparse.Namespace, background: Background) -> dict[str, float]:
         log.info("intensity 0: nothing to do")
         return {"seconds": 0.0, "duty": 0.0}
     burner = (GpuBurner if device == "cuda" else CpuBurner)(background, args.intensity)
-    stop = set_by_signal()  # until here a signal ends it without a report
+    stop = stop_event()  # until here a signal ends it without a report
     try:
         overall = Meter(burner, source)
         began = time.monotonic()

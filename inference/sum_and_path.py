@@ -24,7 +24,7 @@ from typing import Any
 
 from hase.graph_model.simulation.dag import build_dag, longest_path
 from hase.learned import target_files
-from hase.learned.composition.fitted import Kind, compose, read_composition
+from hase.learned.composition.fitted import Kind, base_times_ms, read_composition
 from hase.learned.kernels.measured import measured_times
 from hase.records.dataset_files import collected_targets, read_header, read_journal
 from hase.records.dataset_tables import read_model_table
@@ -91,7 +91,7 @@ def error_percent(found_ms: float, whole_ms: float) -> float:
 
 def model_row(record: ModelRecord, whole_ms: float, times_ms: Mapping[str, float]) -> dict[str, Any]:
     """The sum, longest path and errors of one model; `chain` is the number of kernels in the longest path."""
-    dag, composed = build_dag(record), compose(record, times_ms)
+    dag, composed = build_dag(record), base_times_ms(record, times_ms)
     path = longest_path(dag, {node.name: times_ms[node.kernel_id] for node in record.nodes})[1]
     return {"model": record.model, "family": record.group,
             "network": network_kind(kernel.op_type for kernel in record.kernels.values()),

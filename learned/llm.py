@@ -1,5 +1,5 @@
-"""What is learned from language models that onnxruntime-genai runs: its loop, the host's cost of their nodes, and the power
-limit."""
+"""What is learned from runs of language models with onnxruntime-genai: the time of its loop, the host's cost of the models'
+nodes, and how a device slows down at its power limit."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ LARGEST_EXPONENT = 5.0
 class GenerationLoop(Frozen):
     """The time that onnxruntime-genai's loop adds to a model's run in one step.
 
-    None is negative. All but the times per million logits are the host's at its usual pace.
+    All but the times per million logits are the host's, at its usual pace.
 
     Attributes:
         step_ms: of each step, independent of the number of sequences: choosing tokens, bookkeeping.
-        sequence_ms: for each sequence.
+        sequence_ms: of each sequence in a step.
         first_ms, first_layer_ms, first_sequence_ms: added in the first step: once, per layer with a cache, and per sequence.
         million_logits_ms: the device's time per million logits from which tokens are chosen.
         million_other_logits_ms: the same for unused logits of a prompt's earlier tokens, whose memory is new to the process. 0
@@ -38,18 +38,20 @@ class GenerationLoop(Frozen):
     million_logits_ms: float = Field(ge=0)
     million_other_logits_ms: float = Field(default=0.0, ge=0)
 
-    def time_ms(self, phase: Phase, sequences: int, words: int, layers: int, pace: float = 1.0, other_logits: int = 0) -> float:
-        """The loop's time in one step. `sequences` get one token each, `words` is the size of the vocabulary, `layers` are
+    def time_ms(self, phase: Phase, sequences: int, vocabulary: int, layers: int, pace: float = 1.0,
+                other_logits: int = 0) -> float:
+        """The loop's time in one step. `sequences` get one token each, `vocabulary` is the number of its tokens, `layers` are
         those with a cache, `pace` is the host's time as a multiple of its usual time, and `other_logits` are written but not
         used to choose a token."""
         host_ms = self.step_ms + sequences * self.sequence_ms
         if phase == "first":
             host_ms += self.first_ms + layers * self.first_layer_ms + sequences * self.first_sequence_ms
-        return pace * host_ms + (self.million_logits_ms * sequences * words + self.million_other_logits_ms * other_logits) / 1e6
+        logits_ms = (self.million_logits_ms * sequences * vocabulary + self.million_other_logits_ms * other_logits) / 1e6
+        return pace * host_ms + logits_ms
 
 
 class CapturedTokens(Frozen):
-    """The time of tokens after the first that run as a CUDA graph, besides their kernels. `gap_ms` is the device's pause after
+    """The time besides kernels of tokens that run as a CUDA graph (all after the first). `gap_ms` is the device's pause after
     each launch of the graph, `step_ms` genai's loop per token on a host at its usual pace, `million_logits_ms` the device's
     time per million logits from which tokens are chosen."""
 
@@ -77,8 +79,8 @@ class PowerLimit(Frozen):
 
 
 class FittedStep(Frozen):
-    """A step used in the fit: its measured times, and those predicted with its family held out at the host's pace. `paced`:
-    whether the pace was measured during the step, and not only before and after the whole point."""
+    """A step of the fit: its measured time, and its time predicted with the family held out, at the host's pace. `paced`:
+    whether the pace was measured during the step itself, not only before and after all steps of its prompt and batch."""
 
     model: str
     family: str
@@ -95,12 +97,11 @@ class LearnedGeneration(Frozen):
     """`generation.json`: the time of text generation besides the kernels.
 
     Attributes:
-        genai_version: of the measured onnxruntime-genai.
         product_ms, attention_ms: the host's cost of a matrix product and of library attention, which replace those of the
             composition. Not for a CPU.
         captured: of tokens run as a CUDA graph; None if none was measured.
         power_limit: None if no run was long enough to reach it.
-        intervals, left_out: by phase, for a host of known pace, and errors with the family held out.
+        intervals, left_out: for each phase, the interval on a host of known pace, and errors with the family held out.
     """
 
     version: int = GENERATION_VERSION
@@ -118,27 +119,26 @@ class LearnedGeneration(Frozen):
 
     def composition(self, composition: Composition, phase: Phase) -> Composition:
         """The composition for runs of a language model, made from that of other models."""
-        costs, interval = composition.costs, self.intervals.get(phase, composition.calibrated)
         graph, captured = composition.cuda_graph, self.captured
         if graph and captured:
             graph = graph.model_copy(update={
                 "costs": graph.costs.model_copy(update={"gap_ms": captured.gap_ms}),
                 "left_out": captured.left_out or graph.left_out, "interval": captured.interval or graph.interval})
-        return composition.model_copy(update={"calibrated": interval, "cuda_graph": graph, "costs": costs and costs.model_copy(
-            update={"product_ms": self.product_ms, "attention_ms": self.attention_ms})})
+        costs = composition.costs and composition.costs.model_copy(
+            update={"product_ms": self.product_ms, "attention_ms": self.attention_ms})
+        return composition.model_copy(update={
+            "calibrated": self.intervals.get(phase, composition.calibrated), "cuda_graph": graph, "costs": costs})
 
-    def loop_of(self, cuda_graph: bool) -> GenerationLoop:
-        """The loop's time for tokens run as a CUDA graph, or for other steps."""
+    def loop_for(self, cuda_graph: bool) -> GenerationLoop:
+        """The loop's times for steps that run as a CUDA graph, or for other steps."""
         if not cuda_graph or self.captured is None:
             return self.loop
         return self.loop.model_copy(update={
             "step_ms": self.captured.step_ms, "sequence_ms": 0.0, "million_logits_ms": self.captured.million_logits_ms})
 
-    def for_limit(self, times: float) -> LearnedGeneration:
-        """The same for a card with `times` the power limit. The loop's times are the host's and stay unchanged."""
+    def at_power_limit(self, ratio: float) -> LearnedGeneration:
+        """The same for a card whose power limit is `ratio` times as high. The host's times stay."""
         if self.power_limit is None:
             return self
-        limit = self.power_limit.model_copy(update={"limit_w": times * self.power_limit.limit_w})
+        limit = self.power_limit.model_copy(update={"limit_w": ratio * self.power_limit.limit_w})
         return self.model_copy(update={"power_limit": limit})
-
-

@@ -16,7 +16,7 @@ from hase.records.probe_reading import ProbeReading
 from hase.records.traces import GpuRun
 from hase.runtimes import runtime_named
 from hase.utils.config import Frozen
-from hase.utils.errors import DeviceUnavailable, UserError, machine_lacks
+from hase.utils.errors import DeviceUnavailable, UserError, lacks_resources
 from hase.utils.files import disk_is_full
 from hase.utils.fingerprint import DEFAULT_RUNTIME, Target
 from hase.utils.processes import WorkerFailed, WorkerProcess, serve_lines
@@ -128,9 +128,9 @@ def answer(work: Handlers, request: Request) -> Reply:
     except UserError as error:
         disk_full = disk_is_full()  # a library that can't write a file whole may not say so
         why = f" (the disk of temporary files is full: {tempfile.gettempdir()})" if disk_full else ""
-        reply = Reply(error=f"{error}{why}", interrupted=disk_full or machine_lacks(error))
+        reply = Reply(error=f"{error}{why}", interrupted=disk_full or lacks_resources(error))
     except (OSError, MemoryError) as error:
-        if not machine_lacks(error):
+        if not lacks_resources(error):
             raise
         reply = Reply(error=str(error) or "no memory left", interrupted=True)
     times = {"started": started, "ended": now()}

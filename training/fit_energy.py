@@ -1,13 +1,13 @@
-"""Learns what a run of a model takes of the device's energy, from models whose energy was measured.
+"""Learns how much energy a run of a model takes, from models whose energy was measured.
 
 Reads the dataset of each target, which was collected with energy_s, the kernel records, the predictors and their composition.
 Writes energy.json into the predictors' folder. energy = idle power · time + Σ coefficient · work; the work is the time of
 kernels by class, the time in which they fill the device, their operations by class, the bytes that they move, and launches
-(learned/energy.py). Coefficients are not negative. Each family of models is held out in turn, and the combination that
-errs least is used.
+(learned/energy.py). Coefficients are not negative. Each family of models is held out in turn, and the combination of kinds of
+work with the smallest error is used.
 
-With --predictors, the predictors lie in another folder, such as that of the predictors that come with Hase. --models also shows
-each model's energy, measured and predicted with its family held out; --markdown writes all of it to a page.
+With --predictors, the predictors are read from another folder, such as that of the predictors that come with Hase. --models
+also shows each model's energy, measured and predicted with its family held out; --markdown writes all of it to a page.
 """
 
 from __future__ import annotations
@@ -22,14 +22,12 @@ from typing import Any
 
 from hase.learned import target_files
 from hase.learned.composition.fitted import read_composition
-from hase.learned.energy import EnergyModel
 from hase.learned.kernels.predictors import read_predictors
 from hase.training.composition.measured_models import models_sha256
 from hase.training.fits.energy import coefficient_rows, error_rows, fit_energy, measured_energies, model_rows, page
 from hase.training.kernels.targets import Show, for_each_target, trained_targets
 from hase.utils import cli, files
 from hase.utils.logger import get_logger
-from hase.utils.paths import Workspace
 
 log = get_logger("energy")
 EXAMPLES = """
@@ -37,12 +35,6 @@ python training/fit_energy.py
 python training/fit_energy.py --workspace out/energy --predictors learned/shipped/nvidia-h200-cuda-ort1.31-all
 """
 
-
-def fit_target(workspace: Workspace, target: str, folder: Path, limit_w: float | None = None) -> EnergyModel:
-    """Learns the energy of a target; its predictors are in `folder`."""
-    predictors = read_predictors(folder)
-    models = measured_energies(workspace, target, predictors, read_composition(folder, predictors.sidecar.dataset_sha256))
-    return fit_energy(target, models, models_sha256(workspace, target), limit_w)
 
 
 def main() -> int:
@@ -57,13 +49,14 @@ def main() -> int:
     args = parser.parse_args()
     workspace = cli.start(args)
     target = args.target or (read_predictors(args.predictors).sidecar.target.name if args.predictors else None)
-
     if args.markdown and not target:
         parser.error("--markdown needs --target or --predictors: a page shows one target")
 
     def fit(name: str, show: Show) -> dict[str, Any]:
         folder = args.predictors or workspace.predictors(name)
-        fitted = fit_target(workspace, name, folder, args.limit_w)
+        predictors = read_predictors(folder)
+        models = measured_energies(workspace, name, predictors, read_composition(folder, predictors.sidecar.dataset_sha256))
+        fitted = fit_energy(name, models, models_sha256(workspace, name), args.limit_w)
         files.write_json(target_files.ENERGY.path(folder), fitted)
         log.info("saved %s", target_files.ENERGY.path(folder))
         show(coefficient_rows(fitted), f"{name}: {len(fitted.models)} models, {fitted.kind}")

@@ -20,7 +20,7 @@ from typing import Any
 
 from hase.learned import target_files
 from hase.learned.sharing import ServingHost
-from hase.training.fits.serving import learned_from
+from hase.training.fits.serving import learn_serving_host
 from hase.utils import cli, files
 from hase.utils.locks import sole_writer
 from hase.utils.logger import get_logger
@@ -54,7 +54,7 @@ def main() -> int:
     workspace = cli.start(args)
     served = Workspace(cli.existing_folder("--served", args.served))
     with sole_writer(workspace.predictors("")):
-        learned = learned_from(served, workspace.predictors(args.target))
+        learned = learn_serving_host(served, workspace.predictors(args.target))
         files.write_json(path := target_files.SERVING.path(workspace.predictors(args.target)), learned)
     log.info("saved %s: from %d runs of %d models", path, learned.runs, learned.models)
     if args.json:

@@ -1,4 +1,4 @@
-"""Prediction errors for what was held out of everything that is learned: families, collections, operators, forms or settings.
+"""Shows how far off predictions are for what training never saw: families, collections, operators, forms or settings.
 
 Reads datasets (those of a GPU target with its predictors), writes nothing but --markdown's page, and prints tables.
 
@@ -7,18 +7,17 @@ Reads datasets (those of a GPU target with its predictors), writes nothing but -
   whole models (with all kernels predicted, with kernels that other groups share looked up, and with all as measured; at the
   host's usual pace, and at the pace measured with each model), of single kernels and of 90 % intervals, and of baselines on the
   same split: a line over the sum of kernel times, the roofline, and nn-Meter's random forests.
-- `--by operator` leaves out each measured operator, so that its kernels are estimated from the other operators of its class,
-  and prints their errors beside those of kernels that alone were held out (from training/kernel_errors).
-- `--by form` leaves out a fifth of the forms (rank, element type, groups, windows, axes) of each kernel type at a time, and
-  prints how far off their kernels are; how many forms were measured; and the cliffs between neighbours that differ in sizes
-  alone. A GPU's targets only.
-- `--by setting` leaves out each setting of threads and cores under which a flavour of TVM was measured, and prints a row for
+- `--by operator` holds out each measured operator, so that its kernels are estimated from the other operators of its class,
+  and prints their errors beside those of kernels that were held out alone (from training/kernel_errors).
+- `--by form` holds out a fifth of the forms (rank, element type, groups, windows, axes) of each kernel type at a time, and
+  prints the errors of their kernels, the number of measured forms, and the cliffs: large differences between neighbours that
+  differ only in sizes. Only for targets of a GPU.
+- `--by setting` holds out each setting of threads and cores under which a flavour of TVM was measured, and prints a row for
   kernels that were measured under other settings too (known), and one for the others (new).
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -31,7 +30,6 @@ from hase.training.kernels.left_out_tables import form_report, operator_report, 
 from hase.training.kernels.targets import add_options, for_each_target, trained_targets
 from hase.utils import cli
 from hase.utils.config import read_config
-from hase.utils.paths import Workspace
 
 EXAMPLES = """
 python training/held_out.py --by collection --target nvidia-h200-cuda-ort1.31-all
@@ -40,23 +38,10 @@ python training/held_out.py --by operator --target nvidia-h200-cuda-ort1.31-all 
 python training/held_out.py --by form --target nvidia-h200-cuda-ort1.31-all --markdown docs/tables/forms.md
 python training/held_out.py --by setting --level tuned
 """
-ONLY_BY = {  # which options go with what
+VALUES_OF_BY = {  # for each option, the values of --by that it needs
     "target": ("family", "collection", "operator", "form"), "without_forests": ("family", "collection"),
     "at_most": ("family", "collection"), "markdown": ("operator", "form"), "level": ("setting",)}
-
-
-def judge_kernels(workspace: Workspace, args: argparse.Namespace, config: TrainingConfig) -> None:
-    """Prints the errors of left-out operators or forms of one target or all."""
-    targets, report = [args.target] if args.target else trained_targets(workspace), {
-        "operator": operator_report, "form": form_report}[args.by]
-    for_each_target(targets, lambda target, show: report(workspace, target, config, args.markdown, show), args.json)
-
-
-def judge_settings(workspace: Workspace, args: argparse.Namespace, config: TrainingConfig) -> None:
-    """Prints the errors under left-out settings."""
-    settings = settings_of(workspace, args.level or "fused")
-    cli.print_rows([row for target in settings for row in setting_error_rows(settings, target, config)], args.json,
-                   "settings left out")
+REPORTS = {"operator": operator_report, "form": form_report}
 
 
 def main() -> int:
@@ -71,7 +56,7 @@ def main() -> int:
                         help="also write the tables of operators or forms to this file, for one --target")
     parser.add_argument("--level", choices=("unfused", "fused", "tuned"), help="level of TVM's flavour (default: fused)")
     args = parser.parse_args()
-    for option, kinds in ONLY_BY.items():
+    for option, kinds in VALUES_OF_BY.items():
         if getattr(args, option) and args.by not in kinds:
             parser.error(f"--{option.replace('_', '-')} goes with --by {' or '.join(kinds)}")
     if args.markdown and not args.target:
@@ -79,10 +64,13 @@ def main() -> int:
     workspace, config = cli.start(args), read_config(args.config, TrainingConfig, args.changes)
     if args.at_most:
         config = config.model_copy(update={"folds": args.at_most})
-    if args.by in ("operator", "form"):
-        judge_kernels(workspace, args, config)
+    if args.by in REPORTS:
+        for_each_target([args.target] if args.target else trained_targets(workspace),
+                        lambda target, show: REPORTS[args.by](workspace, target, config, args.markdown, show), args.json)
     elif args.by == "setting":
-        judge_settings(workspace, args, config)
+        settings = settings_of(workspace, args.level or "fused")
+        cli.print_rows([row for target in settings for row in setting_error_rows(settings, target, config)], args.json,
+                       "settings left out")
     else:
         judge_targets(workspace, args, config, args.by)
     return 0

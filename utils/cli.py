@@ -21,12 +21,12 @@ from typing import Any, Literal, NoReturn
 from hase.utils import logger
 from hase.utils.cache_folder import cache_folder
 from hase.utils.commands import as_typed, command_line, program
-from hase.utils.errors import OpenSizes, UserError, explain, user_can_mend
+from hase.utils.errors import OpenSizes, UserError, os_error_text, user_can_fix
 from hase.utils.fingerprint import FROM_SHEET
 from hase.utils.lazy import argcomplete, rich
 from hase.utils.locks import wait_for_locks
 from hase.utils.paths import IN_CLONE, ROOT, Workspace, default_root
-from hase.utils.processes import asked_by, begin_command, say
+from hase.utils.processes import begin_command, report_end, stop_signal
 from hase.utils.text import cell
 
 EXIT_USAGE = 2
@@ -64,9 +64,9 @@ def run(main: Callable[[], int | None], kept: str = "") -> NoReturn:
 
 def _report(error: BaseException, stopped: str) -> int | None:
     """Tells the user about an error or a stop, and returns the exit code; None for a bug."""
-    if asked_by() or isinstance(error, KeyboardInterrupt):
-        say(stopped)
-        return 128 + (asked_by() or signal.SIGINT)
+    if stop_signal() or isinstance(error, KeyboardInterrupt):
+        report_end(stopped)
+        return 128 + (stop_signal() or signal.SIGINT)
     if isinstance(error, BrokenPipeError):  # the reader (`| head`) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -74,8 +74,8 @@ def _report(error: BaseException, stopped: str) -> int | None:
         print(f"error: {error.problem}: {command_line()} {error.options}", file=sys.stderr)
     elif isinstance(error, UserError):
         print(f"error: {as_typed(str(error))}", file=sys.stderr)
-    elif isinstance(error, OSError) and user_can_mend(error):
-        print(f"error: {explain(error)}", file=sys.stderr)
+    elif isinstance(error, OSError) and user_can_fix(error):
+        print(f"error: {os_error_text(error)}", file=sys.stderr)
     elif isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in LEFT_OUT:
         extra = LEFT_OUT[str(error.name).partition(".")[0]]
         print(as_typed(f"error: needs the package {error.name}; pip install '.[{extra}]'"), file=sys.stderr)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
-MACHINE_LACKS = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # disk space, open files, memory
+SHORTAGES = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of disk space, open files, memory
 OS_ERROR_ADVICE = {
     errno.ENOSPC: "the disk is full; free some space and run the same command again: what was finished is kept",
     errno.EMFILE: "too many open files; raise the limit (ulimit -n) and run the same command again: what was finished is kept",
@@ -36,7 +36,7 @@ class UserError(Exception):
 
 
 class OpenSizes(UserError):
-    """Dimensions of a model have no sizes yet. `options` are command-line options that set sizes that fit."""
+    """Dimensions of a model have no sizes yet. `options` are command-line options that set fitting sizes."""
 
     def __init__(self, problem: str, options: str) -> None:
         super().__init__(f"{problem}, for example {options}")
@@ -44,15 +44,15 @@ class OpenSizes(UserError):
 
 
 class DeviceUnavailable(UserError):
-    """This process can't use a device, although another process on the same machine may be able to."""
+    """This process can't use a device; another process on the same machine may be able to."""
 
 
-def machine_lacks(error: BaseException | None) -> bool:
+def lacks_resources(error: BaseException | None) -> bool:
     """Whether an error or its cause means that the machine lacked disk space, memory or open files. Libraries wrap such errors
-    in texts of their own, so the system's message is searched for as well."""
+    in messages of their own, so these are searched for the system's message."""
     while error is not None:
-        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in MACHINE_LACKS) or any(
-                os.strerror(number) in str(error) for number in MACHINE_LACKS):
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in SHORTAGES) or any(
+                os.strerror(number) in str(error) for number in SHORTAGES):
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -64,12 +64,12 @@ def first_problem(error: ValidationError, *parents: str) -> str:
     return f"{'.'.join(map(str, (*parents, *first['loc'])))}: {first['msg']}"
 
 
-def explain(error: OSError) -> str:
-    """A readable message for an operating-system error: the file, what is wrong, what to do."""
+def os_error_text(error: OSError) -> str:
+    """The message to users for an error of the operating system: the file, what is wrong, what to do."""
     where = f"{error.filename}: " if error.filename else ""
     return where + OS_ERROR_ADVICE.get(error.errno or 0, error.strerror or str(error))
 
 
-def user_can_mend(error: BaseException) -> bool:
-    """Whether `explain` can turn an error of the operating system into one line: it has advice, or names a file."""
+def user_can_fix(error: BaseException) -> bool:
+    """Whether an error is one of the operating system that `os_error_text` explains: it has advice, or names a file."""
     return isinstance(error, OSError) and (error.errno in OS_ERROR_ADVICE or error.filename is not None)

@@ -1,6 +1,6 @@
-"""Processes: clean ends at a signal, and pools and workers that never outlive their parent.
+"""Ends processes cleanly at a signal, and starts pools and workers that never outlive their parent.
 
-Ctrl-C and SIGTERM raise `Stopped` in the main thread, so that blocks clean up. Python can do this only between its own
+Ctrl-C and SIGTERM raise `Stopped` in the main thread, so that `with` blocks clean up. Python can do this only between its own
 instructions, not while C++ code runs (ONNX Runtime optimising a large model) or while it waits for another process. So a second
 thread waits for the same signals. If the process still runs a moment later, that thread removes the temporary files and ends
 it. Nothing is lost: files are written atomically, and child processes end with their parent.
@@ -50,13 +50,13 @@ GRACE_S = 0.7  # between a signal and the forced end of a script; together less 
 CHILD_GRACE_S = 0.15  # the same for a child process, whose parent waits for it
 SHOW_CURSOR = "\x1b[?25h"  # a progress bar hides it
 _lock = threading.Lock()
-_reported_end = False
-_asked = 0
+_end_is_reported = False
+_stop_signal = 0
 _is_command = False
-MEMORY_EVERY_S = 0.02  # interval of memory checks; in that time a process can allocate 0.1 GiB more
-LOOK_EVERY_S = 0.5  # interval of checks while waiting for a reply; a process stopped for so long is given up
+MEMORY_POLL_S = 0.02  # interval of memory checks; in that time a process can allocate 0.1 GiB more
+REPLY_POLL_S = 0.5  # interval of checks while waiting for a reply; a process stopped for so long is given up
 # Signals by which people, or the system for lack of memory, end a process; faults of its code give other signals.
-FROM_OUTSIDE = tuple(getattr(signal, name) for name in ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
+OUTSIDE_SIGNALS = tuple(getattr(signal, name) for name in ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
 MIB = 1 << 20
 # mallopt(3): numbers from malloc.h. glibc takes at most 32 MiB as the threshold for blocks that are mapped apart.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -68,24 +68,24 @@ class Stopped(KeyboardInterrupt):
 
 
 def stop_at_signals(message: str, grace_s: float = GRACE_S, error: type[BaseException] | None = Stopped) -> None:
-    """Makes Ctrl-C and SIGTERM raise an error in the main thread, and end the process `grace_s` later.
+    """Makes Ctrl-C and SIGTERM raise an error in the main thread, and end the process `grace_s` later if it still runs.
 
     Must be called in the main thread. An ignored signal stays ignored. If a signal gets another handler later, only that
     handler runs.
 
     Args:
-        message: printed on stderr if the thread ends the process before `say` was called; "" for nothing.
+        message: printed on stderr if the process is ended before `report_end` was called; "" for nothing.
         error: raised with the signal number; None to end the process at once.
     """
     def end(number: int) -> NoReturn:
-        say(message)
+        report_end(message)
         remove_temporaries()
         os._exit(128 + number)
 
     def stop(number: int, frame: FrameType | None) -> None:
-        global _asked
-        if not _asked:  # a second signal must not interrupt the clean-up
-            _asked = number
+        global _stop_signal
+        if not _stop_signal:  # a second signal must not interrupt the clean-up
+            _stop_signal = number
             if error is None:
                 end(number)
             raise error(number)
@@ -94,11 +94,10 @@ def stop_at_signals(message: str, grace_s: float = GRACE_S, error: type[BaseExce
         handler = signal.getsignal(number)
         return getattr(handler, "__wrapped__", handler)  # while a package is imported (hase.utils.lazy), `stop` is called later
 
-    def end_at_last() -> None:
-        while True:
+    def end_after_grace() -> None:
+        ours: list[int] = []
+        while not ours:
             ours = [number for number in os.read(reading, 64) if number in SIGNALS and handler_of(number) is stop]
-            if ours:
-                break
         time.sleep(grace_s)
         end(ours[0])
 
@@ -109,33 +108,33 @@ def stop_at_signals(message: str, grace_s: float = GRACE_S, error: type[BaseExce
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, stop)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    threading.Thread(target=end_at_last, daemon=True, name="stopping").start()
+    threading.Thread(target=end_after_grace, daemon=True, name="stopping").start()
 
 
-def asked_by() -> int:
-    """The number of the signal that asked this process to end; 0 if none did. Needed because a library may turn `Stopped` into
+def stop_signal() -> int:
+    """The number of the signal that stops this process; 0 if none came. Needed because a library may turn `Stopped` into
     another error, as the import of ONNX Runtime does (ImportError)."""
-    return _asked
+    return _stop_signal
 
 
-def say(message: str) -> None:
-    """Prints why the process ends, once."""
-    global _reported_end
+def report_end(message: str) -> None:
+    """Prints why the process ends, at most once."""
+    global _end_is_reported
     with _lock:
-        if _reported_end or not message:
+        if _end_is_reported or not message:
             return
-        _reported_end = True
+        _end_is_reported = True
     if sys.stderr.isatty():
         message = SHOW_CURSOR + message
     os.write(2, f"{message}\n".encode())  # a print may wait for a lock that the main thread holds
 
 
-def set_by_signal() -> Event:
-    """An event that Ctrl-C and SIGTERM set; they no longer end the process themselves."""
-    over = Event()
+def stop_event() -> Event:
+    """An event that Ctrl-C and SIGTERM set from now on, instead of ending the process."""
+    stopped = Event()
     for number in SIGNALS:
-        signal.signal(number, lambda *_: over.set())
-    return over
+        signal.signal(number, lambda *_: stopped.set())
+    return stopped
 
 
 def is_command() -> bool:
@@ -144,7 +143,7 @@ def is_command() -> bool:
 
 
 def begin_command(stopped: str) -> None:
-    """Makes a script end cleanly at Ctrl-C and SIGTERM, and print `stopped`. Must be called first."""
+    """Makes a script end cleanly at Ctrl-C and SIGTERM, with the message `stopped`. Must be called first."""
     global _is_command
     _is_command = True
     stop_at_signals(stopped)
@@ -152,7 +151,8 @@ def begin_command(stopped: str) -> None:
 
 
 def die_with_parent(by: signal.Signals | None = None) -> None:
-    """Asks Linux to send the signal `by` (default SIGKILL) when the parent ends; elsewhere, compare `os.getppid()`."""
+    """Makes Linux send this process the signal `by` (default: SIGKILL) when its parent ends. No effect on other systems, where
+    the process must compare `os.getppid()`."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1  # linux/prctl.h
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, by or signal.SIGKILL)
@@ -161,7 +161,7 @@ def die_with_parent(by: signal.Signals | None = None) -> None:
 def begin_child(temporary: Path | None = None) -> None:
     """Makes a child process end cleanly at SIGTERM and with its parent. Must be called first.
 
-    The parent handles Ctrl-C. Nothing is raised in the child: an error in a callback of onnx's C++ code would crash it. The
+    Ctrl-C is left to the parent. Nothing is raised in the child: an error in a callback of onnx's C++ code would crash it. The
     parent removes `temporary`, the child's folder for temporary files.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -178,8 +178,8 @@ def exit_cause(code: int) -> str:
 
 
 def serve_lines(answer: Callable[[bytes], str]) -> None:
-    """Answers each line on standard input with a line on standard output, until the input ends. The process also ends with its
-    parent: a worker that hangs would never read the end of its input."""
+    """Answers each line of standard input with a line on standard output, until the input ends. The process also ends with its
+    parent, since a worker that hangs would never read the end of its input."""
     die_with_parent()
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # a library's output is no reply
@@ -192,8 +192,8 @@ def serve_lines(answer: Callable[[bytes], str]) -> None:
 
 @contextmanager
 def process_pool(jobs: int) -> Iterator[futures.ProcessPoolExecutor]:
-    """A pool of `jobs` processes that may use ONNX Runtime; they end with the block, and at once if it is interrupted. They are
-    spawned, since a forked runtime would hang."""
+    """A pool of `jobs` processes that may use ONNX Runtime. They end with the block, and at once if it is interrupted. They are
+    spawned, since ONNX Runtime would hang in a forked process."""
     others = multiprocessing.active_children()
     with temporary_folder() as folder:
         pool = futures.ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=begin_child,
@@ -210,10 +210,10 @@ def process_pool(jobs: int) -> Iterator[futures.ProcessPoolExecutor]:
             pool.shutdown()
 
 
-def each_in_a_process(task: Callable[[T], R], items: Sequence[T], jobs: int, crashed: Callable[[T], R],
-                      description: str) -> list[R]:
-    """The result of `task` for each item, in order, computed in `jobs` processes. If an item crashes its process, as a damaged
-    model may, its result is that of `crashed`. `task` is a top-level function; items and results are pickled."""
+def map_in_processes(task: Callable[[T], R], items: Sequence[T], jobs: int, crashed: Callable[[T], R],
+                     description: str) -> list[R]:
+    """The result of `task` for each item, in order, computed in `jobs` processes. For an item that crashes its process, as a
+    damaged model may, it is that of `crashed`. `task` is a top-level function; items and results are pickled."""
     results: dict[int, R] = {}
     left = list(range(len(items)))
     while left:
@@ -233,11 +233,11 @@ def each_in_a_process(task: Callable[[T], R], items: Sequence[T], jobs: int, cra
     return [results[number] for number in range(len(items))]
 
 
-def in_processes(task: Callable[[T], list[R]], batches: Iterable[T], jobs: int) -> Iterator[R]:
-    """The results of `task` for each batch, in order, computed in `jobs` processes.
+def stream_in_processes(task: Callable[[T], list[R]], batches: Iterable[T], jobs: int) -> Iterator[R]:
+    """Yields the results of `task` for each batch, in order, computed in `jobs` processes.
 
-    Batches are taken only when a process will soon be free, so the stream may exceed memory. `task` is a top-level function or
-    a partial of one; batches and results are pickled.
+    A batch is read only when a process will soon be free for it, so that all together may exceed memory. `task` is a top-level
+    function or a partial of one; batches and results are pickled.
     """
     with process_pool(jobs) as pool:
         pending: deque[futures.Future[list[R]]] = deque()
@@ -257,8 +257,8 @@ class WorkerFailed(Exception):
     """A request to a worker process failed.
 
     Attributes:
-        status: `crashed` if it died or took too much memory, `timeout` if it was too slow, `interrupted` if somebody ended or
-            stopped it, `failed` if the worker reports a failure.
+        status: `crashed` if the process died or took too much memory, `timeout` if it was too slow, `interrupted` if somebody
+            ended or stopped it, `failed` if the worker itself reports a failure.
         signal: the number of the signal that ended the process, or None.
     """
 
@@ -268,7 +268,7 @@ class WorkerFailed(Exception):
 
 
 class TooMuchMemory(WorkerFailed):
-    """A worker process exceeded its memory limit; its status is `crashed`."""
+    """A worker process exceeded its memory limit (status `crashed`)."""
 
     def __init__(self, limit_mib: float) -> None:
         super().__init__("crashed", f"it took more than {limit_mib / 1024:.1f} GiB of memory")
@@ -278,8 +278,8 @@ class WorkerProcess(Generic[Request, Reply]):
     """A worker process that starts at the first request or `prepare`, and ends with its `with` block.
 
     Args:
-        module: run as by `python -m`. It reads one request per line and writes one reply per line.
-        memory_mib: memory limit (see `holds_mib`), or None.
+        module: run as by `python -m`. It reads one request per line and writes one reply per line (see `serve_lines`).
+        memory_mib: limit of `memory_use_mib`, or None.
     """
 
     def __init__(self, module: str, reply: type[Reply], timeout_s: float, memory_mib: float | None = None,
@@ -288,7 +288,7 @@ class WorkerProcess(Generic[Request, Reply]):
         self._environment = dict(environment or {})
         self._process: subprocess.Popen[bytes] | None = None
         self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._temporary = ExitStack()  # the folder of its temporary files: it is killed, and can't remove them
+        self._temporary = ExitStack()  # the folder of its temporary files, which it can't remove: it is killed
         self._preparing = False
 
     def __enter__(self) -> Self:
@@ -303,42 +303,38 @@ class WorkerProcess(Generic[Request, Reply]):
             self._process.kill()
             self._process.wait()
             if self._process.stdin:
-                with suppress(BrokenPipeError):  # what it has not read
+                with suppress(BrokenPipeError):  # it has not read all
                     self._process.stdin.close()
             self._temporary.close()
         self._process, self._preparing = None, False
 
     @property
-    def started(self) -> bool:
-        """Whether the process lives."""
+    def alive(self) -> bool:
+        """Whether the process was started and has not ended."""
         return self._process is not None and self._process.poll() is None
 
-    def holds_mib(self) -> float:
+    def memory_use_mib(self) -> float:
         """The process's memory in MiB; 0 if it has ended. On Linux, mapped files such as libraries do not count."""
-        try:
-            memory = psutil.Process(self._process.pid).memory_info() if self._process else None
-        except psutil.Error:
-            memory = None
-        return (memory.rss - getattr(memory, "shared", 0)) / 2**20 if memory else 0.0
+        with suppress(psutil.Error):
+            if self._process:
+                memory = psutil.Process(self._process.pid).memory_info()
+                return float(memory.rss - getattr(memory, "shared", 0)) / MIB
+        return 0.0
 
     def prepare(self, request: Request) -> None:
-        """Starts the process with a request whose reply is not needed, so that later requests find everything loaded."""
+        """Starts the process and sends a request whose reply nobody needs, so that later requests find everything loaded."""
         self._send(request)
         self._preparing = True
 
     def wait(self) -> None:
-        """Waits for the end of `prepare`. If it failed, the next request fails."""
+        """Waits until the request of `prepare` is answered. If it failed, the next request fails."""
         if self._preparing:
             self._preparing = False
             with suppress(WorkerFailed):
                 self._receive()
 
     def ask(self, request: Request) -> Reply:
-        """The worker's reply.
-
-        Raises:
-            WorkerFailed: it died, was too slow, or took too much memory; the worker is stopped.
-        """
+        """The worker's reply. Raises WorkerFailed, and stops the worker, if it died, was too slow, or took too much memory."""
         self.wait()
         self._send(request)
         return self._receive()
@@ -352,7 +348,7 @@ class WorkerProcess(Generic[Request, Reply]):
         return started.result()
 
     def _send(self, request: Request) -> None:
-        if self._process is not None and not self.started:
+        if self._process is not None and not self.alive:
             self.stop()  # it ended between two requests
         self._process = self._process or self._start()
         if self._process.stdin is None:
@@ -368,31 +364,28 @@ class WorkerProcess(Generic[Request, Reply]):
         if not line.endswith(b"\n"):  # it ended, perhaps in the middle of a line
             code = self._process.wait()
             self.stop()
-            raise WorkerFailed("interrupted" if -code in FROM_OUTSIDE else "crashed",
+            raise WorkerFailed("interrupted" if -code in OUTSIDE_SIGNALS else "crashed",
                                f"the process that ran it ended with {exit_cause(code)}", -code if code < 0 else None)
         return self._reply.model_validate_json(line)
 
     def _next_line(self, process: subprocess.Popen[bytes]) -> bytes:
-        """The next line of the process; b"" if it has ended, even if its own child keeps the pipe open.
-
-        Raises:
-            WorkerFailed: as `ask`, or somebody stopped it (SIGSTOP); the worker is stopped.
-        """
+        """The next line of the process; b"" if it has ended, even if its own child keeps the pipe open. Raises WorkerFailed as
+        `ask`, and if somebody stopped the process (SIGSTOP)."""
         until_s, stopped_s = time.monotonic() + self.timeout_s, math.inf
+        poll_s = REPLY_POLL_S if self.memory_mib is None else MEMORY_POLL_S
         while True:
             left_s, ended = until_s - time.monotonic(), process.poll() is not None
-            every_s = LOOK_EVERY_S if self.memory_mib is None else MEMORY_EVERY_S
             try:
-                return self._lines.get(timeout=max(min(left_s, every_s), 0.0))
+                return self._lines.get(timeout=max(min(left_s, poll_s), 0.0))
             except queue.Empty:
                 if ended:
                     return b""
-            if self.memory_mib is not None and self.holds_mib() > self.memory_mib:
+            if self.memory_mib is not None and self.memory_use_mib() > self.memory_mib:
                 self.stop()
                 raise TooMuchMemory(self.memory_mib)
             now_s = time.monotonic()
             stopped_s = min(stopped_s, now_s) if is_stopped(process.pid) else math.inf
-            if now_s - stopped_s >= LOOK_EVERY_S:
+            if now_s - stopped_s >= REPLY_POLL_S:
                 self.stop()
                 raise WorkerFailed("interrupted", "the process that ran it was stopped (SIGSTOP)")
             if left_s <= 0:
@@ -410,10 +403,10 @@ def is_stopped(pid: int) -> bool:
 
 def _run(module: str, environment: Mapping[str, str], started: Future[subprocess.Popen[bytes]],
          lines: queue.SimpleQueue[bytes]) -> None:
-    """Starts a process and puts each of its lines into a queue, then b"" at its end.
+    """Starts a process and puts each line that it writes into a queue, and b"" at its end.
 
-    Runs in a thread, since Windows can't wait for a pipe. The process must start in the same thread: Linux ends a process that
-    dies with its parent when the thread that started it ends.
+    Runs in a thread, since Windows can't wait for a pipe with a timeout. The process must start in this thread, too: for a
+    process that ends with its parent, Linux takes the end of the thread that started it for the end of the parent.
     """
     try:
         process = subprocess.Popen(

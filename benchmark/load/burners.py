@@ -1,4 +1,4 @@
-"""The work with which the stressor keeps a device busy, limited to a share of the time.
+"""The work with which the stressor keeps a device busy for a share of the time.
 
 Work is cut into bursts so that it ends on time, on a GPU at most one burst late.
 """
@@ -27,7 +27,7 @@ from hase.utils.ort_sessions import model_errors
 from hase.utils.processes import die_with_parent
 from hase.utils.timing import pause, time_runs_ms
 
-AHEAD_S = 8e-3  # how far ahead of the GPU a deep queue is filled
+AHEAD_S = 8e-3  # how much work a deep queue holds
 BurstStep = Callable[[], object]
 
 
@@ -37,12 +37,12 @@ class BurstWork:
     def __init__(self, burst: BurstStep) -> None:
         self.burst = burst
 
-    def ahead_s(self) -> float:
-        """How long the queued work will still take, in seconds."""
+    def queued_s(self) -> float:
+        """How long the queued work will still take."""
         return 0.0
 
-    def run_dry(self) -> None:
-        """Waits for the queued work."""
+    def drain(self) -> None:
+        """Waits until the queued work is done."""
 
 
 class GpuEvent(Protocol):
@@ -53,12 +53,12 @@ class GpuEvent(Protocol):
 
 
 class QueuedBursts(BurstWork):
-    """Bursts queued up to AHEAD_S ahead of the GPU; `launch` queues one (of `burst_s`), `mark` appends an event."""
+    """Bursts in a queue that holds AHEAD_S of work. `launch` queues a burst, which takes `burst_s`; `mark` queues an event."""
 
     def __init__(self, launch: BurstStep, mark: Callable[[], GpuEvent], burst_s: float) -> None:
         super().__init__(self._queue_one)
         self._launch, self._mark, self._burst_s = launch, mark, burst_s
-        self._depth = max(2, round(AHEAD_S / burst_s))  # one that runs, and one that waits
+        self._depth = max(2, round(AHEAD_S / burst_s))  # at least one that runs, and one that waits
         self._ends: deque[GpuEvent] = deque()  # of the bursts in the queue
 
     def _queue_one(self) -> None:
@@ -67,25 +67,25 @@ class QueuedBursts(BurstWork):
         self._launch()
         self._ends.append(self._mark())
 
-    def ahead_s(self) -> float:
+    def queued_s(self) -> float:
         while self._ends and self._ends[0].query():
             self._ends.popleft()
         return len(self._ends) * self._burst_s
 
-    def run_dry(self) -> None:
+    def drain(self) -> None:
         if self._ends:
             self._ends[-1].synchronize()
             self._ends.clear()
 
 
 def alternate(compute: BurstStep, memory: BurstStep, kind: str) -> BurstStep:
-    """One step of `kind`; `mixed` alternates both kinds."""
+    """A step that does the work of a background's kind: `mixed` takes compute and memory in turn."""
     turns = itertools.cycle({"compute": (compute,), "memory": (memory,), "mixed": (compute, memory)}[kind])
     return lambda: next(turns)()
 
 
 def cpu_step(background: Background) -> BurstStep:
-    """One step on a CPU core: a run of the model, or tens of microseconds of a product in the cache or a copy beyond it."""
+    """A step on a CPU core: a run of the model; or, for tens of microseconds, a product in the cache or a copy beyond it."""
     if background.model:
         runner = open_runner(background.model, "cpu", dims=model_dims(background), static=True)
         runner.warm_up(1)
@@ -103,7 +103,7 @@ def cpu_step(background: Background) -> BurstStep:
 
 
 def cuda_work(background: Background) -> BurstWork:
-    """Bursts on the GPU: products, copies within its memory, or runs of a model."""
+    """Work on the GPU in bursts: products, copies within its memory, or runs of a model."""
     stream = torch.cuda.Stream()
     launch = model_run(background, stream.cuda_stream) if background.model else cuda_burst(background, stream)
 
@@ -112,11 +112,11 @@ def cuda_work(background: Background) -> BurstWork:
         event.record(stream)
         return event
 
-    return as_work(background, launch, mark, torch.cuda.synchronize)
+    return queued_work(background, launch, mark, torch.cuda.synchronize)
 
 
-def as_work(background: Background, launch: BurstStep, mark: Callable[[], GpuEvent], wait: BurstStep) -> BurstWork:
-    """Wraps queued bursts as work with the background's kind of queue; `wait` waits for what is queued."""
+def queued_work(background: Background, launch: BurstStep, mark: Callable[[], GpuEvent], wait: BurstStep) -> BurstWork:
+    """Bursts as work with the background's kind of queue: deep, or awaited one by one. `wait` waits for all that is queued."""
     def awaited() -> None:
         launch()
         wait()
@@ -129,20 +129,20 @@ def cuda_burst(background: Background, stream: torch.cuda.Stream) -> BurstStep:
     """A step that queues products or copies on the stream for about `burst_ms`."""
     product = torch.ones(2048, 2048, device="cuda")
     source, sink = (torch.ones(16 << 20, device="cuda") for _ in range(2))  # 64 MiB each: beyond any cache
-    stream.wait_stream(torch.cuda.current_stream())  # it fills the tensors
+    stream.wait_stream(torch.cuda.current_stream())  # which fills the tensors
 
     def repeated(work: BurstStep) -> BurstStep:
-        def times(count: int) -> None:
+        def repeat(count: int) -> None:
             with torch.cuda.stream(stream):
                 for _ in range(count):
                     work()
 
         def awaited() -> None:
-            times(1)
+            repeat(1)
             stream.synchronize()
 
         count = max(1, round(background.burst_ms / 1e3 / fastest_s(awaited)))
-        return lambda: times(count)
+        return lambda: repeat(count)
 
     return alternate(repeated(lambda: torch.mm(product, product)), repeated(lambda: sink.copy_(source)), background.kind)
 
@@ -158,10 +158,10 @@ def model_run(background: Background, stream: int) -> BurstStep:
 
 
 def model_dims(background: Background) -> dict[str, int]:
-    """Sizes of the model's dynamic dimensions: as given, else as the file suggests, else 1."""
+    """Sizes of the dynamic dimensions of the background's model: as given, else as the file suggests, else 1."""
     with model_errors(str(background.model)):
         proto = onnx.load(str(background.model), load_external_data=False)
-    suggested = default_dims(proto, str(background.model))  # it may name dimensions that this model does not have
+    suggested = default_dims(proto, str(background.model))  # may name dimensions that the model does not have
     return {name: suggested.get(name, 1) for name in open_dims(proto)} | background.dims
 
 
@@ -171,32 +171,36 @@ def fastest_s(work: BurstStep) -> float:
 
 
 def bursts(work: BurstWork, intensity: float, period_s: float, offset_s: float = 0.0) -> Iterator[float]:
-    """Runs bursts for the share `intensity` of every period and sleeps for the rest; yields the busy seconds.
+    """Runs bursts for the share `intensity` of every period and sleeps for the rest; yields the busy seconds of each period.
 
-    At 1 the queue is never empty; below, only work that ends within the share is queued. Periods follow the monotonic clock,
-    shifted by `offset_s`, so a late wake-up does not delay later ones.
+    At 1 the queue is never empty; below, only work that ends within the share is queued. Periods start at multiples of
+    `period_s` on the monotonic clock, plus `offset_s`, so a late wake-up does not delay later ones.
     """
+    def next_period_s(after_s: float) -> float:
+        return math.ceil((after_s - offset_s) / period_s) * period_s + offset_s
+
     steady = intensity >= 1.0
-    beginning = math.ceil((time.monotonic() - offset_s) / period_s) * period_s + offset_s
+    start_s = next_period_s(time.monotonic())
     while True:
-        pause(beginning - time.monotonic())
-        began = now = time.monotonic()
-        end = beginning + intensity * period_s
-        while now + (0.0 if steady else work.ahead_s()) < end:
+        pause(start_s - time.monotonic())
+        began_s = now_s = time.monotonic()
+        end_s = start_s + intensity * period_s
+        while now_s + (0.0 if steady else work.queued_s()) < end_s:
             work.burst()
-            now = time.monotonic()
+            now_s = time.monotonic()
         if not steady:
-            work.run_dry()
-            now = time.monotonic()
-        yield now - began
-        beginning += period_s
-        if now > beginning + period_s:  # after a suspend or an overload: do not catch up
-            beginning = math.ceil((now - offset_s) / period_s) * period_s + offset_s
+            work.drain()
+            now_s = time.monotonic()
+        yield now_s - began_s
+        start_s += period_s
+        if now_s > start_s + period_s:  # after a suspend or an overload: do not catch up
+            start_s = next_period_s(now_s)
 
 
 def burn_core(background: Background, intensity: float, offset_s: float, ready: Connection) -> None:
-    """One process of the CPU stressor, until its parent ends. Sends `ready` one message: "", or why it cannot work."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # both may reach the whole group; the parent decides
+    """Keeps one core busy, as a process of the CPU stressor, until its parent ends. Sends one message through `ready`: "", or
+    why it can't work."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # both may reach the whole process group; the parent decides
         signal.signal(number, signal.SIG_IGN)
     die_with_parent()
     parent = multiprocessing.parent_process()

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 
 from hase.extras.graph_stages.measuring.layer import HOST
 from hase.extras.graph_stages.planning.plans import PlanCost, PlanningProblem, StageCost, StageData, best_plan, plan_cost
-from hase.extras.graph_stages.planning.ranked_plans import described
+from hase.extras.graph_stages.planning.ranked_plans import plan_text
 from hase.learned.kernels.measured import measured_times
 from hase.records.dataset_files import read_header
 from hase.records.kernel_record import ModelRecord
@@ -114,7 +114,7 @@ def main() -> None:
             raise UserError(f"{args.model}: kernel {node.kernel_id} was measured on neither device; measure it with: "
                             "python benchmark/collector.py")
     rows = [{"plan": name, "latency_ms": plan.latency_ms, "copies_ms": plan.transfer_ms,
-             "copies": sum(len(step.copies) for step in plan.steps), "kernels": described(plan.assignment)}
+             "copies": sum(len(step.copies) for step in plan.steps), "kernels": plan_text(plan.assignment)}
             for name, plan in plans(problem)]
     cli.print_rows(rows, args.json, f"{args.model}: {len(record.nodes)} kernels")
 

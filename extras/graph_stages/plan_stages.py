@@ -33,22 +33,21 @@ from hase.extras.graph_stages.planning.ranked_plans import (
     RUNS,
     UNSTEADY,
     PlanRun,
-    append_runs,
-    home_latency,
-    home_of,
+    home_latency_ms,
+    home_unit,
     interpolation_error,
     left_out_rows,
-    opened_at,
+    open_stages,
     plan_table,
-    plans_left,
-    predicted_now,
-    ranked,
+    plans_to_run,
+    ranked_plans,
     read_runs,
     run_plans,
     run_with_chains,
     size_rows,
     stage_tasks,
     summary,
+    with_current_predictions,
 )
 from hase.extras.graph_stages.planning.tables import Size, StageTables, read_tables
 from hase.utils import cli, files
@@ -86,9 +85,9 @@ def size_option(text: str) -> Size:
 
 def print_plans_at_size(tables: StageTables, args: argparse.Namespace) -> None:
     """Prints the plans at one size."""
-    home = home_of(tables, args.home)
+    home = home_unit(tables, args.home)
     setting = tables.setting((args.nodes, args.edges), args.extrapolate)
-    plans = ranked(setting, home, args.objective)
+    plans = ranked_plans(setting, home, args.objective)
     for reason in setting.left_out:
         log.warning("left out: %s", reason)
     error = interpolation_error(tables) if setting.basis == "interpolated" else None
@@ -103,13 +102,13 @@ def print_plans_at_size(tables: StageTables, args: argparse.Namespace) -> None:
                              "std_ms": plan.cost.std_ms, "transfer_ms": plan.cost.transfer_ms, "busy_ms": plan.cost.busy_ms,
                              "throughput_per_s": plan.cost.throughput_per_s} for plan in plans[:args.top]]})
         return
-    cli.print_table([plan.row(home_latency(plans)) for plan in plans[:args.top]],
+    cli.print_table([plan.row(home_latency_ms(plans)) for plan in plans[:args.top]],
                     f"{args.nodes} nodes, {args.edges} edges ({setting.basis}), home is {home}, by {args.objective}")
 
 
 def print_best_plans(tables: StageTables, args: argparse.Namespace) -> None:
     """Prints the best plan of each size, and writes it to --out."""
-    rows = plan_table(tables, args.sizes or tables.sizes, home_of(tables, args.home), args.objective, args.extrapolate)
+    rows = plan_table(tables, args.sizes or tables.sizes, home_unit(tables, args.home), args.objective, args.extrapolate)
     if args.out and args.out.suffix == ".json":
         files.write_json(args.out, rows)
     elif args.out:
@@ -144,14 +143,14 @@ def time_chains(tables: StageTables, folders: list[tuple[str, Path]], args: argp
         left = [size for size in tables.sizes if size not in done]
         for number, size in enumerate(left, 1):
             log.info("%d nodes, %d edges (%d of %d)", *size, number, len(left))
-            opened, tensors = opened_at(tasks, size)
+            opened, tensors = open_stages(tasks, size)
             append_chains(folder, time_in_chains(size, tables.units, opened, tensors, args.warmup, args.runs, args.rounds))
     log.info("%d sizes timed in chains, %d timed before: %s", len(left), len(done), folder / CHAINS)
 
 
 def run_and_compare(tables: StageTables, folders: list[tuple[str, Path]], args: argparse.Namespace) -> None:
     """Runs the plans and compares them; with --time-chains, plans and chains alternate."""
-    tasks, home, folder = stage_tasks(folders), home_of(tables, args.home), folders[0][1]
+    tasks, home, folder = stage_tasks(folders), home_unit(tables, args.home), folders[0][1]
     sizes = args.sizes or tables.sizes
     # with times in chains, and alone; the best plans of both run in turns with all others
     tables_of_both = tables, read_tables(folders, not args.alone)
@@ -163,16 +162,16 @@ def run_and_compare(tables: StageTables, folders: list[tuple[str, Path]], args: 
                 log.info("%d nodes, %d edges (%d of %d): plans and chains", *size, number, len(sizes))
                 times, runs = run_with_chains(tables_alone, tasks, size, home, args.warmup, args.runs, args.rounds)
                 append_chains(folder, times)
-                append_runs(folder / RUNS, runs)
-            elif left := plans_left(tables_of_both, size, home, earlier_runs):
+                files.append_records(folder / RUNS, runs)
+            elif left := plans_to_run(tables_of_both, size, home, earlier_runs):
                 log.info("%d nodes, %d edges (%d of %d): %d plans", *size, number, len(sizes), len(left))
-                append_runs(folder / RUNS, run_plans(left, tasks, size, args.warmup, args.runs, args.rounds))
+                files.append_records(folder / RUNS, run_plans(left, tasks, size, args.warmup, args.runs, args.rounds))
     compare(read_tables(folders, args.alone), [run for run in read_runs(folder / RUNS) if run.size in sizes], args.json)
 
 
 def compare(tables: StageTables, runs: list[PlanRun], as_json: bool) -> None:
     """Prints the errors of the predictions, and the loss of the chosen plans against the best (regret)."""
-    rows = size_rows(predicted_now(tables, runs))
+    rows = size_rows(with_current_predictions(tables, runs))
     if unsteady := sum(row["repeat"] > UNSTEADY for row in rows):
         log.warning("the machine was unsteady at %d of %d sizes: the same plan differed by more than %.0f %% between rounds; "
                     "errors and regret there say little", unsteady, len(rows), 100 * UNSTEADY)

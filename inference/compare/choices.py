@@ -10,7 +10,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hase.inference.prediction.answers import VERY_LIKELY, chance_text, statistic
+from hase.inference.prediction.answers import VERY_LIKELY, chance_text, slo_statistic
 from hase.utils.text import cell
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def said_of_batches(best: BestBatches, predictions: Sequence[Prediction], slos: 
         statement = (f"the best batch for throughput within {compared[index].limit_ms:g} ms is {predictions[index].batch}: "
                      f"{_rate(predictions[index])}")
     slo = compared[index]
-    lines.append(f"{name}: {statement}, {statistic(predictions[index], slo)} {slo.latency_ms:.4g} ms; that it is met is "
+    lines.append(f"{name}: {statement}, {slo_statistic(predictions[index], slo)} {slo.latency_ms:.4g} ms; that it is met is "
                  f"{chance_text(slo.chance)}")
     if best.surely_within_slo is None:
         lines[-1] += "; of no batch is it very likely"

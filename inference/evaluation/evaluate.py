@@ -24,10 +24,10 @@ from hase.inference.evaluation.models import (
     EvaluatedModel,
     Failures,
     GpuLatency,
-    MadeModel,
+    ListedModel,
     listed_models,
     models_in_dataset,
-    models_of,
+    models_in_files,
     predict_model,
 )
 from hase.inference.library.predictor import Predictor
@@ -232,7 +232,7 @@ def measure_here(models: Sequence[EvaluatedModel], worker: Worker, device: str, 
     for model in progress([model for _ in range(plan.rounds) for model in models], "measuring"):
         if model.failed:
             continue
-        with failures.costing(model.name, model):
+        with failures.catching(model.name, model):
             try:
                 if not loaded:  # the first session also loads the runtime, whose time and memory must not count
                     time_session(model, worker, device, run_mode, 0.0, watch_host=False, inputs=plan.inputs)
@@ -329,12 +329,12 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
         return evaluation_of(workspace, fitted, results, "recorded", run_mode, failures)
     check_measurable(fitted, plan)
     loads.check(fitted, run_mode, workspace)
-    ready = models_of(paths, dims or {}, flavour, failures, static)
+    ready = models_in_files(paths, dims or {}, flavour, failures, static)
     results = measure_all(ready, fitted, run_mode, loads, plan, workspace, force, failures)
     return evaluation_of(workspace, fitted, results, "measured", run_mode, failures)
 
 
-def evaluate_list(workspace: Workspace, folder: Path, models: Sequence[MadeModel], *, target: str | None = None,
+def evaluate_list(workspace: Workspace, folder: Path, models: Sequence[ListedModel], *, target: str | None = None,
                   latencies: Mapping[str, GpuLatency] | None = None, measure_missing: bool = False,
                   plan: MeasuringPlan | None = None, force: bool = False) -> Evaluation:
     """Predicts the models of a list, whose files are in `folder`, and compares with measured latencies.
@@ -350,7 +350,7 @@ def evaluate_list(workspace: Workspace, folder: Path, models: Sequence[MadeModel
     if measure_missing:
         predictor = Predictor(workspace, target, force=force)
         for model in progress(models, "measuring kernels"):
-            with failures.costing(model.name):
+            with failures.catching(model.name):
                 predictor.measure_missing(folder / model.file, [model.dims])
     fitted = fitted_for(workspace, target)
     if latencies is None:
@@ -417,6 +417,6 @@ def recorded_records(workspace: Workspace, paths: Sequence[Path], dims: Mapping[
     """Records by name: of the models in `paths`, else all records of the target's flavour."""
     flavour = fitted.target.flavour
     if paths:
-        models = models_of(paths, dims, flavour, failures, static)
+        models = models_in_files(paths, dims, flavour, failures, static)
         return {model.record.model: model.record for model in models}
     return {record.model: record for record in read_model_records(workspace, flavour)}

@@ -37,16 +37,15 @@ if TYPE_CHECKING:
 
 MANIFEST = "kinds.json"
 MANIFEST_VERSION = 1
+IDLE_BELOW = 0.02  # busy share: counters of an idle GPU are not exactly 0, and a probe's run is sometimes slow by itself
 log = get_logger("evaluator")
-IDLE_BELOW = 0.02  # share of the time: counters of an idle GPU are not exactly 0, and a probe's run is sometimes slow by itself
 
 
-class MadeModel(BaseModel):
-    """One model of a list.
+class ListedModel(BaseModel):
+    """One model of a `Manifest`.
 
     Attributes:
-        name: unique in the list.
-        kind: kind of model; groups the table.
+        kind: groups the rows of the evaluation's table.
         opset: of ONNX's own domain.
         dims: sizes of its dynamic dimensions; empty if all are fixed.
         tiny: it takes far less than a millisecond on purpose.
@@ -63,37 +62,34 @@ class MadeModel(BaseModel):
 
 
 class Manifest(BaseModel):
-    """A list of the models in a folder, as recipes/kinds/make_models.py writes it; version 1 is the first.
-
-    It has the versions of packages, and reasons why other models could not be made (`skipped`).
-    """
+    """A list of the models in a folder, as recipes/kinds/make_models.py writes it, with the versions of the packages that made
+    them, and reasons why other models could not be made (`skipped`). Names are unique."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     version: int = MANIFEST_VERSION
     versions: dict[str, str]
-    models: tuple[MadeModel, ...]
+    models: tuple[ListedModel, ...]
     skipped: dict[str, str] = {}
 
-    def chosen(self, names: Sequence[str]) -> list[MadeModel]:
+    def chosen(self, names: Sequence[str]) -> list[ListedModel]:
         """The models with these names, in the list's order; all if no name is given."""
         return [model for model in self.models if not names or model.name in names]
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The list in a file, or in a folder under its usual name."""
+    """Reads the list in a file, or in a folder under its usual name."""
     file = path / MANIFEST if path.is_dir() else path
     return read_record(file, Manifest, MANIFEST_VERSION, f"python recipes/kinds/make_models.py --out {file.parent}")
 
 
 class GpuLatency(BaseModel):
-    """The latency of a listed model on a GPU: median and 95th percentile of `runs` runs.
+    """The latency of a listed model on a GPU: median and 95th percentile of `runs` runs, or why there is none (`error`).
 
     Attributes:
         way: `static`: its dynamic dimensions were fixed; `dynamic`: they were not.
         io: `device`: tensors stay on the device; `host`: numpy in and out.
         host_probe_us: time of the host probe meanwhile (benchmark/measuring/quiet_host.py).
-        error: why there is no latency.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -109,7 +105,7 @@ class GpuLatency(BaseModel):
 
 
 def read_latencies(path: Path) -> dict[str, GpuLatency]:
-    """The latencies that recipes/kinds/compare_on_gpu.py measured, by model."""
+    """Reads the latencies that recipes/kinds/compare_on_gpu.py measured, by model."""
     document = files.read_json(path)
     try:
         rows = [GpuLatency.model_validate(row) for row in document["models"]]
@@ -121,11 +117,12 @@ def read_latencies(path: Path) -> dict[str, GpuLatency]:
 
 @dataclass
 class EvaluatedModel:
-    """One model to evaluate, and its results; ignored if `failed`.
+    """One model to evaluate, with its predictions and measurements; ignored if `failed`.
 
     Attributes:
         path: its file, if it is to run.
-        load, co_runner: what else runs, by metrics and by the sharing probe.
+        load, co_runner: the other work on the device, by metrics and by the sharing probe.
+        with_lookup, strict: predictions with measured kernels looked up, and with all kernels predicted.
         probes_us: time of the host probe during each session.
         energies_j: valid measurements of a run's energy, by session; `energy` is the predicted one.
     """
@@ -150,19 +147,21 @@ class EvaluatedModel:
 
     @property
     def idle(self) -> bool:
-        """Whether, as far as known, nothing else runs: no load was started, and probe or metrics show almost none."""
-        if self.level or (self.co_runner is None and not self.load):
-            return not self.level
+        """Whether, as far as known, nothing else runs: no load was started, and the probe or metrics show almost none."""
+        if self.level:
+            return False
+        if self.co_runner is None and not self.load:
+            return True
         share = busy_share(self.load) if self.co_runner is None else self.co_runner.busy_share
         return share is not None and share < IDLE_BELOW
 
     @property
     def name(self) -> str:
-        """The model's name, with its level and background."""
+        """The model's name, with the load under which it runs."""
         return self.record.model + (f" at {describe_load(self.level, self.background)}" if self.level else "")
 
     def next_to(self, level: float, background: str, load: Mapping[str, float], co_runner: CoRunner | None) -> EvaluatedModel:
-        """A copy of the model for another load, without measurements."""
+        """The same model under another load, without results."""
         return EvaluatedModel(record=self.record, path=self.path, kind=self.kind, level=level, background=background, load=load,
                               co_runner=co_runner)
 
@@ -175,47 +174,45 @@ class Failures(dict[str, str]):
         log.error("%s", reason if name in str(reason) else f"{name}: {reason}")
 
     @contextmanager
-    def costing(self, name: str, model: EvaluatedModel | None = None) -> Iterator[None]:
-        """Turns an error in a block into the failure of one model, which is marked as failed; bugs also log a traceback."""
+    def catching(self, name: str, model: EvaluatedModel | None = None) -> Iterator[None]:
+        """Turns an error in a block into the failure of one model, so that the evaluation continues. Bugs log a traceback."""
         try:
             yield
-        except UserError as error:
-            reason = error
-        except Exception as fault:  # one model must not end the evaluation; the report and the exit code show it
-            log.exception("%s: a bug in Hase", name)
-            reason = UserError(f"{name}: {type(fault).__name__}: {fault} (a bug in Hase; the log has its traceback)")
-        else:
-            return
-        if model:
-            model.failed = True
-        self.add(name, reason)
+        except Exception as error:  # the report and the exit code show it
+            reason = error if isinstance(error, UserError) else UserError(
+                f"{name}: {type(error).__name__}: {error} (a bug in Hase; the log has its traceback)")
+            if reason is not error:
+                log.exception("%s: a bug in Hase", name)
+            if model:
+                model.failed = True
+            self.add(name, reason)
 
 
-def models_of(paths: Iterable[Path], dims: Mapping[str, Sequence[int]], flavour: Flavour,
+def models_in_files(paths: Iterable[Path], dims: Mapping[str, Sequence[int]], flavour: Flavour,
               failures: Failures, static: bool = False) -> list[EvaluatedModel]:
-    """The models of `paths`, analysed: one for each combination of the sizes in `dims` that are dynamic in the model."""
+    """Analyses the models in files: one for each combination of the sizes in `dims` that are dynamic in the model."""
     models: list[EvaluatedModel] = []
     unused = set(dims)
     sized: list[tuple[Path, dict[str, int]]] = []
     for path in dict.fromkeys(paths):
-        with failures.costing(path.name):
+        with failures.catching(path.name):
             sizes = own_sizes(path, dims)
             unused -= set(sizes[0])
             sized += [(path, size) for size in sizes]
     for path, size in progress(sized, "analysing"):
-        with failures.costing(path.name):
+        with failures.catching(path.name):
             models.append(EvaluatedModel(record=record_of(path, flavour, size, static), path=path))
     if unused and models:
         raise UserError(f"--dim {', '.join(sorted(unused))}: not a dynamic dimension of any of these models")
     return models
 
 
-def listed_models(models: Sequence[MadeModel], folder: Path, flavour: Flavour, failures: Failures,
+def listed_models(models: Sequence[ListedModel], folder: Path, flavour: Flavour, failures: Failures,
                   latencies: Mapping[str, GpuLatency] | None = None) -> list[EvaluatedModel]:
-    """The models of a list, analysed; with `latencies` only the measured ones, with their times."""
+    """Analyses the models of a list; with `latencies` only the measured ones, with their times."""
     evaluated = []
     for model in progress(models, "analysing"):
-        with failures.costing(model.name):
+        with failures.catching(model.name):
             measured = latencies.get(model.name) if latencies is not None else None
             if latencies is not None and measured is None:
                 raise UserError(f"{model.name}: not measured")
@@ -229,17 +226,17 @@ def listed_models(models: Sequence[MadeModel], folder: Path, flavour: Flavour, f
 
 def models_in_dataset(folder: Path, records: Mapping[str, ModelRecord], metrics: Sequence[str],
                       label: str) -> list[EvaluatedModel]:
-    """The valid measurements with `label` in a dataset: one entry for each model of `records`, level, background and machine.
+    """The valid measurements with `label` in a dataset: one entry for each model of `records`, load and machine.
 
-    Idle measurements on a disturbed host are omitted.
+    Idle measurements on a disturbed host are left out.
     """
     sessions = [session for session in model_sessions(read_journal(folder)) if "latency" in session.labels]
     if not sessions:
         return []
     rows = paced_rows(pd.DataFrame(model_rows(sessions, {})))
-    held_up = set(rows.index[~rows["undisturbed"]])
-    if held_up:
-        log.warning("%d latencies from a disturbed host are left out; the collector measures them again", len(held_up))
+    disturbed = set(rows.index[~rows["undisturbed"]])
+    if disturbed:
+        log.warning("%d latencies from a disturbed host are left out; the collector measures them again", len(disturbed))
     measured: dict[tuple[str, tuple[float, str], str], list[tuple[Block, Measurement]]] = defaultdict(list)
     energies_j: dict[str, list[float]] = defaultdict(list)
     for session in sessions:
@@ -248,7 +245,9 @@ def models_in_dataset(folder: Path, records: Mapping[str, ModelRecord], metrics:
             energies_j[session.model] += energy.quantities["energy_j"]
     for index, (model, block, labels) in enumerate(sessions):
         measurement = labels.get(label)
-        if index not in held_up and measurement and measurement.status == "ok" and measurement.samples_ms and model in records:
+        if index in disturbed or model not in records:
+            continue
+        if measurement and measurement.status == "ok" and measurement.samples_ms:
             measured[model, block.load, block.machine].append((block, measurement))
     models = []
     for (model, (level, background), _), sessions_of_model in measured.items():
@@ -264,9 +263,8 @@ def models_in_dataset(folder: Path, records: Mapping[str, ModelRecord], metrics:
 def predict_model(model: EvaluatedModel, target: str, run_mode: RunMode, workspace: Workspace, force: bool,
                   failures: Failures, with_energy: bool = False) -> None:
     """Predicts a model twice, with measured kernels looked up and with all kernels predicted; `with_energy` adds the energy if
-    it was measured.
-    """
-    with failures.costing(model.name, model):
+    it was measured."""
+    with failures.catching(model.name, model):
         record = model.record
         source, sizes = (model.path, record.dims) if record.guessed and model.path else (record, None)
         model.with_lookup, model.strict = (

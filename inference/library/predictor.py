@@ -79,7 +79,7 @@ from hase.learned.energy import EnergyModel, scaled
 from hase.ort_analysis.isolated import analysis
 from hase.utils.cache_folder import keeping_no_json
 from hase.utils.paths import Workspace
-from hase.utils.processes import in_processes
+from hase.utils.processes import stream_in_processes
 from hase.utils.sharing_mode import SetSharing
 
 if TYPE_CHECKING:
@@ -289,7 +289,7 @@ class Predictor:
             fresh = Predictor(self.workspace, self.target, strict=self.strict, force=self.force, estimators=self.estimators,
                               any_device=self.any_device, no_weights=self.no_weights)  # without what this one has read
             work = pickle.dumps((partial(fresh.brief, energy=energy, memory=memory, **options), make))
-            yield from in_processes(partial(_predicted_briefly, work), batches(sources, batch), processes)
+            yield from stream_in_processes(partial(_predicted_briefly, work), batches(sources, batch), processes)
 
     def brief(self, *, energy: bool = False, memory: bool = False,
               **options: Unpack[Options]) -> Callable[[Sequence[Source]], list[BriefPrediction]]:

@@ -126,7 +126,7 @@ class GenerationModels:
         """The time of genai's loop in a step at a pace, with or without a CUDA graph; None if unknown."""
         if self.generation is None:
             return None
-        return self.generation.loop_of(cuda_graph).time_ms(_phase(step), step.batch, file.words, layers_of(file), pace,
+        return self.generation.loop_for(cuda_graph).time_ms(_phase(step), step.batch, file.words, layers_of(file), pace,
                                                            other_logits)
 
 
@@ -139,7 +139,7 @@ def generation_models(predictor: Predictor) -> GenerationModels:
     if energy is None and target_files.ENERGY.path(folder).is_file():
         energy = target_files.ENERGY.needed(folder)
     if isinstance(predictors, CardPredictors) and predictors.base and predictors.gpu:
-        generation = generation and generation.for_limit(predictors.gpu.power_w / predictors.base.power_w)
+        generation = generation and generation.at_power_limit(predictors.gpu.power_w / predictors.base.power_w)
         energy = energy and scaled(energy, predictors.base, predictors.gpu)
     return GenerationModels(generation, energy, {} if generation is None else {
         phase: generation.composition(fitted.composition, phase) for phase in PHASES})

@@ -1,5 +1,5 @@
-"""The record of a prediction, as --json prints it; predictions of one model at several sizes in order; and latency objectives:
-whether a prediction keeps to a limit, and how likely that is."""
+"""The record of a prediction, as --json prints it; how predictions of one model at several sizes are made consistent; and
+latency objectives: whether a prediction keeps to a limit, and how likely that is."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from hase.graph_model.simulation.pipeline import PipelineCosts
 from hase.inference.memory.session import Memory
 from hase.inference.prediction.conditions import AS_USUAL, PaceSource, RunMode
 from hase.inference.prediction.under_load import UnderLoad
-from hase.learned.composition.fitted import NEARLY_ALL
+from hase.learned.composition.fitted import NEARLY_ALL, Formula
 from hase.utils.config import Frozen
 from hase.utils.errors import UserError
 from hase.utils.lazy import pandas as pd
@@ -25,13 +24,14 @@ Provenance = Literal["measured", "predicted", "estimated"]
 PROVENANCES: tuple[Provenance, ...] = ("measured", "predicted", "estimated")
 PREDICTION_VERSION = 1
 PERCENTILE = 95.0  # default percentile of an objective
-END = NormalDist().inv_cdf(0.95)  # end of a 90 % interval, in standard deviations
+INTERVAL_END = NormalDist().inv_cdf(0.95)  # the upper end of a 90 % interval, in standard deviations
 LEAST_SPREAD = 1e-6  # minimum standard deviation of the log latency, since an interval may end at the prediction
-VERY_LIKELY = 0.9  # more is "very likely"
-UP_TO = ((0.1, "very unlikely"), (0.35, "unlikely"), (0.65, "about even"), (VERY_LIKELY, "likely"))
+VERY_LIKELY = 0.9  # above it a chance is "very likely"
+CHANCE_WORDS = (  # for chances up to each number
+    (0.1, "very unlikely"), (0.35, "unlikely"), (0.65, "about even"), (VERY_LIKELY, "likely"))
 
 
-class UsedComposition(Frozen):
+class UsedComposition(Formula):
     """How the times of the kernels were put together to the model's.
 
     latency_ms = alpha · (Σ or longest path of the kernels) + beta_ms; in kind `sum_nodes` plus node_ms for each node that moves
@@ -44,12 +44,6 @@ class UsedComposition(Frozen):
         assumed: whether the constants are defaults, since no model was measured on the target.
     """
 
-    label: str
-    kind: Literal["sum", "sum_nodes", "critical_path", "pipeline"]
-    alpha: float
-    beta_ms: float
-    node_ms: float = 0.0
-    costs: PipelineCosts | None = None
     assumed: bool = False
 
 
@@ -211,23 +205,22 @@ class Predictions(list[Prediction]):
         return pd.DataFrame([prediction.as_row() for prediction in self])
 
     def _repr_html_(self) -> str:
-        """For notebooks."""
+        """A table for notebooks."""
         return cards.table([prediction.as_row() for prediction in self])
 
 
 def make_monotonic(predictions: Sequence[Prediction]) -> list[Prediction]:
-    """Makes predictions of one model grow with its sizes: none is shorter than one at smaller or equal sizes.
+    """Predictions of one model, none shorter than one at smaller or equal sizes: it is raised to that latency, with a warning.
 
-    A shorter one is raised to the latency at the smaller sizes, with a warning. Predictions that rest on steadily measured
-    kernels (NEARLY_ALL of their time) are not changed.
+    Predictions of which nearly all kernel time was measured, on a steady machine, do not change one another.
     """
     return [_raised(prediction, predictions) for prediction in predictions]
 
 
 def _raised(prediction: Prediction, predictions: Sequence[Prediction]) -> Prediction:
-    below = [smaller for smaller in predictions if _no_greater(smaller.dims, prediction.dims)
-             and not (_measured(prediction) and _measured(smaller))]
-    longest = max(below, key=lambda smaller: smaller.latency_ms, default=prediction)
+    at_smaller_sizes = [other for other in predictions if _is_smaller(other.dims, prediction.dims)
+                        and not (_is_measured(prediction) and _is_measured(other))]
+    longest = max(at_smaller_sizes, key=lambda other: other.latency_ms, default=prediction)
     if longest.latency_ms <= prediction.latency_ms:
         return prediction
     low, high = prediction.interval_ms
@@ -242,33 +235,31 @@ def _raised(prediction: Prediction, predictions: Sequence[Prediction]) -> Predic
                                            f"{longest.model}; taken to be as long as that")})
 
 
-def _no_greater(dims: Mapping[str, int], than: Mapping[str, int]) -> bool:
-    return dims.keys() == than.keys() and dims != than and all(size <= than[name] for name, size in dims.items())
+def _is_smaller(dims: Mapping[str, int], other: Mapping[str, int]) -> bool:
+    return dims.keys() == other.keys() and dims != other and all(size <= other[name] for name, size in dims.items())
 
 
-def _measured(prediction: Prediction) -> bool:
+def _is_measured(prediction: Prediction) -> bool:
     return prediction.time_share["measured"] - prediction.unsteady_share >= NEARLY_ALL
 
 
 def chance_within(latency_ms: float, interval_ms: tuple[float, float], limit_ms: float) -> float:
-    """The probability (0 to 1) that a predicted latency is within a limit.
+    """The probability (0 to 1) that a latency is within a limit, given its prediction.
 
-    On each side of the prediction, which is the median, the latency's logarithm is normally distributed. 5 % lies below the
-    interval, 5 % above it.
+    The prediction is taken as the median, 5 % lies below the interval, 5 % above it, and on each side of the prediction the
+    latency's logarithm is normally distributed.
     """
     if not latency_ms:
         return 1.0
-    off = math.log(limit_ms / latency_ms)
-    end_ms = interval_ms[1] if off > 0 else interval_ms[0]
-    spread = abs(math.log(end_ms / latency_ms)) / END if end_ms > 0 else math.inf
-    return NormalDist().cdf(off / max(spread, LEAST_SPREAD))
+    distance = math.log(limit_ms / latency_ms)
+    end_ms = interval_ms[1] if distance > 0 else interval_ms[0]
+    spread = abs(math.log(end_ms / latency_ms)) / INTERVAL_END if end_ms > 0 else math.inf
+    return NormalDist().cdf(distance / max(spread, LEAST_SPREAD))
 
 
 def chance_word(chance: float) -> str:
-    """A probability (0 to 1) in words: "very unlikely" up to 10 %, "unlikely" up to 35 %, "about even" up to 65 %, "likely" up
-    to 90 %, and "very likely" above.
-    """
-    return next((words for most, words in UP_TO if chance <= most), "very likely")
+    """A probability (0 to 1) in words, by CHANCE_WORDS."""
+    return next((words for most, words in CHANCE_WORDS if chance <= most), "very likely")
 
 
 def chance_text(chance: float) -> str:
@@ -302,13 +293,14 @@ class Slo(Frozen):
     chance_in_words: str
 
 
-def statistic(prediction: Prediction, slo: Slo) -> str:
-    """Names the number that is compared with an objective. Only under load is the spread of the runs' latencies predicted."""
+def slo_statistic(prediction: Prediction, slo: Slo) -> str:
+    """The name of the number that is compared with an objective: a percentile under load, where the spread of the runs'
+    latencies is predicted, else the median."""
     return f"p{slo.percentile:g}" if prediction.under_load else "median"
 
 
 def check_percentile(percentile: float) -> None:
-    """Raises UserError unless the percentile is between 1 and 100 (0.95 is a common mistake)."""
+    """Raises UserError unless a percentile is between 1 and 100 (0.95 is a common mistake)."""
     if not 1.0 <= percentile <= 100.0:
         raise UserError(f"percentile {percentile:g} is not between 1 and 100; write 95 for the 95th percentile")
 
@@ -316,12 +308,11 @@ def check_percentile(percentile: float) -> None:
 def check_slo(prediction: Prediction, limit_ms: float, percentile: float = PERCENTILE) -> Slo:
     """Compares a prediction with the objective that `percentile` % of the runs take at most `limit_ms`."""
     check_percentile(percentile)
-    shared = prediction.under_load
-    latency, (low_ms, high_ms) = prediction.latency_ms, prediction.interval_ms
-    if shared is not None:
-        latency = shared.percentile_ms(percentile)
-        low_ms, high_ms = (end * latency / prediction.latency_ms for end in (low_ms, high_ms))
-    chance = chance_within(latency, (low_ms, high_ms), limit_ms)
-    return Slo(limit_ms=limit_ms, percentile=percentile, latency_ms=latency, met=latency <= limit_ms,
-               headroom_ms=limit_ms - latency, headroom_percent=100 * (1 - latency / limit_ms),
+    latency_ms, (low_ms, high_ms) = prediction.latency_ms, prediction.interval_ms
+    if prediction.under_load:
+        latency_ms = prediction.under_load.percentile_ms(percentile)
+        low_ms, high_ms = (end_ms * latency_ms / prediction.latency_ms for end_ms in (low_ms, high_ms))
+    chance = chance_within(latency_ms, (low_ms, high_ms), limit_ms)
+    return Slo(limit_ms=limit_ms, percentile=percentile, latency_ms=latency_ms, met=latency_ms <= limit_ms,
+               headroom_ms=limit_ms - latency_ms, headroom_percent=100 * (1 - latency_ms / limit_ms),
                could_be_ms=high_ms, chance=chance, chance_in_words=chance_word(chance))

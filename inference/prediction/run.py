@@ -164,8 +164,7 @@ def predicted_run(run: ModelRun, warnings: Sequence[str]) -> PredictedRun:
     memory, device_mib = batch.memory(run.index), device_memory_mib(fitted.target, fitted.predictors.sidecar.machines)
     prediction = Prediction(
         model=record.model, target=fitted.target.name, flavour=record.flavour.name, holds_for=holds_for(record, fitted),
-        composition=UsedComposition(label=used.label, kind=used.kind, alpha=used.alpha, beta_ms=used.beta_ms,
-                                    node_ms=used.node_ms, costs=run.costs, assumed=used.assumed),
+        composition=UsedComposition(**used.formula_fields() | {"costs": run.costs}, assumed=used.assumed),
         way=run.run_mode, latency_ms=latency, interval_ms=(span.low * latency, span.high * latency),
         rough_estimate=bool(found.rough[run.index]), estimated_operators=estimated, doubtful_operators=uncertain,
         sum_latency_ms=_sum_latency_ms(used, run.kernel_sum_ms), kernel_sum_ms=run.kernel_sum_ms,
@@ -192,7 +191,7 @@ def _under_load(run: ModelRun, alone_ms: float) -> UnderLoad | None:
     if shared_gpu is None or run.costs is None:
         return None
     shared = under_load(run.tracks, run.costs, shared_gpu.sharing, shared_gpu.co_runner, shared_gpu.load_source)
-    return shared.later_by(alone_ms - pipeline_ms(run.tracks, run.costs))
+    return shared.longer_by(alone_ms - pipeline_ms(run.tracks, run.costs))
 
 
 def _uncertainty_warnings(run: ModelRun) -> tuple[str, ...]:

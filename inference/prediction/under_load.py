@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 SHOWN_PERCENTILES = (50, 95, 99)
 LoadSource = Literal["probe", "metrics", "share", "prediction"]
-SAMPLES = 20  # samples of a distribution in simulations of requests
+SAMPLES = 20  # of a distribution, in simulations of requests
 SEED = 7  # for the simulated callers, so that the same question has the same answer
 
 
 class NotShared(UserError):
-    """Nothing was learned of how a target's GPU is shared."""
+    """Nothing was learned about how a target's GPU is shared."""
 
     def __init__(self, target: str) -> None:
         super().__init__(f"{target}: nothing was learned of how it is shared, so latencies under load have no distribution; "
@@ -59,56 +59,55 @@ class UnderLoad(Frozen):
     told_by: LoadSource
 
     @classmethod
-    def of(cls, runs_ms: npt.NDArray[np.float64], busy_share: float, told_by: LoadSource) -> Self:
+    def from_runs(cls, runs_ms: npt.NDArray[np.float64], busy_share: float, load_source: LoadSource) -> Self:
         """The distribution of the latencies (ms) of some runs; the array may have any shape."""
         return cls(mean_ms=float(runs_ms.mean()), percentiles_ms=tuple(np.percentile(runs_ms, np.arange(101)).tolist()),
-                   busy_share=busy_share, told_by=told_by)
+                   busy_share=busy_share, told_by=load_source)
 
     def percentile_ms(self, percent: float) -> float:
         """The latency that `percent` % of the runs do not exceed."""
         return float(np.interp(percent, np.arange(len(self.percentiles_ms)), self.percentiles_ms))
 
     def slowdowns(self, alone_ms: float) -> npt.NDArray[np.float64]:
-        """SAMPLES equally likely ratios of a run's time to `alone_ms`, with the mean of all runs."""
+        """SAMPLES equally likely ratios of a run's time to `alone_ms`; their mean is that of all runs."""
         samples = np.interp(100.0 * (np.arange(SAMPLES) + 0.5) / SAMPLES, np.arange(101), self.percentiles_ms)
         return samples * (self.mean_ms / alone_ms / samples.mean())
 
-    def later_by(self, more_ms: float) -> UnderLoad:
-        """The distribution with every run longer by `more_ms`, a part of the run that is simulated alone."""
-        if not more_ms:
+    def longer_by(self, added_ms: float) -> UnderLoad:
+        """The distribution with every run longer by `added_ms`, a part of the run that the load does not slow down."""
+        if not added_ms:
             return self
-        return self.model_copy(update={"mean_ms": self.mean_ms + more_ms,
-                                       "percentiles_ms": tuple(latency_ms + more_ms for latency_ms in self.percentiles_ms)})
+        return self.model_copy(update={"mean_ms": self.mean_ms + added_ms,
+                                       "percentiles_ms": tuple(latency_ms + added_ms for latency_ms in self.percentiles_ms)})
 
     def columns(self) -> dict[str, float]:
-        """The columns of a table that show the distribution, ms."""
+        """The mean and SHOWN_PERCENTILES (ms) as columns of a table."""
         return {"mean (ms)": self.mean_ms} | {f"p{percent} (ms)": self.percentile_ms(percent) for percent in SHOWN_PERCENTILES}
 
 
 def under_load(tracks: Tracks, costs: PipelineCosts, sharing: Sharing, co_runner: CoRunner,
                load_source: LoadSource) -> UnderLoad:
     """Simulates the latency of a run next to a co-runner."""
-    runs = shared_runs_ms(tracks, costs, sharing.slice_ms, co_runner, np.random.default_rng(SEED))
-    return UnderLoad.of(runs, co_runner.busy_share, load_source)
+    runs_ms = shared_runs_ms(tracks, costs, sharing.slice_ms, co_runner, np.random.default_rng(SEED))
+    return UnderLoad.from_runs(runs_ms, co_runner.busy_share, load_source)
 
 
-def check_mode_here(fitted: Fitted) -> None:
-    """Raises UserError if this machine's GPU is shared in a way that was not measured. Other machines' GPUs are not checked."""
-    check_sharing_mode(_mode_here(fitted))
+def check_local_sharing_mode(fitted: Fitted) -> None:
+    """Raises UserError if the target is this machine's GPU and is shared in a way that was not measured."""
+    check_sharing_mode(_local_sharing_mode(fitted))
 
 
-def _mode_here(fitted: Fitted) -> SharingMode:
+def _local_sharing_mode(fitted: Fitted) -> SharingMode:
     """How this machine's GPU is shared now; for another machine's GPU time slices, the driver's default."""
     return sharing_mode() if is_here(fitted.target) else "time_slices"
 
 
-def shared_as_here(fitted: Fitted) -> SetSharing:
+def local_sharing(fitted: Fitted) -> SetSharing:
     """How the target's GPU is shared now: in time slices, or through MPS with this process's share of the threads.
 
-    Time slices for another machine's GPU. Raises UserError: this machine's is shared in a way that can't be predicted yet
-    (MIG).
+    Time slices for another machine's GPU. Raises UserError: this machine's is shared through MIG, which can't be predicted yet.
     """
-    mode = _mode_here(fitted)
+    mode = _local_sharing_mode(fitted)
     if mode == "mps":
         return share_of_this_process()
     check_sharing_mode(mode)
@@ -116,13 +115,12 @@ def shared_as_here(fitted: Fitted) -> SetSharing:
 
 
 def co_runner_from_metrics(fitted: Fitted, load: Mapping[str, float]) -> CoRunner | None:
-    """The co-runner that metrics describe; None where nothing was learned of sharing, and the load instead changes kernel
-    times. Raises UserError: no metric says how busy the GPU is, or one has an impossible value; or this machine's GPU is shared
-    in a way that was not measured.
-    """
+    """The co-runner that metrics describe; None without load, or if nothing was learned about sharing (then the load changes
+    kernel times). Raises UserError: no metric says how busy the GPU is, one has an impossible value, or this machine's GPU is
+    shared in a way that was not measured."""
     if fitted.sharing is None or not load:
         return None
-    check_mode_here(fitted)
+    check_local_sharing_mode(fitted)
     load = {field: checked(field, value) if field in BUSY_FIELDS else value for field, value in load.items()}
     share = busy_share(load)
     if share is None:
@@ -133,9 +131,8 @@ def co_runner_from_metrics(fitted: Fitted, load: Mapping[str, float]) -> CoRunne
 
 def co_runner_from_probe(fitted: Fitted, reading: ProbeReading | None = None) -> CoRunner:
     """The co-runner that the sharing probe saw: in `reading`, or by default in a new reading on this machine. Raises NotShared:
-    nothing was learned of how the target is shared; UserError: the target is a CPU, this machine is not the target, or its GPU
-    is shared in a way that was not measured.
-    """
+    nothing was learned about how the target is shared; UserError: the target is a CPU, this machine is not the target, or its
+    GPU is shared in a way that was not measured."""
     if fitted.target.flavour.device == "cpu":
         raise UserError(f"{fitted.target.name}: the probe measures how a GPU is shared in time slices; a CPU's "
                         "load is described by metrics, so leave --probe out")
@@ -153,8 +150,7 @@ def co_runner_from_probe(fitted: Fitted, reading: ProbeReading | None = None) ->
 
 
 def co_runner_from_summary(fitted: Fitted, summary: ProbeSummary | None) -> CoRunner | None:
-    """The co-runner in an exporter's summary of a probe reading; None without a summary. Errors as for `co_runner_from_probe`.
-    """
+    """The co-runner in an exporter's summary of a probe reading; None without a summary. Raises NotShared."""
     if summary is None:
         return None
     if fitted.sharing is None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hase.inference.compare.choices import BestBatches, compared_ms, ranked_per_item, said_of_batches, said_of_order
-from hase.inference.prediction.answers import chance_text, statistic
+from hase.inference.prediction.answers import chance_text, slo_statistic
 from hase.inference.reporting.printed import kernel_rows, summary
 from hase.inference.reporting.runs import (
     about,
@@ -97,7 +97,7 @@ def _sentences(answer: Answer) -> list[str]:
     low, high = prediction.interval_ms
     lines = [f"Nine of ten such predictions lie between {low:.4g} and {high:.4g} ms."]
     if slo:
-        lines.append(f"That its {statistic(prediction, slo)} keeps to {slo.limit_ms:g} ms is {chance_text(slo.chance)}.")
+        lines.append(f"That its {slo_statistic(prediction, slo)} keeps to {slo.limit_ms:g} ms is {chance_text(slo.chance)}.")
     if prediction.rough_estimate:
         lines.append("This is a rough estimate: what it rests on was not measured well enough; see the notes below.")
     if prediction.fits_memory is False:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hase.inference.compare.choices import BestBatches, said_of_batches, said_of_order
-from hase.inference.prediction.answers import chance_text, statistic
+from hase.inference.prediction.answers import chance_text, slo_statistic
 from hase.utils import cli
 from hase.utils.logger import get_logger
-from hase.utils.processes import set_by_signal
+from hase.utils.processes import stop_event
 
 if TYPE_CHECKING:
     from hase.inference.live.watch import Watch, WatchLine
@@ -101,7 +101,7 @@ def print_predictions(predictions: Sequence[Prediction], top: int, energies: Seq
 def verdict(prediction: Prediction, slo: SloUnderLoad) -> str:
     """A sentence about an objective: whether it is met, by how much, how likely, and up to which load."""
     upper_end = f" (it could be {slo.could_be_ms:.4g})"
-    sentence = (f"{prediction.model}: {statistic(prediction, slo)} {slo.latency_ms:.4g} ms{upper_end} "
+    sentence = (f"{prediction.model}: {slo_statistic(prediction, slo)} {slo.latency_ms:.4g} ms{upper_end} "
                 f"{'meets' if slo.met else 'misses'} the SLO of {slo.limit_ms:g} ms by "
                 f"{abs(slo.headroom_ms):.4g} ms, {abs(slo.headroom_percent):.3g} %; that it is met is "
                 f"{chance_text(slo.chance)}; ")
@@ -164,7 +164,7 @@ def print_watch(watch: Watch, address: tuple[str, int] | None, as_json: bool, we
     """Prints a line for each prediction of a watch, until Ctrl-C or SIGTERM, and serves the latest at `address`, if any."""
     from hase.inference.live.watch import export  # noqa: PLC0415 - most predictions do not need it
 
-    stop = set_by_signal()
+    stop = stop_event()
     server = export(watch, *address, web_config) if address else None
     if server:
         log.info("the latest prediction: %s", server.url)

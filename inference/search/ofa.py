@@ -1,9 +1,9 @@
-"""The design space of once-for-all networks based on MobileNetV3 (Cai et al., "Once-for-All", ICLR 2020).
+"""The search space of once-for-all networks based on MobileNetV3 (Cai et al., "Once-for-All", ICLR 2020).
 
 Five stages have two to four blocks each, with a window of 3, 5 or 7 and an expansion of 3, 4 or 6, at two widths and several
 image sizes. The name of a network is its full description: `ofa_r160_w1.2_33.56_…` has an image of 160 × 160, 1.2 times the
 channels, and the window and the expansion of each block, by stage. Its layers are those of torchvision's `MobileNetV3`, with
-1280 features before the classes (a test checks that); the weights of the paper's networks do not fit.
+1280 features before the classes (a test checks that); the weights of the paper's networks can't be loaded into them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from hase.utils.fingerprint import Flavour
 
 SIDES, WIDTHS = (128, 144, 160, 176, 192, 208, 224), (1.0, 1.2)
 DEPTHS, WINDOWS, EXPANSIONS = (2, 3, 4), (3, 5, 7), (3, 4, 6)
-FIRST, CLASSES, FEATURES, LAST_EXPANSION = 16, 1000, 1280, 6
-SIXTH = 0.1666666716337204  # 1/6 in single precision
+FIRST_CHANNELS, CLASSES, FEATURES, LAST_EXPANSION = 16, 1000, 1280, 6
+ONE_SIXTH = 0.1666666716337204  # in single precision
 PREFIX = "ofa"
 
 
@@ -32,7 +32,7 @@ class OfaStage(NamedTuple):
     channels: int
     stride: int
     activation: str
-    excited: bool
+    squeeze_excitation: bool
 
 
 STAGES = (OfaStage(24, 2, "Relu", False), OfaStage(40, 2, "Relu", True), OfaStage(80, 2, "HardSwish", False),
@@ -40,7 +40,7 @@ STAGES = (OfaStage(24, 2, "Relu", False), OfaStage(40, 2, "Relu", True), OfaStag
 
 
 class OfaBlock(NamedTuple):
-    """The properties of one block."""
+    """The choices for one block."""
 
     window: int
     expansion: int
@@ -64,27 +64,27 @@ def network_named(name: str) -> OfaNetwork:
     found = re.fullmatch(PREFIX + r"_r(\d+)_w(\d\.\d)" + len(STAGES) * r"_(\d\d(?:\.\d\d)*)", name)
     if found:
         side, width, *stages = found.groups()
-        choice = OfaNetwork(int(side), float(width), tuple(
+        network = OfaNetwork(int(side), float(width), tuple(
             tuple(OfaBlock(int(block[0]), int(block[1])) for block in stage.split(".")) for stage in stages))
-        if choice.side in SIDES and choice.width in WIDTHS and all(
+        if network.side in SIDES and network.width in WIDTHS and all(
                 len(stage) in DEPTHS and all(block.window in WINDOWS and block.expansion in EXPANSIONS for block in stage)
-                for stage in choice.stages):
-            return choice
-    raise UserError(f"{name}: no network of this space; a name is that of {draw_network(random.Random(0)).name}, with sides "
+                for stage in network.stages):
+            return network
+    raise UserError(f"{name}: no network of this space, such as {draw_network(random.Random(0)).name}; the space has sides "
                     f"{SIDES}, widths {WIDTHS}, {DEPTHS} blocks a stage, windows {WINDOWS} and expansions {EXPANSIONS}")
 
 
-def draw_network(draw: random.Random) -> OfaNetwork:
+def draw_network(generator: random.Random) -> OfaNetwork:
     """A random network."""
-    return OfaNetwork(draw.choice(SIDES), draw.choice(WIDTHS), tuple(
-        tuple(OfaBlock(draw.choice(WINDOWS), draw.choice(EXPANSIONS)) for _ in range(draw.choice(DEPTHS))) for _ in STAGES))
+    pick = generator.choice
+    return OfaNetwork(pick(SIDES), pick(WIDTHS), tuple(
+        tuple(OfaBlock(pick(WINDOWS), pick(EXPANSIONS)) for _ in range(pick(DEPTHS))) for _ in STAGES))
 
 
 def choices(count: int, seed: int = 0) -> Iterator[str]:
     """Names of random networks; a larger count only adds names at the end."""
-    draw = random.Random(seed)
-    for _ in range(count):
-        yield draw_network(draw).name
+    generator = random.Random(seed)
+    return (draw_network(generator).name for _ in range(count))
 
 
 def make(name: str, flavour: Flavour) -> ModelRecord:
@@ -94,70 +94,74 @@ def make(name: str, flavour: Flavour) -> ModelRecord:
     return record_of_parts(name, flavour, *_parts(network_named(name)))
 
 
-def rounded(channels: float) -> int:
+def rounded_channels(channels: float) -> int:
     """The nearest multiple of 8 channels, at most a tenth below (torchvision's `_make_divisible`)."""
     near = max(8, int(channels + 4) // 8 * 8)
     return near + 8 if near < 0.9 * channels else near
 
 
-def channels_of(width: float) -> tuple[int, ...]:
+def layer_channels(width: float) -> tuple[int, ...]:
     """The channels of the first layer, and of each stage."""
-    return tuple(rounded(width * channels) for channels in (FIRST, *(stage.channels for stage in STAGES)))
+    return tuple(rounded_channels(width * channels) for channels in (FIRST_CHANNELS, *(stage.channels for stage in STAGES)))
 
 
-def _parts(choice: OfaNetwork) -> tuple[Values, list[GraphPart]]:
+def _parts(network: OfaNetwork) -> tuple[Values, list[GraphPart]]:
     """The input image, and the parts of a network."""
-    first, *channels = channels_of(choice.width)
-    image = Values("input", (1, 3, choice.side, choice.side))
+    first, *channels = layer_channels(network.width)
+    image = Values("input", (1, 3, network.side, network.side))
     parts = [_stem(image, first)]
-    for number, (stage, blocks) in enumerate(zip(STAGES, choice.stages, strict=True)):
+    for number, (stage, blocks) in enumerate(zip(STAGES, network.stages, strict=True)):
         for index, block in enumerate(blocks):
-            ends = index == len(blocks) - 1  # a stage's output has one name at any depth, so that parts fit
-            parts.append(_block(f"stage{number}.{index}", f"stage{number}" if ends else "", parts[-1].output, channels[number],
-                                stage.stride if index == 0 else 1, block, stage.activation, stage.excited))
+            is_last = index == len(blocks) - 1  # the output of a stage has one name at any depth, so that parts fit
+            parts.append(_block(f"stage{number}.{index}", f"stage{number}" if is_last else "", parts[-1].output,
+                                channels[number], stage.stride if index == 0 else 1, block, stage.activation,
+                                stage.squeeze_excitation))
     return image, [*parts, _head(parts[-1].output)]
 
 
 @functools.lru_cache(1000)
 def _stem(image: Values, channels: int) -> GraphPart:
     """The first convolution, and a block without expansion."""
-    built = Builder("stem")
-    inside = built.each("act", "HardSwish", built.convolution("conv", image, channels, 3, 2))
-    made = built.each("first.act", "Relu", built.convolution("first.depthwise", inside, channels, 3, groups=channels))
-    made = built.convolution("first.project", made, channels)
-    return built.part(built.add("first.add", "Add", [made, inside], made.shape))
+    stem = Builder("stem")
+    inner = stem.each("act", "HardSwish", stem.convolution("conv", image, channels, 3, 2))
+    output = stem.each("first.act", "Relu", stem.convolution("first.depthwise", inner, channels, 3, groups=channels))
+    output = stem.convolution("first.project", output, channels)
+    return stem.part(stem.add("first.add", "Add", [output, inner], output.shape))
 
 
 @functools.lru_cache(20_000)
 def _block(name: str, output_name: str, image: Values, channels: int, stride: int, block: OfaBlock, activation: str,
-           excited: bool) -> GraphPart:
+           squeeze_excitation: bool) -> GraphPart:
     """An inverted residual block; its output is called `output_name`, if given."""
-    built, wide = Builder(name), rounded(block.expansion * image.shape[1])
-    inside = built.each("act1", activation, built.convolution("expand", image, wide))
-    inside = built.each("act2", activation, built.convolution("depthwise", inside, wide, block.window, stride, groups=wide))
-    if excited:
-        squeezed = built.each("squeezed", "Relu", built.convolution("fc1", _mean(built, inside), rounded(wide // 4)))
-        gate = built.each("gate", "HardSigmoid", built.convolution("fc2", squeezed, wide), alpha=SIXTH, beta=0.5)
-        inside = built.add("excited", "Mul", [gate, inside], inside.shape)
-    made = built.convolution("project", inside, channels)
-    return built.part(built.add("add", "Add", [made, image], made.shape) if made.shape == image.shape else made, output_name)
+    builder, expanded = Builder(name), rounded_channels(block.expansion * image.shape[1])
+    inner = builder.each("act1", activation, builder.convolution("expand", image, expanded))
+    inner = builder.each("act2", activation, builder.convolution("depthwise", inner, expanded, block.window, stride, expanded))
+    if squeeze_excitation:
+        squeezed = builder.convolution("fc1", _mean(builder, inner), rounded_channels(expanded // 4))
+        squeezed = builder.each("squeezed", "Relu", squeezed)
+        gate = builder.each("gate", "HardSigmoid", builder.convolution("fc2", squeezed, expanded), alpha=ONE_SIXTH, beta=0.5)
+        inner = builder.add("excited", "Mul", [gate, inner], inner.shape)
+    output = builder.convolution("project", inner, channels)
+    if output.shape == image.shape:
+        output = builder.add("add", "Add", [output, image], output.shape)
+    return builder.part(output, output_name)
 
 
 @functools.lru_cache(1000)
 def _head(image: Values) -> GraphPart:
     """The last convolution, and the classifier."""
-    built = Builder("head")
-    pooled = _mean(built, built.each("act", "HardSwish", built.convolution("conv", image, LAST_EXPANSION * image.shape[1])))
-    flat = built.add("flat", "Reshape", [pooled], pooled.shape[:2], [(2,)], {"allowzero": 1}, pooled.shape[:2])
-    hidden = built.each("hidden", "HardSwish", _linear(built, "features", flat, FEATURES))
-    return built.part(_linear(built, "classes", hidden, CLASSES))
+    head = Builder("head")
+    pooled = _mean(head, head.each("act", "HardSwish", head.convolution("conv", image, LAST_EXPANSION * image.shape[1])))
+    flat = head.add("flat", "Reshape", [pooled], pooled.shape[:2], [(2,)], {"allowzero": 1}, pooled.shape[:2])
+    hidden = head.each("hidden", "HardSwish", _linear(head, "features", flat, FEATURES))
+    return head.part(_linear(head, "classes", hidden, CLASSES))
 
 
-def _mean(built: Builder, image: Values) -> Values:
-    return built.add("mean", "ReduceMean", [image], (*image.shape[:2], 1, 1), [(2,)],
-                     {"keepdims": 1, "noop_with_empty_axes": 0}, (-1, -2))
+def _mean(builder: Builder, image: Values) -> Values:
+    return builder.add("mean", "ReduceMean", [image], (*image.shape[:2], 1, 1), [(2,)],
+                       {"keepdims": 1, "noop_with_empty_axes": 0}, (-1, -2))
 
 
-def _linear(built: Builder, name: str, values: Values, made: int) -> Values:
-    return built.add(name, "Gemm", [values], (values.shape[0], made), [(made, values.shape[1]), (made,)],
-                     {"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 1})
+def _linear(builder: Builder, name: str, values: Values, features: int) -> Values:
+    return builder.add(name, "Gemm", [values], (values.shape[0], features), [(features, values.shape[1]), (features,)],
+                       {"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 1})

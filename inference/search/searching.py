@@ -30,7 +30,7 @@ from hase.utils.files import append_line, line_with_digest, line_without_digest,
 from hase.utils.lazy import pyarrow
 from hase.utils.logger import get_logger, progress
 from hase.utils.paths import Workspace
-from hase.utils.processes import in_processes
+from hase.utils.processes import stream_in_processes
 
 log = get_logger("search")
 Rank = tuple[float, float, int]
@@ -128,7 +128,7 @@ def search(question: SearchQuestion, top: int, out: Path | None = None, processe
 def _evaluated(question: SearchQuestion, choices: Iterator[Choice], processes: int) -> Generator[SearchCandidate]:
     task = partial(evaluate_choices, question)
     if processes > 1:
-        yield from in_processes(task, batches(choices, BATCH), processes)
+        yield from stream_in_processes(task, batches(choices, BATCH), processes)
     else:
         for batch in batches(choices, BATCH):
             yield from task(batch)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from hase.inference.prediction.answers import PERCENTILE, Slo, check_percentile, check_slo
 from hase.inference.prediction.conditions import AS_USUAL
 from hase.inference.prediction.uncertainty import CERTAIN, Span, joined
-from hase.inference.prediction.under_load import LoadSource, NotShared, UnderLoad, check_mode_here, under_load
+from hase.inference.prediction.under_load import LoadSource, NotShared, UnderLoad, check_local_sharing_mode, under_load
 from hase.learned.sharing import Sharing, co_runner_guessed, in_a_loop
 from hase.utils.config import Frozen
 from hase.utils.sharing_mode import SLICES
@@ -42,7 +42,7 @@ class SharedModel:
 
     def next_to(self, co_runner: CoRunner, load_source: LoadSource) -> UnderLoad:
         """The distribution of its latency beside a co-runner."""
-        return under_load(self.tracks, self.costs, self.sharing, co_runner, load_source).later_by(self.beyond_tracks_ms)
+        return under_load(self.tracks, self.costs, self.sharing, co_runner, load_source).longer_by(self.beyond_tracks_ms)
 
     def at_share(self, share: float, like: CoRunner | None = None) -> UnderLoad:
         """The distribution beside a background that is busy for `share` of the time (a ratio).
@@ -66,7 +66,7 @@ def shared_model_of(run: PredictedRun, as_here: bool = True) -> SharedModel:
     """
     sharing, costs = run.fitted.sharing, run.run.costs
     if sharing is not None and as_here:
-        check_mode_here(run.fitted)
+        check_local_sharing_mode(run.fitted)
     if sharing is None or costs is None:
         raise NotShared(run.fitted.target.name)
     return SharedModel(run.prediction, run.alone_ms, run.run.tracks, costs, sharing, run.run.beyond_tracks_ms(costs))

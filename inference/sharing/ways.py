@@ -16,7 +16,7 @@ import numpy as np
 from hase.graph_model.simulation.pipeline import pipeline_ms
 from hase.graph_model.simulation.sharing import MpsProcess, mps_runs_ms, times_at_share, with_share
 from hase.inference.prediction.uncertainty import Span, load_span, span_of_error
-from hase.inference.prediction.under_load import SEED, NotShared, UnderLoad, shared_as_here
+from hase.inference.prediction.under_load import SEED, NotShared, UnderLoad, local_sharing
 from hase.inference.sharing.shared_models import OneOfTwo, Pair, one_of_two, shared_model_of
 from hase.learned.target_files import FIT_MPS
 from hase.utils.errors import UserError
@@ -108,7 +108,7 @@ def pair_of(first: PredictedRun, second: PredictedRun, sharing: SetSharing | Non
     number of models, or this machine's GPU is shared through MIG.
     """
     fitted = first.fitted
-    sharing = sharing or shared_as_here(fitted)
+    sharing = sharing or local_sharing(fitted)
     if not sharing.fits(2):
         raise UserError(f"two models share the GPU, and there are {len(sharing.percents)} shares of the threads: give one for "
                         "both (mps:50) or one for each (mps:25/75)")
@@ -155,10 +155,10 @@ class ThroughMps:
         process, rules = self._process(model, percent), self._learned.sharing.rules
         alone_ms = self._alone_ms(model, process)
         if not np.any(process.tracks.launches > 0):
-            return alone_ms, UnderLoad.of(np.array([alone_ms]), 1.0, "prediction")
+            return alone_ms, UnderLoad.from_runs(np.array([alone_ms]), 1.0, "prediction")
         by_itself = float(np.median(mps_runs_ms(process, (), rules, np.random.default_rng(SEED), 2)))
         runs = mps_runs_ms(process, [self._process(*other) for other in others], rules, np.random.default_rng(SEED))
-        return alone_ms, UnderLoad.of(runs, 1.0, "prediction").later_by(alone_ms - by_itself)
+        return alone_ms, UnderLoad.from_runs(runs, 1.0, "prediction").longer_by(alone_ms - by_itself)
 
     def span(self, model: PredictedRun, percent: int, alone_ms: float) -> Span:
         """The factors that contain nine of ten errors of models like this one beside others."""
@@ -262,7 +262,7 @@ class InInstances:
     def beside(self, model: PredictedRun, percent: int, others: Sequence[tuple[PredictedRun, int]]) -> tuple[float, UnderLoad]:
         """The latency alone (ms), which equals that beside the others."""
         alone_ms = self.alone_ms(model, percent)
-        return alone_ms, UnderLoad.of(np.array([alone_ms]), 1.0, "prediction")
+        return alone_ms, UnderLoad.from_runs(np.array([alone_ms]), 1.0, "prediction")
 
     def span(self, model: PredictedRun, percent: int, alone_ms: float) -> Span:
         return MIG_SPAN

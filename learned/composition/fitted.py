@@ -1,4 +1,5 @@
-"""How a model's latency follows from the times of its kernels: latency = α·Σ + β, or α·Σ + γ·nodes + β, fitted for a target.
+"""How a model's latency follows from the times of its kernels, fitted for a target: latency = α·Σ + γ·nodes + β, or for a GPU a
+simulation of host and GPU (kind `pipeline`).
 
 Σ is the sum of the kernels' times under one label, or the longest path through the graph. α corrects for conditions that differ
 in a model (caches, layouts). β is the cost of a run besides its kernels. γ is the cost of a node besides its kernel: the host's
@@ -31,8 +32,8 @@ from hase.utils.timing import ErrorStatistics
 COMPOSITION_VERSION = 4  # 4: intervals follow from how long the host works
 Kind = Literal["sum", "sum_nodes", "critical_path", "pipeline"]
 KINDS: tuple[Kind, ...] = ("sum", "sum_nodes", "critical_path")  # the kinds that are a line over Σ or the longest path
-NEARLY_ALL = 0.95  # share of the kernel time that is measured; from here on, errors are as with all kernels measured
-LEAST_SHARE = 0.1  # of α·Σ, below which a negative γ never takes a latency
+NEARLY_ALL = 0.95  # share of measured kernel time from which on errors are as with all kernels measured
+LEAST_SHARE = 0.1  # of α·Σ: the shortest latency that a negative γ can lead to
 Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
@@ -48,7 +49,7 @@ class Formula(Frozen):
     node_ms: float = Field(0.0, ge=-LONGEST_MS, le=LONGEST_MS)
     costs: PipelineCosts | None = None
 
-    def formula(self) -> dict[str, Any]:
+    def formula_fields(self) -> dict[str, Any]:
         """The fields of `Formula` alone, by name."""
         return {name: getattr(self, name) for name in Formula.model_fields}
 
@@ -59,7 +60,7 @@ class Candidate(Formula):
     Attributes:
         cv_mape, cv_max: mean and largest error of held-out models; None if there are too few models.
         measured_cv_mape: as cv_mape, with measured kernels.
-        fit_mape: of the models in the fit.
+        fit_mape: mean error of the models in the fit.
         plain_mape: the same with α = 1, β = 0 and γ = 0.
     """
 
@@ -71,8 +72,8 @@ class Candidate(Formula):
 
 
 class FittedModel(Frozen):
-    """A model of the fit: its group, and its measured and predicted latency (ms). The prediction is with its group held out, or
-    with the model in the fit if it is the only one."""
+    """A model of the fit, with its measured and predicted latency. For the prediction its group was held out, unless it is the
+    only model."""
 
     model: str
     group: str
@@ -81,8 +82,8 @@ class FittedModel(Frozen):
 
 
 class HostIo(Frozen):
-    """The additional time of a run with numpy arrays: a constant, and a time for each MiB copied in and out. `left_out` has
-    errors of latencies from predicted kernels, with families held out; None with only one family."""
+    """The additional time of a run with numpy arrays: a constant, and a time for each MiB copied in and out. `left_out`: errors
+    of latencies from predicted kernels, with families held out; None with only one family."""
 
     run_ms: float
     in_ms_per_mib: float
@@ -93,7 +94,7 @@ class HostIo(Frozen):
 
 
 class GraphReplay(Frozen):
-    """The costs of a run captured as a CUDA graph, in which the host does almost nothing."""
+    """The costs of a run that was captured as a CUDA graph, in which the host does almost nothing."""
 
     costs: PipelineCosts
     models: int
@@ -136,13 +137,13 @@ class Composition(Formula):
     forced: bool = False
 
     def interval_for(self, measured_share: float) -> ErrorRange | None:
-        """`interval_measured` if nearly all of the prediction's kernel time was measured, else `interval`."""
+        """The interval for a prediction of which this share of the kernel time was measured."""
         return self.interval_measured if self.interval_measured and measured_share >= NEARLY_ALL else self.interval
 
 
 def read_composition(folder: Path, trained_on: str | None = None) -> Composition:
-    """Reads the composition from the folder of a target's predictors. `trained_on` is the hash of the predictors' dataset; by
-    default that of their sidecar. Raises UserError: the file is missing or damaged, or the predictors have since been trained
+    """Reads the composition from the folder of a target's predictors. `trained_on` is the hash of the predictors' dataset, by
+    default read from their sidecar. Raises UserError: the file is missing or damaged, or the predictors have since been trained
     on other data."""
     composition = target_files.COMPOSITION.needed(folder)
     if trained_on is None:
@@ -162,31 +163,32 @@ class Line(NamedTuple):
 
 
 def working_nodes(record: ModelRecord) -> float:
-    """The number of nodes of a run that move data. Others only rename a tensor or hold a body, and cost almost nothing."""
+    """The number of nodes in a run that move data. Others only rename a tensor or hold a body, and cost almost nothing."""
     return sum(node.runs for node in record.nodes
                if (kernel := record.kernel_of(node)).moves_data and not is_control_flow(kernel))
 
 
 def copied_mib(record: ModelRecord) -> tuple[float, float]:
     """The MiB that a run with numpy arrays copies in and out."""
-    into, out = (sum(tensor.bytes for tensor in tensors.values()) / 2**20 for tensors in (record.inputs, record.outputs))
-    return into, out
+    in_mib, out_mib = (sum(tensor.bytes for tensor in tensors.values()) / 2**20 for tensors in (record.inputs, record.outputs))
+    return in_mib, out_mib
 
 
 def host_io_ms(costs: HostIo, copied: Sequence[float]) -> float:
     """The additional time (ms) of a run with numpy arrays that copies these MiB in and out."""
-    into, out = copied
-    return costs.run_ms + costs.in_ms_per_mib * into + costs.out_ms_per_mib * out
+    in_mib, out_mib = copied
+    return costs.run_ms + costs.in_ms_per_mib * in_mib + costs.out_ms_per_mib * out_mib
 
 
 def latency_ms(line: Line | Formula, base_ms: Floats | float, nodes: Floats | float) -> Floats:
-    """The latency of models (ms) from their Σ or longest path (ms) and their number of working nodes."""
-    total = line.alpha * np.asarray(base_ms) + line.node_ms * np.asarray(nodes) + line.beta_ms
-    return np.maximum(total, LEAST_SHARE * line.alpha * np.asarray(base_ms))
+    """The latency of models (ms) from their Σ or longest path (`base_ms`) and their number of working nodes."""
+    total_ms = line.alpha * np.asarray(base_ms) + line.node_ms * np.asarray(nodes) + line.beta_ms
+    return np.maximum(total_ms, LEAST_SHARE * line.alpha * np.asarray(base_ms))
 
 
-def compose(record: ModelRecord, times_ms: Mapping[str, float]) -> dict[Kind, float]:
-    """Sum and longest path (ms) of a model by the kind of line that uses them; `times_ms` is by kernel id."""
+def base_times_ms(record: ModelRecord, times_ms: Mapping[str, float]) -> dict[Kind, float]:
+    """For each of KINDS, the sum or the longest path (ms) of a model that its line is over; `times_ms` is by kernel id."""
     dag = build_dag(record)
-    by_node = {node.name: times_ms[node.kernel_id] for node in record.nodes}
-    return {kind: calculate_latency(dag, by_node, "critical_path" if kind == "critical_path" else "sum") for kind in KINDS}
+    node_times_ms = {node.name: times_ms[node.kernel_id] for node in record.nodes}
+    return {kind: calculate_latency(dag, node_times_ms, "critical_path" if kind == "critical_path" else "sum")
+            for kind in KINDS}

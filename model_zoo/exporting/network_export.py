@@ -21,11 +21,11 @@ import numpy as np
 from hase.model_zoo.exporting.onnx_export import (
     LARGEST_FILE,
     add_metadata,
-    difference,
-    is_done,
-    quiet,
-    short,
-    without_paths,
+    has_metadata,
+    relative_difference,
+    remove_paths,
+    short_message,
+    silent_exporter,
 )
 from hase.model_zoo.exporting.torch_models import SEED, weight_bytes
 from hase.model_zoo.exporting.zoo_config import Collection
@@ -37,7 +37,7 @@ from hase.utils.logger import get_logger
 from hase.utils.model_files import COLLECTION_KEY, DEFAULT_DIMS_KEY, GROUP_KEY
 from hase.utils.ort_sessions import model_errors, open_session
 from hase.utils.paths import Workspace
-from hase.utils.processes import each_in_a_process
+from hase.utils.processes import map_in_processes
 
 log = get_logger("exporter")
 InputDistribution = Literal["normal", "ones", "indices"]
@@ -171,11 +171,11 @@ def trace_network(network: Network, dtype: str) -> onnx.ModelProto:
     sizes = {dim: max(LEAST_TRACED, size) for dim, size in network.default_sizes.items()}
     examples = tuple(torch.from_numpy(values) for values in network.draw(sizes, dtype).values())
     try:
-        with quiet():
+        with silent_exporter():
             proto: onnx.ModelProto = (_by_older_exporter if network.traced else _by_exporter)(network, examples)
     finally:
         torch._dynamo.reset()  # its caches hold every model traced
-    return without_paths(proto)
+    return remove_paths(proto)
 
 
 def _by_exporter(network: Network, examples: tuple[torch.Tensor, ...]) -> onnx.ModelProto:
@@ -222,7 +222,7 @@ def check_network(path: Path, network: Network, dtype: str, device: str, sizes: 
         if not np.isfinite(by_torch).all() or not by_torch.any():
             raise UserError(f"{network.name}: an output of torch's own is all zero or not finite, "
                             "so nothing can be compared with it")
-        worst = max(worst, difference(output, by_torch))
+        worst = max(worst, relative_difference(output, by_torch))
     tolerance = TOLERANCE["fp32" if dtype == "fp32" and device == "cpu" else "reduced"]
     if not worst <= tolerance:  # also true for NaN
         raise UserError(f"its outputs differ from torch's by {worst:.2g} of the largest; {tolerance:g} is allowed")
@@ -282,7 +282,7 @@ def export_network(folder: Path, collection: Collection, device: str, force: boo
     rows, network = [], None
     for dtype in export.dtypes:
         path = folder / f"{stem_of(export.name, dtype)}.onnx"
-        if not force and is_done(path, network_stamp(export.name, collection, export.family, dtype)):
+        if not force and has_metadata(path, network_stamp(export.name, collection, export.family, dtype)):
             rows.append(_row(export, path, "kept"))
             continue
         try:
@@ -290,7 +290,7 @@ def export_network(folder: Path, collection: Collection, device: str, force: boo
             rows.append(_row(export, path, "written", write_network(network, dtype, path, device)))
         except Exception as error:  # any library's failure affects only one model
             log.debug("%s", path.name, exc_info=True)
-            rows.append(_row(export, path, "failed", error=short(error)))
+            rows.append(_row(export, path, "failed", error=short_message(error)))
     return rows
 
 
@@ -316,7 +316,7 @@ def export_networks(workspace: Workspace, collection: Collection, families: Mapp
     workspace.models.mkdir(parents=True, exist_ok=True)
     exports = [NetworkExport(name, family, tuple(dict.fromkeys(dtypes))) for name, family in families.items()]
     task = partial(export_network, workspace.models, collection, checked_on, force, jobs)
-    done = each_in_a_process(task, exports, jobs, partial(_crashed, workspace.models), "exporting")
+    done = map_in_processes(task, exports, jobs, partial(_crashed, workspace.models), "exporting")
     rows = [row for part in done for row in part]
     for row in rows:
         if row["status"] == "failed":

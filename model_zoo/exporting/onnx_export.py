@@ -1,6 +1,7 @@
-"""Exports torchvision's models as ONNX files, and ORT's optimised graphs of them.
+"""Exports torchvision's models as ONNX files, and ONNX Runtime's optimised graphs of them.
 
-Runs in its own process, so that a crash affects only one model. Each file is checked before it gets its final name.
+Exporting runs in a process of its own, so that a crash affects only one model. Each file is checked before it gets its final
+name.
 """
 
 from __future__ import annotations
@@ -26,10 +27,9 @@ from hase.model_zoo.exporting.torch_models import SEED, build, check_names, grou
 from hase.model_zoo.exporting.zoo_config import SMALLEST_IMAGE, Export
 from hase.runtimes import flavour_of, local_target
 from hase.utils import files, logger
-from hase.utils.errors import UserError, user_can_mend
+from hase.utils.errors import UserError, user_can_fix
 from hase.utils.fingerprint import ort_version, package_version
 from hase.utils.lazy import onnx, onnxruntime, torch
-from hase.utils.logger import get_logger
 from hase.utils.model_files import COLLECTION_KEY, DEFAULT_DIMS_KEY, GROUP_KEY
 from hase.utils.ort_sessions import model_errors, open_session
 from hase.utils.paths import OPTIMIZED_SUFFIX, Workspace
@@ -43,14 +43,12 @@ LIMITS = {"batch": (1, 65536), "height": (SMALLEST_IMAGE, 8192), "width": (SMALL
 # Float32 rounding gives 1e-7 to 4e-5. Products rounded to 10 bits (fp16, and TF32, which ORT's CUDA provider uses for float32)
 # give 1e-3, which grows to at most 0.06 in a deep model with random weights. A wrong weight or layout gives about 1.
 TOLERANCE = {"fp32": 1e-3, "reduced": 0.1}
-
-log = get_logger("exporter")
 STOP_SECONDS = 10.0
 log = logger.get_logger("exporter")
 
 
 class ModelSource:
-    """Builds torch models on demand, and keeps the last one, since exports of one model are consecutive."""
+    """Builds torch models on demand, and keeps the last one for the next export, which is often of the same model."""
 
     def __init__(self) -> None:
         self._key: Any = None
@@ -64,7 +62,7 @@ class ModelSource:
         return self._model
 
 
-def stamp(export: Export) -> dict[str, str]:
+def export_metadata(export: Export) -> dict[str, str]:
     """The metadata of an exported file. An existing file with the same metadata is kept."""
     dims = {DEFAULT_DIMS_KEY: json.dumps(export.default_dims)} if export.batch is None else {}
     return dims | {
@@ -72,18 +70,17 @@ def stamp(export: Export) -> dict[str, str]:
         "hase.exporter": str(EXPORTER_VERSION), "hase.model": export.model, "hase.dtype": export.dtype,
         "hase.batch": ("alone open" if export.batch_alone else "open") if export.batch is None else str(export.batch),
         "hase.size": "x".join(map(str, export.size)),
-        "hase.torch": package_version("torch"), "hase.torchvision": package_version("torchvision"),
-    }
+        "hase.torch": package_version("torch"), "hase.torchvision": package_version("torchvision")}
 
 
-def optimized_stamp(export: Export, device: str) -> dict[str, str]:
-    """The metadata of an optimised graph, without the machine that made it."""
+def optimized_metadata(export: Export, device: str) -> dict[str, str]:
+    """The metadata of an optimised graph; it does not depend on the machine that wrote it."""
     flavour = json.dumps(flavour_of(device).model_dump(), sort_keys=True)
-    return stamp(export) | {"hase.flavour": flavour, "hase.onnxruntime": ort_version()}
+    return export_metadata(export) | {"hase.flavour": flavour, "hase.onnxruntime": ort_version()}
 
 
-def is_done(path: Path, expected: Mapping[str, str]) -> bool:
-    """Whether `path` is a whole ONNX file with this metadata."""
+def has_metadata(path: Path, expected: Mapping[str, str]) -> bool:
+    """Whether `path` is an undamaged ONNX file with at least this metadata."""
     if not path.is_file():
         return False
     try:
@@ -94,13 +91,14 @@ def is_done(path: Path, expected: Mapping[str, str]) -> bool:
 
 
 def add_metadata(proto: onnx.ModelProto, properties: Mapping[str, str]) -> None:
+    """Adds metadata to a model, in place; a key that is there gets the new value."""
     known = {prop.key: prop.value for prop in proto.metadata_props}
     onnx.helper.set_model_props(proto, known | dict(properties))
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Silences torch's exporter: output, warnings, and its log of failed attempts, which are handled here."""
+def silent_exporter() -> Iterator[None]:
+    """Silences torch's exporter: what it prints, its warnings, and its log of failed attempts, which the caller handles."""
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         before = logging.root.manager.disable
@@ -112,7 +110,7 @@ def quiet() -> Iterator[None]:
 
 
 def trace(model: torch.nn.Module, export: Export, open_dims: Mapping[int, str]) -> onnx.ModelProto:
-    """The model as exported by torch, with dynamic input dimensions `open_dims` (by axis)."""
+    """The model as exported by torch. `open_dims` are the names of the input's dynamic dimensions, by axis."""
     size = weight_bytes(model)
     if size > LARGEST_FILE:
         raise UserError(f"{export.model} has {size / 1e9:.1f} GB of weights in {export.dtype}; one ONNX file holds 2 GB at most"
@@ -121,7 +119,7 @@ def trace(model: torch.nn.Module, export: Export, open_dims: Mapping[int, str]) 
     images = torch.zeros(export.batch or 2, 3, *export.size, dtype=dtype)  # a traced batch of 1 would stay 1
     dims = {axis: torch.export.Dim(name, min=LIMITS[name][0], max=LIMITS[name][1]) for axis, name in open_dims.items()}
     try:
-        with quiet():
+        with silent_exporter():
             program = torch.onnx.export(
                 model, (images,), dynamo=True, external_data=False, input_names=["input"], output_names=["output"],
                 dynamic_shapes=(dims,) if dims else None, verbose=False)
@@ -129,11 +127,11 @@ def trace(model: torch.nn.Module, export: Export, open_dims: Mapping[int, str]) 
         torch._dynamo.reset()  # its caches keep every traced model
     if program is None:
         raise RuntimeError("torch.onnx.export returned nothing")
-    return without_paths(program.model_proto)
+    return remove_paths(program.model_proto)
 
 
-def without_paths(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """`proto` without this machine's paths, which torch's exporter writes into every node."""
+def remove_paths(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Removes this machine's paths, which torch's exporter writes into every node, in place; returns `proto`."""
     for node in proto.graph.node:
         kept = [prop for prop in node.metadata_props if prop.key != "pkg.torch.onnx.stack_trace"]
         del node.metadata_props[:]
@@ -141,21 +139,22 @@ def without_paths(proto: onnx.ModelProto) -> onnx.ModelProto:
     return proto
 
 
-def difference(actual: Any, wanted: Any) -> float:
-    """The largest difference, relative to the largest wanted value; infinite if the shapes differ."""
-    if actual.shape != wanted.shape:
+def relative_difference(actual: Any, expected: Any) -> float:
+    """The largest difference, relative to the largest expected value; infinite if the shapes differ."""
+    if actual.shape != expected.shape:
         return float("inf")
-    return float(np.abs(actual.astype(np.float32) - wanted).max() / np.abs(wanted).max())
+    return float(np.abs(actual.astype(np.float32) - expected).max() / np.abs(expected).max())
 
 
-def check_outputs(path: Path, device: str, optimize: str, images: Any, wanted: Any, dtype: str) -> float:
-    """Runs the file on `images` and returns the difference of its outputs from `wanted` (see `difference`)."""
+def check_outputs(path: Path, device: str, optimize: str, images: Any, expected: Any, dtype: str) -> float:
+    """Runs the file on `images` and returns the `relative_difference` of its outputs from `expected`. Raises UserError if that
+    is larger than TOLERANCE."""
     name = "ORT's optimised graph" if optimize == "none" else "the exported graph"  # not the path, which is temporary
     session = open_session(path, device, optimize=optimize, name=name)
     options = onnxruntime.RunOptions()
     options.log_severity_level = 4  # errors are raised as exceptions, too
     with model_errors(name):
-        error = difference(session.run(None, {"input": images}, options)[0], wanted)
+        error = relative_difference(session.run(None, {"input": images}, options)[0], expected)
     tolerance = TOLERANCE["fp32" if dtype == "fp32" and device == "cpu" else "reduced"]
     if not error <= tolerance:  # NaN, too
         raise UserError(f"its outputs differ from torch's by {error:.2g} of the largest; {tolerance:g} is allowed")
@@ -170,19 +169,17 @@ class Exporter:
         self._models = ModelSource()
         self._reference: tuple[Any, Any] | None = None  # of the current export
 
-    def check_names(self, names: Iterable[str]) -> None:
-        """Checks that torchvision has these models; otherwise a `UserError`."""
-        check_names(names)
+    check_names = staticmethod(check_names)
 
     def write(self, export: Export) -> list[dict[str, Any]]:
         """Writes the files of one export, or keeps existing ones; returns one row per file."""
-        self._reference = None
+        self._reference = None  # a failed export may have left its own
         plain = self.workspace.models / f"{export.stem}.onnx"
-        kept = not self.force and is_done(plain, stamp(export))
+        kept = not self.force and has_metadata(plain, export_metadata(export))
         rows = [self._row(export, plain, None if kept else self._write_plain(export, plain))]
         if export.batch is not None:
             optimized = plain.with_name(f"{export.stem}.{flavour_of(self.device).name}{OPTIMIZED_SUFFIX}")
-            kept = kept and is_done(optimized, optimized_stamp(export, self.device))
+            kept = kept and has_metadata(optimized, optimized_metadata(export, self.device))
             rows.append(self._row(export, optimized, None if kept else self._write_optimized(export, plain, optimized)))
         self._reference = None
         gc.collect()
@@ -196,13 +193,13 @@ class Exporter:
     def _images_and_outputs(self, export: Export, batch: int, size: tuple[int, int]) -> tuple[Any, Any]:
         images = np.random.default_rng(SEED).standard_normal((batch, 3, *size), dtype=np.float32)
         images = images.astype(np.float16) if export.dtype == "fp16" else images
-        wanted = reference(self._models.get(export), images, self.device)
-        if not np.isfinite(wanted).all() or not wanted.any():
+        outputs = reference(self._models.get(export), images, self.device)
+        if not np.isfinite(outputs).all() or not outputs.any():
             raise UserError(f"{export.model} in {export.dtype}: torch's own outputs are all zero or not finite, "
                             "so nothing can be compared with them")
-        return images, wanted
+        return images, outputs
 
-    def _expected(self, export: Export) -> tuple[Any, Any]:
+    def _reference_for(self, export: Export) -> tuple[Any, Any]:
         """Images of the export's shape and torch's outputs for them; computed once for both files."""
         if self._reference is None:
             self._reference = self._images_and_outputs(export, export.batch or 1, export.size)
@@ -213,15 +210,15 @@ class Exporter:
             return self._save_checked(trace(self._models.get(export), export, {}), export, path, [(export.batch, export.size)])
         if export.batch_alone:
             return self._write_open(export, path, {0: "batch"})
-        why = f"{export.model} is built for one size"
+        reason = f"{export.model} is built for one size"
         if not is_sized(export.model):
             try:
                 return self._write_open(export, path, {0: "batch", 2: "height", 3: "width"})
             except OSError:
                 raise
             except Exception as error:  # noqa: BLE001 - whatever fails here, a dynamic batch alone may still work
-                why = short(error)
-        log.info("%s: the batch alone is open, images are %dx%d (%s)", path.name, *export.size, why)
+                reason = short_message(error)
+        log.info("%s: only the batch is dynamic, images are %dx%d (%s)", path.name, *export.size, reason)
         return self._write_open(export, path, {0: "batch"})
 
     def _write_open(self, export: Export, path: Path, open_dims: Mapping[int, str]) -> float:
@@ -229,7 +226,7 @@ class Exporter:
         proto = trace(self._models.get(export), export, open_dims)
         dim_names = [dim.dim_param for dim in proto.graph.input[0].type.tensor_type.shape.dim]
         if any(dim_names[axis] != name for axis, name in open_dims.items()):
-            raise UserError("torch.export fixed it")
+            raise UserError("torch.export fixed a dimension that was to be dynamic")
         height, width = export.size
         other_size = (height + 32, width + 64) if 2 in open_dims else export.size
         return self._save_checked(proto, export, path, [(1, export.size), (3, other_size)])
@@ -237,7 +234,7 @@ class Exporter:
     def _save_checked(self, proto: onnx.ModelProto, export: Export, path: Path,
                       shapes: list[tuple[int, tuple[int, int]]]) -> float:
         """Checks a plain file by onnx.checker and a run at each of `shapes`, then saves it; returns the largest difference."""
-        add_metadata(proto, stamp(export))
+        add_metadata(proto, export_metadata(export))
         with files.replacing(path) as temporary:
             onnx.save(proto, temporary)
             del proto
@@ -245,8 +242,9 @@ class Exporter:
             worst = 0.0
             for batch, size in shapes:
                 as_exported = (batch, size) == (export.batch, export.size)
-                images, wanted = self._expected(export) if as_exported else self._images_and_outputs(export, batch, size)
-                worst = max(worst, check_outputs(temporary, self.device, "all", images, wanted, export.dtype))
+                images, expected = (self._reference_for(export) if as_exported
+                                    else self._images_and_outputs(export, batch, size))
+                worst = max(worst, check_outputs(temporary, self.device, "all", images, expected, export.dtype))
         return worst
 
     def _write_optimized(self, export: Export, plain: Path, path: Path) -> float:
@@ -255,16 +253,16 @@ class Exporter:
             open_session(plain, self.device, save_to=temporary, name=plain.name)
             proto = onnx.load(temporary)
             target = local_target(self.device).name
-            add_metadata(proto, optimized_stamp(export, self.device) | {"hase.target": target})
+            add_metadata(proto, optimized_metadata(export, self.device) | {"hase.target": target})
             onnx.save(proto, temporary)
             if all(node.domain in ("", "ai.onnx") for node in proto.graph.node):  # the checker does not know contrib operators
                 onnx.checker.check_model(str(temporary))
             del proto
-            return check_outputs(temporary, self.device, "none", *self._expected(export), export.dtype)
+            return check_outputs(temporary, self.device, "none", *self._reference_for(export), export.dtype)
 
 
-def short(error: BaseException) -> str:
-    """The message of an error in one line of at most 200 characters."""
+def short_message(error: BaseException) -> str:
+    """The message of an error in one line of about 200 characters at most."""
     cause = error.__cause__ or error
     text = " ".join(str(cause).split()) or type(cause).__name__
     return text if len(text) <= 200 else text[:200] + " …"
@@ -274,7 +272,7 @@ class ExportProcess:
     """An Exporter in another process, started at the first request and again after a crash. A context manager."""
 
     def __init__(self, workspace: Workspace, device: str, force: bool) -> None:
-        self._workspace, self._made_with = workspace, (workspace, device, force)
+        self._exporter_args = (workspace, device, force)
         self._process: Any = None
         self._connection: Connection | None = None
 
@@ -284,12 +282,12 @@ class ExportProcess:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.stop(STOP_SECONDS if kind is None else 0.0)
 
-    def stop(self, patience_s: float = 0.0) -> None:
+    def stop(self, grace_s: float = 0.0) -> None:
         """Ends the process, which first removes its unfinished files. The next request starts another one. An idle process gets
-        `patience_s` to end by itself, so that it leaves no semaphores behind."""
+        `grace_s` to end by itself, so that it leaves no semaphores behind."""
         if self._connection is not None:
             self._connection.close()
-            self._process.join(patience_s)
+            self._process.join(grace_s)
             self._process.terminate()
             self._process.join(STOP_SECONDS)
             self._process.kill()
@@ -297,7 +295,7 @@ class ExportProcess:
         self._process, self._connection = None, None
 
     def check_names(self, names: Iterable[str]) -> None:
-        """Checks that torchvision has these models."""
+        """Raises UserError unless torchvision has all these models."""
         self._ask("check_names", tuple(names))
 
     def write(self, export: Export) -> list[dict[str, Any]]:
@@ -308,8 +306,8 @@ class ExportProcess:
             self._process.join()
             code = self._process.exitcode
             self.stop()
-            for left in self._workspace.models.glob(f".{export.stem}.*.tmp.onnx"):
-                left.unlink(missing_ok=True)
+            for unfinished in self._exporter_args[0].models.glob(f".{export.stem}.*.tmp.onnx"):
+                unfinished.unlink(missing_ok=True)
             if code == -signal.SIGKILL:
                 raise UserError("the exporting process was killed, most likely for lack of memory: "
                                 "try a smaller batch or image size") from None
@@ -317,17 +315,13 @@ class ExportProcess:
         return rows
 
     def _ask(self, request: str, argument: Any) -> Any:
-        """The answer to a request. An error in the process is raised here.
-
-        Raises:
-            EOFError: the process crashed.
-        """
+        """The answer to a request. An error in the process is raised here; EOFError if the process crashed."""
         if self._connection is None:
             context = multiprocessing.get_context("spawn")
             self._connection, theirs = context.Pipe()
             handlers = logging.getLogger("hase").handlers
             quiet = all(handler.level > logging.INFO for handler in handlers if not isinstance(handler, logging.FileHandler))
-            self._process = context.Process(target=_serve, args=(theirs, self._made_with, quiet), daemon=True)
+            self._process = context.Process(target=_serve, args=(theirs, self._exporter_args, quiet), daemon=True)
             self._process.start()
             theirs.close()
         try:
@@ -340,11 +334,11 @@ class ExportProcess:
         return answer
 
 
-def _serve(connection: Connection, made_with: tuple[Workspace, str, bool], quiet: bool) -> None:
+def _serve(connection: Connection, exporter_args: tuple[Workspace, str, bool], quiet: bool) -> None:
     """Answers requests until the other process closes its end or ends."""
     begin_child()
-    logger.configure(made_with[0].log_file, quiet=quiet)
-    exporter = Exporter(*made_with)
+    logger.configure(exporter_args[0].log_file, quiet=quiet)
+    exporter = Exporter(*exporter_args)
     while True:
         try:
             request, argument = connection.recv()
@@ -356,8 +350,8 @@ def _serve(connection: Connection, made_with: tuple[Workspace, str, bool], quiet
             answer = error
         except OSError as error:
             log.debug("%s", argument, exc_info=True)
-            answer = error if user_can_mend(error) else UserError(short(error))
+            answer = error if user_can_fix(error) else UserError(short_message(error))
         except Exception as error:  # if one model fails, the others continue
             log.debug("%s", argument, exc_info=True)
-            answer = UserError(short(error))
+            answer = UserError(short_message(error))
         connection.send(answer)

@@ -1,8 +1,8 @@
 """Derives CUDA graphs of float16 and bfloat16 models without a GPU, where the CPU provider would insert casts.
 
 The model is converted to single precision, optimised, and converted back: the CUDA provider's fusions are the same for all
-these types. To keep the borders between types in mixed models, each Cast gets a mark after it, an operator that no optimiser
-handles. Afterwards types are propagated from inputs, constants and marks.
+these types. In models that mix types, each Cast is followed by a mark, an operator that no optimiser touches, so that the
+borders between types are not lost. Afterwards types are propagated from inputs, constants and marks.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ SINGLE = "float32"
 REDUCED = ("float16", "bfloat16")
 MARK = "ThresholdedRelu"  # works on single precision, and is part of no fusion
 MARK_OPSET = 10  # the first operator set with it
-ALPHAS = {"float32": 3.5e-20, "float16": 5.5e-20, "bfloat16": 7.5e-20}  # its attribute, by the type of the cast
+ALPHAS = {"float32": 3.5e-20, "float16": 5.5e-20, "bfloat16": 7.5e-20}  # the mark's attribute, by the type of the cast
+ALPHA_TOLERANCE = 1e-3  # relative: the attribute is stored in single precision
 MOST_SEEN_BYTES = 1 << 26  # of a constant that an optimiser may read, such as a mask for 5,000 tokens
-NEAR = 1e-3  # tolerance for the attribute, which is stored in single precision
 # Constants in the forms of Gelu that ONNX Runtime fuses: √2, 1/√2, √(2/π), that times 0.044715, 0.044715, 1.702. It compares
 # them with a tolerance for their type; a half-precision number converted to single precision would be outside.
-LOOKED_FOR = (1.4142135, 0.70710677, 0.7978846, 0.035677407, 0.044715, 1.702)
+GELU_CONSTANTS = (1.4142135, 0.70710677, 0.7978846, 0.035677407, 0.044715, 1.702)
 
 
 def floating_type(element: int) -> str:
@@ -40,15 +40,6 @@ def floating_type(element: int) -> str:
     name = type_name(element)
     return name if name in ALPHAS else ""
 
-
-def holds_reduced(graph: onnx.GraphProto) -> bool:
-    """Whether inputs, weights or casts of a graph are float16 or bfloat16."""
-    return bool(set(REDUCED) & floating_types(graph))
-
-
-def floating_types(graph: onnx.GraphProto) -> set[str]:
-    """Those of float32, float16 and bfloat16 in which a graph computes."""
-    return {floating_type(element) for element in element_types(graph)} - {""}
 
 
 def element_types(graph: onnx.GraphProto) -> Iterator[int]:
@@ -68,40 +59,43 @@ def element_types(graph: onnx.GraphProto) -> Iterator[int]:
 
 
 @dataclass(frozen=True)
-class InSinglePrecision:
+class SinglePrecisionModel:
     """A model converted to single precision, and its original types."""
 
     model: onnx.ModelProto  # the result
-    only: str  # the model's only floating-point type; "" if it mixes several
-    known: Mapping[str, str]  # if it mixes several, the types of inputs, weights and constants by name
+    only_type: str  # the original's only floating-point type; "" if it mixes several
+    known_types: Mapping[str, str]  # if it mixes several, the types of inputs, weights and constants by name
 
 
-def as_single(model: onnx.ModelProto, name: str) -> InSinglePrecision:
-    """A copy of a float16 or bfloat16 model in single precision. Large weights of products are not read but become hollow (see
-    `hase.utils.model_graphs`)."""
+def to_single_precision(model: onnx.ModelProto, name: str) -> SinglePrecisionModel | None:
+    """A copy of a model in single precision; None if nothing in it is float16 or bfloat16. Large weights of products are not
+    read but become hollow (see `hase.utils.model_graphs`)."""
+    types = {floating_type(element) for element in element_types(model.graph)} - {""}
+    if types.isdisjoint(REDUCED):
+        return None
     proto = onnx.ModelProto()
     proto.CopyFrom(model)
     graph = proto.graph
-    types = floating_types(graph)
-    only = types.pop() if len(types) == 1 else ""
-    known = {} if only else _known_types(graph)
+    only_type = types.pop() if len(types) == 1 else ""
+    known_types = {} if only_type else _known_types(graph)
     del graph.value_info[:]  # ORT infers the types again
-    if not only:
+    if not only_type:
         if any(bodies_of(node) for node in graph.node):
-            raise UserError(f"{name}: mixes floating types and holds Loop, If or Scan, whose CUDA graph can't be derived "
-                            "without a GPU, since its types can be followed only outside the graphs "
-                            "that such nodes hold; analyse it on a machine with one, or use --device cpu")
+            raise UserError(f"{name}: mixes floating types and holds Loop, If or Scan, so its CUDA graph can't be derived "
+                            "without a GPU: types can't be followed into the graphs that such nodes hold; analyse it on a "
+                            "machine with a GPU, or use --device cpu")
         opset = next((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), 0)
         if opset < MARK_OPSET:
-            raise UserError(f"{name}: mixes floating types in operator set {opset}, whose CUDA graph can't be derived without "
-                            "a GPU; analyse it on a machine with one, convert it to a newer operator set, or use --device cpu")
+            raise UserError(f"{name}: mixes floating types in operator set {opset}, so its CUDA graph can't be derived without "
+                            f"a GPU; analyse it on a machine with one, convert it to operator set {MARK_OPSET} or later, or "
+                            "use --device cpu")
         _mark_casts(graph)
     _widen_graph(graph, frozenset(), frozenset())
-    return InSinglePrecision(proto, only, known)
+    return SinglePrecisionModel(proto, only_type, known_types)
 
 
 def _widen_graph(graph: onnx.GraphProto, decisive: Set[str], seen: Set[str]) -> None:
-    """Converts a graph and its bodies to single precision, in place. `decisive`, `seen`: `decisive_constants` and
+    """Converts a graph and its bodies to single precision, in place. `decisive` and `seen` are the `decisive_constants` and
     `seen_by_optimisers` of the graph around it."""
     decisive, seen = decisive | decisive_constants(graph), seen | seen_by_optimisers(graph)
 
@@ -125,8 +119,8 @@ def _widen_graph(graph: onnx.GraphProto, decisive: Set[str], seen: Set[str]) -> 
 
 
 def _widen(tensor: onnx.TensorProto, most_bytes: float) -> None:
-    """Converts a tensor to single precision, or makes it hollow if it exceeds `most_bytes`. A rounded constant that fusions
-    look for gets its exact value."""
+    """Converts a tensor to single precision, or makes it hollow if it exceeds `most_bytes`. One of GELU_CONSTANTS that was
+    rounded gets its exact value."""
     if floating_type(tensor.data_type) not in REDUCED:
         return
     if is_hollow(tensor) or tensor_bytes(tensor) > most_bytes:
@@ -136,8 +130,8 @@ def _widen(tensor: onnx.TensorProto, most_bytes: float) -> None:
     values = tensor_array(values_of(tensor))
     wide = values.astype(np.float32)
     if values.size == 1:
-        meant = [number for number in LOOKED_FOR if values.dtype.type(number) == values.reshape(())]
-        wide = np.full_like(wide, meant[0]) if meant else wide
+        exact = [number for number in GELU_CONSTANTS if values.dtype.type(number) == values.reshape(())]
+        wide = np.full_like(wide, exact[0]) if exact else wide
     tensor.CopyFrom(onnx.numpy_helper.from_array(wide, tensor.name))
 
 
@@ -160,10 +154,10 @@ def _mark_casts(graph: onnx.GraphProto) -> None:
         nodes.append(node)
         target = next((floating_type(attribute.i) for attribute in node.attribute if attribute.name == "to"), "")
         if node.op_type == "Cast" and target:
-            made = node.output[0]
-            node.output[0] = f"{made}/before_mark"
-            mark = f"{node.name or made}/mark"
-            nodes.append(onnx.helper.make_node(MARK, [node.output[0]], [made], mark, alpha=ALPHAS[target]))
+            output = node.output[0]
+            node.output[0] = f"{output}/before_mark"
+            nodes.append(onnx.helper.make_node(MARK, [node.output[0]], [output], f"{node.name or output}/mark",
+                                               alpha=ALPHAS[target]))
     del graph.node[:]
     graph.node.extend(nodes)
 
@@ -173,15 +167,15 @@ def marked_type(node: onnx.NodeProto) -> str:
     if node.op_type != MARK or node.domain:
         return ""
     alpha = next((attribute.f for attribute in node.attribute if attribute.name == "alpha"), 1.0)
-    return next((dtype for dtype, value in ALPHAS.items() if abs(alpha / value - 1.0) < NEAR), "")
+    return next((dtype for dtype, value in ALPHAS.items() if abs(alpha / value - 1.0) < ALPHA_TOLERANCE), "")
 
 
-def restore_types(proto: onnx.ModelProto, reduced: InSinglePrecision,
+def restore_types(proto: onnx.ModelProto, reduced: SinglePrecisionModel,
                   tensors: Mapping[str, KernelInput]) -> dict[str, KernelInput]:
-    """The optimised graph's tensors with their types in the model; marks become casts again."""
-    if reduced.only:
-        return {name: _typed(tensor, reduced.only) for name, tensor in tensors.items()}
-    types = {name: dtype for name, dtype in reduced.known.items() if name in tensors}
+    """The tensors of the optimised graph `proto` with their types in the original model; marks become casts again."""
+    if reduced.only_type:
+        return {name: _typed(tensor, reduced.only_type) for name, tensor in tensors.items()}
+    types = {name: dtype for name, dtype in reduced.known_types.items() if name in tensors}
     for node in proto.graph.node:
         floating = [name for name in node.input if name in tensors and tensors[name].dtype == SINGLE]
         sources = [types[name] for name in floating if name in types and not tensors[name].constant]
@@ -200,34 +194,30 @@ def _typed(tensor: KernelInput, dtype: str) -> KernelInput:
 
 
 def _marks_to_casts(graph: onnx.GraphProto, types: Mapping[str, str], tensors: Mapping[str, KernelInput]) -> None:
-    """Turns marks into casts like ONNX Runtime: merges casts from integers before them, removes casts that keep the type."""
+    """Turns marks into casts as ONNX Runtime has them: merged with a cast from integers before them, and none that keeps the
+    type."""
     reads = Counter(name for node in graph.node for name in node.input)
     outputs = {value.name for value in graph.output}
-    maker = {name: node for node in graph.node for name in node.output}
-    same: dict[str, str] = {}  # outputs of marks that change nothing -> the tensor to use instead
-    gone: set[str] = set()  # outputs of removed nodes
+    producers = {name: node for node in graph.node for name in node.output}
+    replaced: dict[str, str] = {}  # outputs of marks that change nothing -> the tensor to use instead
+    removed: set[str] = set()  # outputs of removed nodes
     for node in graph.node:
-        for slot, name in enumerate(node.input):
-            node.input[slot] = same.get(name, name)
+        for index, name in enumerate(node.input):
+            node.input[index] = replaced.get(name, name)
         target = marked_type(node)
         if not target:
             continue
-        source, made = node.input[0], node.output[0]
-        if types.get(source) == target and tensors[source].dtype == SINGLE and made not in outputs \
-                and not _casts_from_whole(maker.get(source), tensors):
-            same[made] = source
-            gone.add(made)
+        source, output = node.input[0], node.output[0]
+        before = producers.get(source)
+        from_integers = before is not None and before.op_type == "Cast" and tensors[before.input[0]].dtype != SINGLE
+        if types.get(source) == target and tensors[source].dtype == SINGLE and output not in outputs and not from_integers:
+            replaced[output] = source
+            removed.add(output)
             continue
-        before = maker.get(source)
-        if before is not None and _casts_from_whole(before, tensors) and reads[source] == 1:
-            gone.add(source)
+        if before is not None and from_integers and reads[source] == 1:
+            removed.add(source)
             source = before.input[0]
-        node.CopyFrom(onnx.helper.make_node("Cast", [source], [made], name=node.name, to=type_code(target)))
-    kept = [node for node in graph.node if not set(node.output) & gone]
+        node.CopyFrom(onnx.helper.make_node("Cast", [source], [output], name=node.name, to=type_code(target)))
+    kept = [node for node in graph.node if removed.isdisjoint(node.output)]
     del graph.node[:]
     graph.node.extend(kept)
-
-
-def _casts_from_whole(node: onnx.NodeProto | None, tensors: Mapping[str, KernelInput]) -> bool:
-    """Whether a node casts from a type that is not floating-point."""
-    return node is not None and node.op_type == "Cast" and tensors[node.input[0]].dtype != SINGLE

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hase.ort_analysis.cuda.placement import assign_providers
-from hase.ort_analysis.cuda.reduced_precision import InSinglePrecision, as_single, holds_reduced, restore_types
+from hase.ort_analysis.cuda.reduced_precision import SinglePrecisionModel, restore_types, to_single_precision
 from hase.ort_analysis.cuda.rewrites import (
     check_on_gpu,
     cover_gpu_only,
@@ -257,7 +257,7 @@ def parse_graph(model: Path | onnx.ModelProto, device: str = "auto", dims: Mappi
     provider = graph_device(device)
     flavour, source = flavour_of(provider), read_source(model, dims, name)
     derived = provider == "cuda" and (not has_cuda() or bytes_in_files(source.graph_only) > MOST_LOADED_BYTES)
-    reduced = as_single(source.graph_only, source.name) if derived and holds_reduced(source.graph_only.graph) else None
+    reduced = to_single_precision(source.graph_only, source.name) if derived else None
     changed = onnx.ModelProto()
     changed.CopyFrom(reduced.model if reduced else source.graph_only)
     with nullcontext(folder) if folder else temporary_folder() as weights_folder:
@@ -273,7 +273,7 @@ def parse_to_run(path: Path, model: Path, device: str, dims: Mapping[str, int] |
     return _parsed(source, optimize(source, flavour, path, static), flavour, None, False, static)
 
 
-def _parsed(source: Source, proto: onnx.ModelProto, flavour: Flavour, reduced: InSinglePrecision | None, derived: bool,
+def _parsed(source: Source, proto: onnx.ModelProto, flavour: Flavour, reduced: SinglePrecisionModel | None, derived: bool,
             static: bool) -> ParsedGraph:
     """Describes the optimised graph `proto`; `reduced` is the model in single precision, if that was optimised."""
     provider = flavour.device

@@ -77,7 +77,7 @@ class Analyst:
         """Starts the child if it is idle, so that it loads packages while the caller does something else."""
         if self._lock.acquire(blocking=False):
             try:
-                if not self._child.started:
+                if not self._child.alive:
                     self._child.prepare(AnalysisTask(do="prepare"))
             finally:
                 self._lock.release()
@@ -105,7 +105,7 @@ class Analyst:
                 self.stop()
                 raise
             self._has_served = True
-            if self._child.holds_mib() > KEPT_MIB:
+            if self._child.memory_use_mib() > KEPT_MIB:
                 self.stop()
         return reply
 

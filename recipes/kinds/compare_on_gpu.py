@@ -31,7 +31,7 @@ from pydantic import BaseModel, ConfigDict
 from hase.benchmark.measuring.quiet_host import all_samples_ms
 from hase.benchmark.ort.probes import host_probe
 from hase.benchmark.ort.runner import Runner, bind
-from hase.inference.evaluation.models import GpuLatency, MadeModel, read_manifest
+from hase.inference.evaluation.models import GpuLatency, ListedModel, read_manifest
 from hase.kernel_model.building.dummy_data import random_floats
 from hase.ort_analysis.graph.analysis import analyze, kernel_of
 from hase.ort_analysis.graph.nodes import name_nodes
@@ -109,7 +109,7 @@ class NodeList(BaseModel):
     error: str = ""
 
 
-def ways_of(model: MadeModel) -> tuple[str, ...]:
+def ways_of(model: ListedModel) -> tuple[str, ...]:
     """The ways to open sessions of a model, see `NodeList`."""
     return ("static", "dynamic") if model.dims else ("static",)
 
@@ -150,7 +150,7 @@ def every_node(graph: onnx.GraphProto, inside: str = "") -> Iterator[tuple[onnx.
                 yield from every_node(attribute.g, node.name)
 
 
-def real_nodes(model: MadeModel, path: Path, way: str, folder: Path) -> NodeList:
+def real_nodes(model: ListedModel, path: Path, way: str, folder: Path) -> NodeList:
     """Nodes of a CUDA session: the graph that ONNX Runtime saves, with providers from the profile of a run."""
     saved = folder / "saved.onnx"
     entries = {
@@ -199,7 +199,7 @@ def unnamed_providers(proto: onnx.ModelProto, saved: Path, name: str) -> dict[st
     return {node.name: providers.get(node.name, "") for node in unclear}
 
 
-def recorded_kernels(model: MadeModel, path: Path, way: str) -> dict[str, int]:
+def recorded_kernels(model: ListedModel, path: Path, way: str) -> dict[str, int]:
     """Kernels in Hase's record of a model on CUDA; none if it cannot be analysed."""
     try:
         record = analyze(path, "cuda", model.dims, static=way == "static")
@@ -208,7 +208,7 @@ def recorded_kernels(model: MadeModel, path: Path, way: str) -> dict[str, int]:
     return dict(Counter(node.kernel_id for node in record.nodes))
 
 
-def derived_nodes(model: MadeModel, path: Path, way: str) -> NodeList:
+def derived_nodes(model: ListedModel, path: Path, way: str) -> NodeList:
     """Nodes of the graph that Hase derives for CUDA without a GPU, with both branches of an If."""
     graph = parse_graph(path, "cuda", model.dims, static=way == "static")
     branches = [{**model.dims, f"{node.name}.{branch}": 1} for node in graph.nodes if node.op_type == "If"
@@ -349,7 +349,7 @@ def _difference(real: NodeList, what: str, node: NodeRow | None, derived: NodeRo
                       real=side(node), tensor=next(iter(present[0].outputs), ""))
 
 
-def gpu_latency(model: MadeModel, path: Path, way: str, budget_s: float, device: str = "cuda") -> GpuLatency:
+def gpu_latency(model: ListedModel, path: Path, way: str, budget_s: float, device: str = "cuda") -> GpuLatency:
     """Times a CUDA session (`cpu` in tests) with the host probe; tensors stay on the device where possible."""
     probe = host_probe(device)
     session = open_session(path, device, dims=model.dims if way == "static" else None, name=model.name)
@@ -366,7 +366,7 @@ def gpu_latency(model: MadeModel, path: Path, way: str, budget_s: float, device:
                       runs=statistics.runs, io=io, host_probe_us=timed.probe_us)
 
 
-def results_of(work: Work, model: MadeModel, folder: Path, budget_s: float) -> list[dict[str, Any]]:
+def results_of(work: Work, model: ListedModel, folder: Path, budget_s: float) -> list[dict[str, Any]]:
     """Does one piece of work for one model in this process; a failure is a result too."""
     path, results = folder / model.file, []
     for way in ways_of(model):
@@ -387,7 +387,7 @@ def results_of(work: Work, model: MadeModel, folder: Path, budget_s: float) -> l
     return results
 
 
-def work_through(work: Work, models: Sequence[MadeModel], folder: Path, lines: Path, budget_s: float, limit_s: int) -> None:
+def work_through(work: Work, models: Sequence[ListedModel], folder: Path, lines: Path, budget_s: float, limit_s: int) -> None:
     """Does a piece of work for several models, one output line each. A model that hangs ends this process (SIGALRM)."""
     for model in models:
         signal.alarm(limit_s)

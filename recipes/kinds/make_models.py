@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from hase.benchmark.ort.sizes_of_a_run import sizes_of_a_run
-from hase.inference.evaluation.models import MANIFEST, MadeModel, Manifest, read_manifest
+from hase.inference.evaluation.models import MANIFEST, ListedModel, Manifest, read_manifest
 from hase.recipes.kinds import graph_kinds
 from hase.utils import cli, files
 from hase.utils.errors import UserError
@@ -51,7 +51,7 @@ class Recipe:
     """How to make one model.
 
     Attributes:
-        name, kind, dims, tiny: see `MadeModel`.
+        name, kind, dims, tiny: see `ListedModel`.
         sized_by_run: some sizes depend on data; the manifest gives those of a run.
         large: it takes gigabytes of disk, so it is made only on request.
     """
@@ -264,7 +264,7 @@ def _extremes() -> list[Recipe]:
     ]
 
 
-def make(name: str, folder: Path) -> MadeModel | str:
+def make(name: str, folder: Path) -> ListedModel | str:
     """Makes one model in this process; returns its description, or why it failed."""
     recipe = next(candidate for candidate in recipes() if candidate.name == name)
     path = folder / f"{name}.onnx"
@@ -279,7 +279,7 @@ def make(name: str, folder: Path) -> MadeModel | str:
     except Exception as error:  # noqa: BLE001 - whatever torch, torchvision or a quantiser raises, the other models go on
         return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     opset = next(entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx"))
-    return MadeModel(name=name, file=path.name, kind=recipe.kind, opset=opset, dims=dims, tiny=recipe.tiny)
+    return ListedModel(name=name, file=path.name, kind=recipe.kind, opset=opset, dims=dims, tiny=recipe.tiny)
 
 
 def make_all(folder: Path, only: list[str], large: bool, jobs: int) -> Manifest:
@@ -307,7 +307,7 @@ def make_all(folder: Path, only: list[str], large: bool, jobs: int) -> Manifest:
                 outcome = future.result()
             except BrokenProcessPool:
                 outcome = "its process, or another one, died; run the same command again to make the others"
-            if isinstance(outcome, MadeModel):
+            if isinstance(outcome, ListedModel):
                 made[name] = outcome
             else:
                 skipped[name] = outcome

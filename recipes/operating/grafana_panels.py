@@ -18,7 +18,7 @@ from grafana_foundation_sdk.models import common
 from grafana_foundation_sdk.models import dashboard as models
 
 from hase.benchmark.metrics.names import NAMES, names_of
-from hase.inference.prediction.answers import UP_TO, VERY_LIKELY
+from hase.inference.prediction.answers import CHANCE_WORDS
 
 ON_DEVICE, OF_MODEL = 'Hostname=~"$host"', 'model=~"$model"'  # what the variables at the top choose
 DEVICE, MODEL = "{{Hostname}} {{device}}", "{{model}} on {{target}}"  # legends
@@ -58,8 +58,7 @@ def metric(field: str, scale: float = 1.0) -> str:
 
 def chance_colours() -> list[tuple[str, float | None]]:
     """A colour for each of Hase's words for chances."""
-    return [("red", None), *zip(("orange", "yellow", "light-green", "green"), (*(most for most, _ in UP_TO), VERY_LIKELY),
-                                strict=False)]
+    return [("red", None), *zip(("orange", "yellow", "light-green", "green"), (most for most, _ in CHANCE_WORDS), strict=True)]
 
 
 PREDICTIONS = (

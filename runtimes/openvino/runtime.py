@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 LABELS = DeviceLabels(("kernel_time", "run"), ("kernel_time", "run"))
 
 
-def analyze_in(model: Path | onnx.ModelProto, flavour: Flavour, dims: Mapping[str, int], static: bool) -> ModelRecord:
-    """Analyses a model in memory. OpenVINO fixes all sizes, whatever `static` says."""
+def record_model(model: Path | onnx.ModelProto, flavour: Flavour, dims: Mapping[str, int], static: bool) -> ModelRecord:
+    """Analyses a model without writing its record. OpenVINO fixes all sizes, whatever `static` says."""
     return parse(model, dims).record
 
 
 def write_records(workspace: Workspace, model: Path, device: str, dims: Mapping[str, int], static: bool,
                   origin: ModelOrigin) -> list[ModelRecord]:
-    """Writes a model's record. `static` has no effect."""
+    """Analyses a model and writes its record. `static` has no effect. Raises UserError for a device other than a CPU."""
     RUNTIME.on(device)
     return write_parsed(workspace, parse(model, dims), origin)
 
 
 RUNTIME = Runtime(
     name=NAME, title="OpenVINO", package=NAME, version=version, check=check_openvino, levels=(FUSED,), devices={"cpu": LABELS},
-    model_suffixes=(".onnx",), kernel_suffix=".onnx", analyze=analyze_in, write_records=write_records, read_kernel=built_kernel,
-    build_kernel=build_kernel, check_kernel=check_kernel, worker="hase.runtimes.openvino.worker",
+    model_suffixes=(".onnx",), kernel_suffix=".onnx", analyze=record_model, write_records=write_records,
+    read_kernel=built_kernel, build_kernel=build_kernel, check_kernel=check_kernel, worker="hase.runtimes.openvino.worker",
     analyze_with=REMAKE, build_with="python kernel_model/kernel_builder.py", takes_setting=True)

@@ -43,7 +43,7 @@ from hase.utils import cli
 from hase.utils.errors import UserError
 from hase.utils.logger import get_logger
 from hase.utils.paths import Workspace, model_files
-from hase.utils.processes import each_in_a_process
+from hase.utils.processes import map_in_processes
 
 log = get_logger("cuda_compiler")
 EXAMPLES = """
@@ -112,7 +112,7 @@ def main() -> int:
     check_tvm()
     check_compiler()
     work = tasks(workspace, args.arch or arch_here())
-    reasons = each_in_a_process(compile_for_gpu, work, args.jobs, crashed, "compiling for a GPU")
+    reasons = map_in_processes(compile_for_gpu, work, args.jobs, crashed, "compiling for a GPU")
     failed = {task.path.name: reason for task, reason in zip(work, reasons, strict=True) if reason}
     for name, reason in failed.items():
         log.error("%s: %s", name, reason)

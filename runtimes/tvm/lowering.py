@@ -1,6 +1,6 @@
 """Reads a model into TVM's Relax, from ONNX or PyTorch (torch.export), and lowers it to function calls.
 
-Records describe operators in ONNX's terms, so that costs and features are computed as for ONNX Runtime.
+Operators are described in ONNX's terms, so that costs and features are computed as for ONNX Runtime.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -40,7 +40,7 @@ ONNX_NAMES = {  # ONNX's names of TVM's operators; other names differ only in ca
     "RMSNormalization", "resize2d": "Resize", "resize3d": "Resize", "gelu_tanh": "Gelu", "logical_and": "And", "logical_or":
     "Or", "logical_not": "Not", "less_equal": "LessOrEqual", "greater_equal": "GreaterOrEqual", "argmax": "ArgMax", "argmin":
     "ArgMin", "cumsum": "CumSum", "topk": "TopK", "full": "ConstantOfShape", "arange": "Range"}
-SUMS = ("Add", "Sub", "Neg", "Sum")  # linear operators that compute; the others move data, or nearly
+SUMS = ("Add", "Sub", "Neg", "Sum")  # linear operators that compute; the others do little more than move data
 TORCH_SUFFIX = ".pt2"  # suffix of programs written by torch.export.save
 KNOWN_WARNING = b"Fast mode segfaults when there are out-of-bounds indices"
 
@@ -55,48 +55,50 @@ class RelaxOperator(NamedTuple):
 
 def onnx_name(relax: str) -> str:
     """ONNX's name of a TVM operator: `Conv` for `relax.nn.conv2d`."""
-    last = relax.rpartition(".")[2].removeprefix("tir_")
-    return ONNX_NAMES.get(last) or "".join(part[:1].upper() + part[1:] for part in last.split("_"))
+    tvm_name = relax.rpartition(".")[2].removeprefix("tir_")
+    return ONNX_NAMES.get(tvm_name) or "".join(part[:1].upper() + part[1:] for part in tvm_name.split("_"))
 
 
-def operator_of_function(function: str) -> str:
-    """The operator that a TVM function computes: `add` for `add12`. TVM numbers functions of one name."""
-    plain = function.removeprefix("tir_")
-    base = plain if plain in ONNX_NAMES else re.sub(r"\d+$", "", plain)
+def _operator_in_function(function: str) -> str:
+    """The operator that a TVM function computes: `add` for `add12`, as TVM numbers functions of one name."""
+    name = function.removeprefix("tir_")
+    base = name if name in ONNX_NAMES else re.sub(r"\d+$", "", name)
     return {"transpose": "permute_dims"}.get(base, base)
 
 
-def _numbers(values: Iterable[Any]) -> list[int]:
+def _integers(values: Iterable[Any]) -> list[int]:
     return [int(value) for value in values]
 
 
-def attributes_of(relax: str, attrs: Any) -> dict[str, Any]:
-    """The attributes of a Relax operator call, by ONNX's names. Operators that are not listed have none; they differ by the
-    kernel's function, whose hash is part of the kernel's id."""
-    last, attributes = relax.rpartition(".")[2], dict[str, Any]()
-    for name, relax_name in (("strides", "strides"), ("pads", "padding"), ("dilations", "dilation"),
-                             ("kernel_shape", "pool_size")):
-        if (values := getattr(attrs, relax_name, None)) is not None and last.startswith(("conv", "max_pool", "avg_pool")):
-            attributes[name] = _numbers(values)
-    if last.startswith("conv"):
+def onnx_attributes(relax: str, attrs: Any) -> dict[str, Any]:
+    """The attributes of a Relax operator call, by ONNX's names. Operators that are not listed have none: their kernels differ
+    by the TVM function, whose hash is part of the kernel's id."""
+    operator, attributes = relax.rpartition(".")[2], dict[str, Any]()
+    if operator.startswith(("conv", "max_pool", "avg_pool")):
+        for name, relax_attribute in (("strides", "strides"), ("pads", "padding"), ("dilations", "dilation"),
+                                      ("kernel_shape", "pool_size")):
+            if (values := getattr(attrs, relax_attribute, None)) is not None:
+                attributes[name] = _integers(values)
+    if operator.startswith("conv"):
         attributes["group"] = int(attrs.groups)
-    for name in ("ceil_mode", "count_include_pad"):
-        if "pool" in last and (flag := getattr(attrs, name, None)) is not None:
-            attributes[name] = int(flag)
-    if last == "permute_dims" and attrs.axes is not None:
-        attributes["perm"] = _numbers(attrs.axes)
+    if "pool" in operator:
+        for name in ("ceil_mode", "count_include_pad"):
+            if (flag := getattr(attrs, name, None)) is not None:
+                attributes[name] = int(flag)
+    if operator == "permute_dims" and attrs.axes is not None:
+        attributes["perm"] = _integers(attrs.axes)
     if (axis := getattr(attrs, "axis", None)) is not None:
         if isinstance(axis, int):
             attributes["axis"] = axis
         elif not hasattr(axis, "dtype"):
-            attributes["axes"] = _numbers(axis)
-    if last in ("layer_norm", "rms_norm"):
-        attributes["axis"] = min(_numbers(attrs.axes))
+            attributes["axes"] = _integers(axis)
+    if operator in ("layer_norm", "rms_norm"):
+        attributes["axis"] = min(_integers(attrs.axes))
     return attributes
 
 
 def _rank(name: str) -> int:
-    """Rank of an operator in `deciding_operator`; the lowest one decides."""
+    """The rank of an operator in `deciding_operator`: the lowest decides."""
     row = operator_row(name)
     if row.dispatch in ("convolution", "product"):
         return 0 if row.dispatch == "convolution" else 1
@@ -108,7 +110,7 @@ def _rank(name: str) -> int:
 
 
 def deciding_operator(operators: Sequence[RelaxOperator]) -> int:
-    """The index of the operator that decides a kernel's time. That is the first convolution, else product, else reduction or
+    """The index of the operator that decides a kernel's time: the first convolution, else product, else reduction or
     normalisation, else other computation, else data movement."""
     ranks = [_rank(operator.name) for operator in operators]
     return ranks.index(min(ranks))
@@ -123,8 +125,8 @@ def _input_shapes(source: Source) -> dict[str, list[int]]:
             for value in proto.graph.input if value.name not in constants and value.type.HasField("tensor_type")}
 
 
-def source_of(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = None, name: str | None = None) -> Source:
-    """The model as given by the user. A PyTorch program has the sizes with which it was exported."""
+def tvm_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = None, name: str | None = None) -> Source:
+    """Reads a model's source: ONNX at the sizes `dims`, or a PyTorch program, whose sizes were fixed when it was exported."""
     if not isinstance(model, Path) or model.suffix != TORCH_SUFFIX:
         return read_source(model, dims, name)
     if not is_zipfile(model):
@@ -137,41 +139,27 @@ def source_of(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = No
 def read_relax(source: Source) -> Any:
     """The model as a Relax `IRModule`, with weights as constants and fixed input sizes."""
     check_tvm()
-    path = source.loadable
-    if isinstance(path, Path) and path.suffix == TORCH_SUFFIX:
-        return _relax_of_program(lambda: torch.export.load(path), source.name)
-    proto = (read_whole_model(source.loadable) if isinstance(source.loadable, Path)
-             else onnx.load_model_from_string(source.loadable))
+    model = source.loadable
+    program = model if isinstance(model, Path) and model.suffix == TORCH_SUFFIX else None
+    proto = None if program else read_whole_model(model)
     try:
+        if program:
+            with torch.no_grad():
+                return import_module("tvm.relax.frontend.torch").from_exported_program(torch.export.load(program))
         return tvm.relax.frontend.onnx.from_onnx(proto, shape_dict=_input_shapes(source))
-    except Exception as error:  # TVM raises all sorts where an operator is missing or a shape depends on data
+    except Exception as error:  # TVM and torch.export raise all sorts
         raise unreadable(source.name, error) from error
 
 
-def relax_of_torch(module: Any, inputs: Sequence[Any], name: str) -> Any:
-    """A PyTorch module as a Relax `IRModule`, without ONNX in between."""
-    check_tvm()
-    return _relax_of_program(lambda: torch.export.export(module, tuple(inputs)), name)
-
-
-def _relax_of_program(program: Callable[[], Any], name: str) -> Any:
-    frontend = import_module("tvm.relax.frontend.torch")
-    try:
-        with torch.no_grad():
-            return frontend.from_exported_program(program())
-    except Exception as error:  # torch.export and TVM raise all sorts
-        raise unreadable(name, error) from error
-
-
 def unreadable(name: str, error: Exception) -> UserError:
-    """The error for a model that TVM can't read or lower, with the last line of TVM's message."""
+    """The error for a model that TVM can't read or lower, with the last line of TVM's own message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return UserError(f"{name}: TVM can't take this model apart: {type(error).__name__}: {lines[-1] if lines else ''}")
 
 
 @contextmanager
 def without_known_warnings() -> Iterator[None]:
-    """Delays TVM's standard error until the end of the block, and drops lines with KNOWN_WARNING."""
+    """Holds standard error back until the end of the block, and drops lines with KNOWN_WARNING, which TVM writes."""
     sys.stderr.flush()
     before = os.dup(2)
     with tempfile.TemporaryFile() as kept:
@@ -191,8 +179,8 @@ def without_known_warnings() -> Iterator[None]:
 class Lowered:
     """A module of function calls."""
 
-    module: Any  # an `IRModule`. Its function `main` calls the others; TVM builds it as it stands.
-    operators: Mapping[str, tuple[RelaxOperator, ...]]  # of each function by its name, in the order in which it computes them
+    module: Any  # an `IRModule` whose function `main` calls the others; TVM builds it unchanged
+    operators: Mapping[str, tuple[RelaxOperator, ...]]  # by the name of the function, in the order in which it computes them
 
 
 def bindings(function: Any) -> Iterator[Any]:
@@ -213,7 +201,7 @@ def called_function(value: Any) -> str:
 
 
 def relax_name(value: Any) -> str:
-    """The name of a bound value's operator, or its kind of value."""
+    """The name of a bound value's operator; of a value that is no call, its kind."""
     if not isinstance(value, tvm.relax.Call):
         return type(value).__name__
     if isinstance(value.op, tvm.ir.Op):
@@ -223,49 +211,49 @@ def relax_name(value: Any) -> str:
 
 def lower(name: str, module: Any, device: str = "cpu") -> dict[str, Lowered]:
     """Lowers a module to operators (UNFUSED) and kernels (FUSED), without changing it."""
-    passes = tvm.relax.transform
+    passes, backend, sequence = tvm.relax.transform, tvm.relax.backend, tvm.transform.Sequential
     try:
         with llvm_target() if device == "cpu" else gpu_target(), without_known_warnings():
-            first = _sequential(passes.DecomposeOpsForInference(), passes.FoldConstant(), passes.CanonicalizeBindings(),
-                                passes.DeadCodeElimination(), tvm.relax.backend.DispatchSampling(),
-                                tvm.relax.backend.DispatchSortScan())(module)
-            legal = passes.LegalizeOps()(first)
-            operators = operators_of(first, legal)
-            plain = _sequential(passes.AnnotateTIROpPattern(), passes.FoldConstant(), passes.DeadCodeElimination())(legal)
+            decomposed = sequence([
+                passes.DecomposeOpsForInference(), passes.FoldConstant(), passes.CanonicalizeBindings(),
+                passes.DeadCodeElimination(), backend.DispatchSampling(), backend.DispatchSortScan()])(module)
+            legal = passes.LegalizeOps()(decomposed)
+            operators = _function_operators(decomposed, legal)
+            plain = sequence([passes.AnnotateTIROpPattern(), passes.FoldConstant(), passes.DeadCodeElimination()])(legal)
             grouped = passes.FuseOps()(plain)
-            fused = _sequential(passes.FuseTIR(), passes.DeadCodeElimination(), passes.RewriteDataflowReshape())(grouped)
+            fused = sequence([passes.FuseTIR(), passes.DeadCodeElimination(), passes.RewriteDataflowReshape()])(grouped)
             unfused = passes.RewriteDataflowReshape()(plain)
     except Exception as error:  # TVM raises all sorts
         raise unreadable(name, error) from error
-    within = {gv.name_hint: tuple(operator for binding in bindings(function)
-                                  for operator in operators.get(called_function(binding.value), ()))
-              for gv, function in grouped.functions.items()
-              if isinstance(function, tvm.relax.Function) and gv.name_hint != "main"}
-    return {UNFUSED: Lowered(unfused, operators), FUSED: Lowered(fused, {**operators, **within})}
+    fused_operators = {variable.name_hint: tuple(operator for binding in bindings(function)
+                                                 for operator in operators.get(called_function(binding.value), ()))
+                       for variable, function in grouped.functions.items()
+                       if isinstance(function, tvm.relax.Function) and variable.name_hint != "main"}
+    return {UNFUSED: Lowered(unfused, operators), FUSED: Lowered(fused, operators | fused_operators)}
 
 
-def _sequential(*passes: Any) -> Any:
-    return tvm.transform.Sequential(list(passes))
+def _function_operators(before: Any, after: Any) -> dict[str, tuple[RelaxOperator, ...]]:
+    """The operator of each function that a legalised module calls; `before` is the module before legalising.
 
-
-def operators_of(before: Any, after: Any) -> dict[str, tuple[RelaxOperator, ...]]:
-    """The operators in each function of a legalised module. Legalising mostly replaces each operator by one call; otherwise
-    variable names lead to the operator. If neither helps, the function's own name is used."""
+    Legalising mostly replaces each operator by one call; otherwise variables of the same name lead to the operator. If neither
+    helps, the function's own name is used.
+    """
     old, new = list(bindings(before["main"])), list(bindings(after["main"]))
-    count = Counter(binding.var.name for binding in old)
-    by_name = {binding.var.name: binding.value for binding in old if count[binding.var.name] == 1}
-    calls: list[Any] = [by_name.get(binding.var.name) for binding in new]
     if len(old) == len(new):
-        calls = [binding.value for binding in old]
+        replaced: list[Any] = [binding.value for binding in old]
+    else:
+        count = Counter(binding.var.name for binding in old)
+        by_name = {binding.var.name: binding.value for binding in old if count[binding.var.name] == 1}
+        replaced = [by_name.get(binding.var.name) for binding in new]
     operators: dict[str, tuple[RelaxOperator, ...]] = {}
-    for binding, call in zip(new, calls, strict=True):
+    for binding, call in zip(new, replaced, strict=True):
         function = called_function(binding.value)
         if not function or function in operators:
             continue
-        operator = relax_name(call) if isinstance(call, tvm.relax.Call) and isinstance(call.op, tvm.ir.Op) else ""
-        if not operator or operator.startswith("relax.call_"):
-            name = operator_of_function(function)
-            operators[function] = (RelaxOperator(onnx_name(name), {}, name),)
-        else:
-            operators[function] = (RelaxOperator(onnx_name(operator), attributes_of(operator, call.attrs), operator),)
+        name, attributes = _operator_in_function(function), dict[str, Any]()
+        if isinstance(call, tvm.relax.Call) and isinstance(call.op, tvm.ir.Op):
+            operator = relax_name(call)
+            if operator and not operator.startswith("relax.call_"):
+                name, attributes = operator, onnx_attributes(operator, call.attrs)
+        operators[function] = (RelaxOperator(onnx_name(name), attributes, name),)
     return operators

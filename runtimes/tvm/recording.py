@@ -24,7 +24,7 @@ from hase.runtimes.tvm.lowering import (
     onnx_name,
     read_relax,
     relax_name,
-    source_of,
+    tvm_source,
 )
 from hase.utils import files
 from hase.utils.errors import UserError
@@ -49,7 +49,7 @@ class TvmModel(NamedTuple):
 def parse(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = None, name: str | None = None,
           device: str = "cpu") -> dict[str, TvmModel]:
     """A model's operators (UNFUSED) and kernels (FUSED) on `cpu` or `cuda`; `name` is that of a model in memory."""
-    source, parsed = source_of(model, dims, name), {}
+    source, parsed = tvm_source(model, dims, name), {}
     for level, lowered in lower(source.name, read_relax(source), device).items():
         graph = _GraphReader(source.name, lowered, device).read()
         parsed[level] = TvmModel(lowered, graph, record_of(source, graph, tvm_flavour(device, level)))

@@ -24,8 +24,8 @@ def version() -> str:
     return package_version("apache-tvm")
 
 
-def analyze_in(model: Path | onnx.ModelProto, flavour: Flavour, dims: Mapping[str, int], static: bool) -> ModelRecord:
-    """Analyses a model in memory. TVM fixes all sizes, whatever `static` says."""
+def record_model(model: Path | onnx.ModelProto, flavour: Flavour, dims: Mapping[str, int], static: bool) -> ModelRecord:
+    """Analyses a model without writing its record. TVM fixes all sizes, whatever `static` says."""
     return parse_at(flavour.optimization, model, dims, flavour.device).record
 
 
@@ -38,6 +38,6 @@ def write_records(workspace: Workspace, model: Path, device: str, dims: Mapping[
 RUNTIME = Runtime(
     name="tvm", title="TVM", package="apache-tvm", version=version, check=check_tvm, levels=(FUSED, UNFUSED, TUNED),
     runs_as={TUNED: FUSED}, devices={"cpu": ALONE, "cuda": ALONE}, model_suffixes=(".onnx", TORCH_SUFFIX), kernel_suffix=SUFFIX,
-    analyze=analyze_in, write_records=write_records, read_kernel=read_kernel, worker="hase.runtimes.tvm.worker",
+    analyze=record_model, write_records=write_records, read_kernel=read_kernel, worker="hase.runtimes.tvm.worker",
     analyze_with="python runtimes/tvm/relax_parser.py", build_with="python runtimes/tvm/relax_parser.py", takes_setting=True,
     analysis_limit_s=600.0)  # it compiles each kernel

@@ -20,7 +20,7 @@ from command import run_script
 from conftest import small_model
 
 from hase.benchmark.load import burners
-from hase.benchmark.load.burners import AHEAD_S, BurstWork, as_work, bursts
+from hase.benchmark.load.burners import AHEAD_S, BurstWork, bursts, queued_work
 from hase.benchmark.load.stress import Stress, _end, _wait_until_ready, stress
 from hase.records.measurement import BACKGROUND_QUEUES, COMPUTE, Background, BackgroundQueue
 from hase.utils import files
@@ -232,7 +232,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
 
 def burn(gpu: FakeGpu, queue: BackgroundQueue, intensity: float) -> tuple[float, float]:
     """Runs periods of 20 ms; the share of the time that the fake GPU was busy, and the share that the burner reports."""
-    work = as_work(Background(name="a", queue=queue), gpu.launch, gpu.mark, gpu.wait)
+    work = queued_work(Background(name="a", queue=queue), gpu.launch, gpu.mark, gpu.wait)
     turns = bursts(work, intensity, 0.02)
     next(turns)  # begins at the next period's beginning
     gpu.busy_s, gpu.most_ahead_s, began = 0.0, 0.0, gpu.now_s
@@ -256,7 +256,7 @@ def test_part_time_keeps_to_its_share(gpu: FakeGpu, intensity: float) -> None:
     """Nothing waits for the pause of the last period. Of 50 periods that is 2 % at most."""
     for queue in BACKGROUND_QUEUES:
         assert burn(gpu, queue, intensity) == pytest.approx((intensity, intensity), abs=0.04)
-    work = as_work(Background(name="a", queue="deep"), gpu.launch, gpu.mark, gpu.wait)
+    work = queued_work(Background(name="a", queue="deep"), gpu.launch, gpu.mark, gpu.wait)
     turns = bursts(work, intensity, 0.02)
     for _ in range(10):  # a deep queue runs dry at the end of a share
         next(turns)

@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from hase.utils.errors import UserError, user_can_mend
+from hase.utils.errors import UserError, user_can_fix
 from hase.utils.paths import ROOT
 
 HANG_S = 60.0
@@ -103,7 +103,7 @@ def serve(module: ModuleType) -> None:
         except UserError as error:
             reply = {"what": "error", "message": str(error)}
         except OSError as error:
-            reply = {"what": "error" if user_can_mend(error) else "traceback", "message": traceback.format_exc()}
+            reply = {"what": "error" if user_can_fix(error) else "traceback", "message": traceback.format_exc()}
         except BaseException:  # noqa: BLE001 - this looks for whatever escapes
             reply = {"what": "traceback", "message": traceback.format_exc()}
         ended_mib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024

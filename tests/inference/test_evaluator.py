@@ -24,7 +24,7 @@ from hase.graph_model.simulation.sharing import CoRunner
 from hase.inference import predict
 from hase.inference.evaluation.comparison import Comparison, compare, marks_in_words, marks_of, summarise, table
 from hase.inference.evaluation.evaluate import EvaluationLoads, MeasuringPlan, evaluate, measure_here
-from hase.inference.evaluation.models import MANIFEST, EvaluatedModel, Failures, MadeModel, Manifest
+from hase.inference.evaluation.models import MANIFEST, EvaluatedModel, Failures, ListedModel, Manifest
 from hase.inference.evaluation.report import draw_scatter
 from hase.inference.live.load import InferenceConfig
 from hase.inference.live.prometheus import PrometheusConfig
@@ -305,7 +305,7 @@ def listed(tmp_path: Path) -> Path:
     conv_net(tmp_path / "fixed.onnx")
     conv_net(tmp_path / "open.onnx", batch="batch")
     (tmp_path / "broken.onnx").write_text("no model")
-    models = [MadeModel(name=name, file=f"{name}.onnx", kind=kind, opset=17, dims=dims) for name, kind, dims in (
+    models = [ListedModel(name=name, file=f"{name}.onnx", kind=kind, opset=17, dims=dims) for name, kind, dims in (
         ("fixed", "nets", {}), ("open", "nets", {"batch": 4}), ("broken", "others", {}))]
     files.write_json(tmp_path / MANIFEST, Manifest(versions={}, models=tuple(models)))
     (tmp_path / "workspace").mkdir()

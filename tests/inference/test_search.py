@@ -84,12 +84,12 @@ def test_a_network_is_told_by_its_name() -> None:
 def exported(name: str) -> onnx.ModelProto:
     """A network of the space as torchvision builds it and torch exports it, for one image; its biases are no zeros."""
     choice, mobilenet = ofa.network_named(name), torchvision.models.mobilenetv3
-    before, *widths = ofa.channels_of(choice.width)
+    before, *widths = ofa.layer_channels(choice.width)
     blocks = [mobilenet.InvertedResidualConfig(before, 3, before, before, False, "RE", 1, 1, 1.0)]
     for stage, channels, of_stage in zip(ofa.STAGES, widths, choice.stages, strict=True):
         for index, block in enumerate(of_stage):
             blocks.append(mobilenet.InvertedResidualConfig(
-                before, block.window, ofa.rounded(block.expansion * before), channels, stage.excited,
+                before, block.window, ofa.rounded_channels(block.expansion * before), channels, stage.squeeze_excitation,
                 {"Relu": "RE", "HardSwish": "HS"}[stage.activation], stage.stride if index == 0 else 1, 1, 1.0))
             before = channels
     torch.manual_seed(0)

@@ -59,7 +59,7 @@ class MadeUp:
 
     def beside(self, model: PredictedRun, percent: int, others: Sequence[tuple[PredictedRun, int]]) -> tuple[float, UnderLoad]:
         alone_ms = self.alone_ms(model, percent)
-        return alone_ms, UnderLoad.of(np.array([alone_ms * self._slowdown(len(others))]), 1.0, "prediction")
+        return alone_ms, UnderLoad.from_runs(np.array([alone_ms * self._slowdown(len(others))]), 1.0, "prediction")
 
     def span(self, model: PredictedRun, percent: int, alone_ms: float) -> Span:
         return CERTAIN

@@ -103,7 +103,7 @@ def test_models_made_to_do_harm(tmp_path: Path, own_analyst: Analyst) -> None:
                            (calls(40, 2), "more than 50,000 nodes"), (calls(3000), "more than 100 deep")):
         with pytest.raises(UserError, match=message):
             record_of(saved(model, tmp_path / "harmful.onnx"))
-        assert own_analyst._child.holds_mib() < 500
+        assert own_analyst._child.memory_use_mib() < 500
 
 
 @pytest.mark.slow
@@ -120,7 +120,7 @@ def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_analyst: An
     monkeypatch.setattr(analysis, "LIMIT_MIB", 3584.0)
     assert len(record_of(saved(small_model(), tmp_path / "small.onnx")).nodes) > 1
     assert len(record_of(saved(large_constants(320), tmp_path / "large.onnx")).nodes) > 1
-    assert own_analyst._child.holds_mib() < 500
+    assert own_analyst._child.memory_use_mib() < 500
 
 
 def test_the_limits_of_a_file_with_holes_and_their_factor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from small_graphs import BOOL, HALF, INT64, constant, graph, model, node, unrank
 
 from hase.inference import Predictor
 from hase.inference.prediction.sources import record_of
-from hase.ort_analysis.cuda.reduced_precision import as_single
+from hase.ort_analysis.cuda.reduced_precision import to_single_precision
 from hase.ort_analysis.graph import constants, parsing
 from hase.ort_analysis.graph.analysis import analyze
 from hase.ort_analysis.graph.nodes import attribute_value
@@ -223,7 +223,9 @@ def test_in_half_precision_only_weights_become_zeros() -> None:
              node("If", ["go"], then_branch=branch, else_branch=branch), node("Identity", ["k"], "z")]
     halved = model(nodes, [value("x", 64, 64, kind=HALF), value("ids", 64, kind=INT64), value("go", kind=BOOL)],
                    [value("y", 64, 64, kind=HALF), value("z", 600, kind=HALF)], weights)
-    made = as_single(halved, "model").model
+    single = to_single_precision(halved, "model")
+    assert single
+    made = single.model
     assert {tensor.name for tensor in made.graph.initializer if is_hollow(tensor)} == {
         "w", "turned", "scaled", "table", "inner"}
     assert {tensor.data_type for tensor in made.graph.initializer} == {TensorProto.FLOAT}

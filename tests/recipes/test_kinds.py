@@ -9,7 +9,7 @@ import onnx
 import pytest
 from command import run_script
 
-from hase.inference.evaluation.models import MadeModel, read_manifest
+from hase.inference.evaluation.models import ListedModel, read_manifest
 from hase.recipes.kinds import make_models
 from hase.recipes.kinds.compare_on_gpu import (
     NodeList,
@@ -39,7 +39,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_models_are_made_listed_and_kept(made: Path) -> None:
     models = {model.name: model for model in read_manifest(made).models}
     assert set(models) == set(TINY)
-    assert models["tiny_add"] == MadeModel(name="tiny_add", file="tiny_add.onnx", kind="tiny", opset=18, tiny=True)
+    assert models["tiny_add"] == ListedModel(name="tiny_add", file="tiny_add.onnx", kind="tiny", opset=18, tiny=True)
     assert models["sklearn_linear"].dims == {"rows": 256}
     for model in models.values():
         session = open_session(made / model.file, "cpu", dims=model.dims)

@@ -26,7 +26,14 @@ from hase.training.composition.formulas import fit_graph_replay, fit_host_io
 from hase.training.composition.measured_models import MeasuredModel, MeasuredTracks
 from hase.training.fits.generation import LoopStep, fit_loop, fit_on_cpu
 from hase.training.fits.mps import MeasuredWay, MpsFit, measured_widths, read_way, records_of
-from hase.training.fits.serving import PacedRuns, host_pace_us, learned_from, learned_host, paces_beside, served_in_slices
+from hase.training.fits.serving import (
+    PacedRuns,
+    fit_serving_host,
+    host_pace_readings,
+    host_pace_us,
+    learn_serving_host,
+    time_slice_results,
+)
 from hase.utils import files
 from hase.utils.errors import UserError
 from hase.utils.paths import ROOT, SHIPPED, Workspace
@@ -177,14 +184,14 @@ def made_up(seed: int, runs: int = 4000) -> PacedRuns:
         times.append(felt + (10.0 if generator.random() < 0.005 else 0.0))
         idle.append(generator.choice([0.1, 12.0]))
         starts.append(starts[-1] + times[-1] + idle[-1])
-    return PacedRuns(np.array(starts[:-1]), np.array(times), np.array(idle[:-1]), np.array(paces), of_host=True)
+    return PacedRuns(np.array(starts[:-1]), np.array(times), np.array(idle[:-1]), np.array(paces), host_bound=True)
 
 
 @pytest.mark.slow
 def test_a_host_is_learned_from_made_up_runs() -> None:
     first, second, third = (made_up(seed) for seed in (1, 2, 3))
-    gpu_bound = third._replace(of_host=False)
-    learned = learned_host([first, second, gpu_bound], "made up", pace=1.5)
+    gpu_bound = third._replace(host_bound=False)
+    learned = fit_serving_host([first, second, gpu_bound], "made up", pace=1.5)
     assert (learned.models, learned.pace) == (2, 1.5)
     assert (learned.paces[1], learned.paces[-2]) == pytest.approx((1.2 / 1.5, 1.8 / 1.5), rel=0.02)
     assert 20.0 <= learned.lasts_ms <= 50.0
@@ -193,7 +200,7 @@ def test_a_host_is_learned_from_made_up_runs() -> None:
     assert learned.stalls_per_s == pytest.approx(3 * 4000 * 0.005 / busy_ms * 1e3, rel=0.3)
     assert learned.stalls_ms == pytest.approx([10.0] * 12, rel=0.1)
     with pytest.raises(UserError, match="the GPU is the slower track of all models"):
-        learned_host([gpu_bound], "made up", 1.0)
+        fit_serving_host([gpu_bound], "made up", 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +209,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     folder = tmp_path_factory.mktemp("served")
     with tarfile.open(ROOT / "recipes/h200/served-nvidia-h100.tar.xz") as archive:
         archive.extractall(folder, filter="data")
-    path, results = served_in_slices(Workspace(folder))
+    path, results = time_slice_results(Workspace(folder))
     assert len(results) == 56
     path.write_text("".join(f"{result.model_dump_json()}\n" for result in results[:8]))
     return Workspace(folder)
@@ -210,13 +217,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 
 @pytest.mark.slow
 def test_a_host_is_learned_from_an_h100(served: Workspace) -> None:
-    learned = learned_from(served, SHIPPED / TARGET)
+    learned = learn_serving_host(served, SHIPPED / TARGET)
     assert 0.9 < learned.middle < 1.3
     assert learned.host().paces.mean() == pytest.approx(1.0, abs=0.1)
     assert learned.host(Stalls(9.0, (8.0,))).stalls_ms.tolist() == [8.0]
     # runs take the mean of its paces; of a few readings beside, some of which may be disturbed, the median counts
-    result = served_in_slices(served)[1][0]
-    readings_us = [reading.probe_us for reading in paces_beside(served)]
+    result = time_slice_results(served)[1][0]
+    readings_us = [reading.probe_us for reading in host_pace_readings(served)]
     assert host_pace_us([result], served) == pytest.approx(np.median(readings_us))
     model = result.results[0].model_copy(update={"probe_us": (300.0, 300.0, 450.0)})
     assert host_pace_us([result.model_copy(update={"results": (model,)})], served) == pytest.approx(350.0)
@@ -224,7 +231,7 @@ def test_a_host_is_learned_from_an_h100(served: Workspace) -> None:
 
 def test_a_workspace_without_served_models(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="served sets of 0 targets"):
-        served_in_slices(Workspace(tmp_path))
+        time_slice_results(Workspace(tmp_path))
     files.write_text(tmp_path / "benchmark/served_sets/some.jsonl", "")
     with pytest.raises(UserError, match="no model was served in time slices"):
-        served_in_slices(Workspace(tmp_path))
+        time_slice_results(Workspace(tmp_path))

@@ -31,7 +31,7 @@ from hase.learned.composition.fitted import (
     Kind,
     Line,
     Mask,
-    compose,
+    base_times_ms,
     latency_ms,
     read_composition,
     working_nodes,
@@ -112,9 +112,9 @@ def fit_target(workspace: Workspace, target: str, config: TrainingConfig, few_mo
     by_family, probe_us = left_out == "family", usual_probe_us(read_model_table(workspace, target))
     interval = error_range_of(predicted, latency, groups) if by_family else None
     return Composition(
-        **chosen.formula(), left_out=left_out, dataset_sha256=rows.sha256, models_sha256=models_sha256(workspace, target),
-        predictors_created=sidecar.created, host_sha256=host_sha256(workspace.predictors(target)),
-        candidates=tuple(attempt.candidate for attempt in attempts),
+        **chosen.formula_fields(), left_out=left_out, dataset_sha256=rows.sha256,
+        models_sha256=models_sha256(workspace, target), predictors_created=sidecar.created,
+        host_sha256=host_sha256(workspace.predictors(target)), candidates=tuple(attempt.candidate for attempt in attempts),
         models=tuple(FittedModel(model=model.record.model, group=model.group, measured_ms=model.latency_ms,
                                  predicted_ms=float(predicted_ms))
                      for model, predicted_ms in zip(models, predicted, strict=True)),
@@ -166,7 +166,7 @@ def judge(formula: Formula, measured_ms: Floats, predicted_ms: Floats, known_ms:
     """
     errors = np.abs(predicted_ms / measured_ms - 1)
     return Tried(Candidate(
-        **formula.formula(), cv_mape=float(errors.mean()) if held_out else None,
+        **formula.formula_fields(), cv_mape=float(errors.mean()) if held_out else None,
         cv_max=float(errors.max()) if held_out else None, fit_mape=mape(fitted_ms, measured_ms),
         plain_mape=mape(plain_ms, measured_ms),
         measured_cv_mape=mape(known_ms, measured_ms) if held_out else None), predicted_ms, known_ms)
@@ -228,7 +228,7 @@ def try_lines(models: Sequence[MeasuredModel], predicted: Mapping[str, TimesOfMo
     nodes = np.array([working_nodes(model.record) for model in models], dtype=float)
 
     def composed(times_of_models: TimesOfModels) -> dict[Kind, Floats]:
-        composed_models = [compose(model.record, times_of_models[model.record.model]) for model in models]
+        composed_models = [base_times_ms(model.record, times_of_models[model.record.model]) for model in models]
         return {kind: np.array([sums[kind] for sums in composed_models]) for kind in kinds}
 
     by_label = {label: (composed(predicted[label]), composed(known[label])) for label in predicted if label != LAUNCHES}

@@ -1,4 +1,4 @@
-"""Errors of predictions for groups of models (families or collections) that were held out of everything.
+"""Errors of predictions for groups of models (families or collections) that were held out of all training.
 
 Each group in turn is held out: its kernels, the shapes sampled near them, and its models in the fit of the composition. The
 same split serves the baselines: a line over the sum of kernel times, the roofline, and random forests on raw shapes for each
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from hase.learned.composition.intervals import Sources, for_any_host
 from hase.learned.kernels.interface import TrainingConfig, TrainingSet
 from hase.learned.kernels.predictors import leaves_gpu_idle
 from hase.records.measurement import GPU_LABEL
-from hase.training.composition.calibration import HeldOutCase, interval_score, intervals_held_out
+from hase.training.composition.calibration import interval_score, intervals_held_out
 from hase.training.composition.formulas import fit_graph_replay, fit_host_io, leave_out
 from hase.training.composition.held_out import (
     PLURAL,
@@ -39,47 +39,44 @@ from hase.utils.lazy import sklearn
 from hase.utils.paths import Workspace
 from hase.utils.timing import ErrorStatistics, error_statistics
 
-if TYPE_CHECKING:
-    from hase.training.composition.measured_models import MeasuredModel
-
-
 Floats = npt.NDArray[np.float64]
-SOME = 0.02  # share of the latency (or the same times a logarithm) from which a source of error is counted
-HOST_BOUND = 0.9  # square of the share of the latency in which the host works, from which it counts as the slower track
+COUNTED_SHARE = 0.02  # of the latency (or that times a logarithm), above which a source of error counts
+HOST_BOUND = 0.9  # square of the share of the latency in which the host works, above which it counts as the slower track
 ALL = "all"  # in column `of`: the models of all collections
 MOST_KERNELS = 6000  # that a forest learns from, drawn at random from its class; nn-Meter samples about as many
 SIZES = ("batch", "height", "width", "channels", "out_channels", "kernel_height", "stride", "log_flops", "log_weights")
 
 
-def parts_of(collections: Sequence[str]) -> dict[str, npt.NDArray[np.bool_]]:
-    """Masks of the models for each row of a table: all, and each collection if there are several."""
+def collection_masks(collections: Sequence[str]) -> dict[str, npt.NDArray[np.bool_]]:
+    """Masks of the models for the rows of a table: all models, and those of each collection if there are several."""
     every = np.array(collections)
     names = sorted(set(collections)) if len(set(collections)) > 1 else []
     return {ALL: np.ones(len(every), dtype=bool)} | {name or "none": every == name for name in names}
 
 
-def model_rows(what: str, predicted_ms: Floats, held_out: HeldOut) -> list[dict[str, Any]]:
-    """Rows of the table of models, over all and for each collection; `what` says how they were predicted."""
+def held_out_model_rows(method: str, predicted_ms: Floats, held_out: HeldOut) -> list[dict[str, Any]]:
+    """The rows of one method of prediction in the table of models: over all models, and for each collection."""
     latency_ms = held_out.latency_ms
-    return [row(what, part, error_statistics(predicted_ms[mask].tolist(), latency_ms[mask].tolist()))
-            for part, mask in parts_of(held_out.collections).items()]
+    return [_error_row(method, part, error_statistics(predicted_ms[mask].tolist(), latency_ms[mask].tolist()))
+            for part, mask in collection_masks(held_out.collections).items()]
 
 
-def row(what: str, part: str, errors: ErrorStatistics) -> dict[str, Any]:
-    """Errors of models as one row of the table, in per cent."""
-    return {"models by": what, "of": part, "models": errors.count, "MAPE_%": 100 * errors.mape, "median_%": 100 * errors.median,
-            "within_5_%": 100 * errors.within_5, "within_10_%": 100 * errors.within_10, "worst_%": 100 * errors.worst}
+def _error_row(method: str, part: str, errors: ErrorStatistics) -> dict[str, Any]:
+    return {"models by": method, "of": part, "models": errors.count, "MAPE_%": 100 * errors.mape,
+            "median_%": 100 * errors.median, "within_5_%": 100 * errors.within_5, "within_10_%": 100 * errors.within_10,
+            "worst_%": 100 * errors.worst}
 
 
 def pipeline_rows(held_out: HeldOut) -> list[dict[str, Any]]:
-    """The rows of the two tracks: all kernels predicted, shared ones looked up, and all measured."""
-    return [row for what, predicted_ms in (
+    """The rows of Hase's own predictions with two tracks (host and GPU): all kernels predicted, shared ones looked up, and all
+    as measured."""
+    return [row for method, predicted_ms in (
         ("two tracks, all kernels predicted", held_out.predicted.usual_ms),
         ("two tracks, all kernels predicted, host's pace as measured", held_out.predicted.paced_ms),
         (f"two tracks, kernels that other {PLURAL[held_out.left_out]} share looked up", held_out.looked_up.usual_ms),
         ("two tracks, kernels as measured: the composition alone", held_out.as_measured.usual_ms),
         ("two tracks, kernels and host's pace as measured", held_out.as_measured.paced_ms),
-    ) for row in model_rows(what, predicted_ms, held_out)]
+    ) for row in held_out_model_rows(method, predicted_ms, held_out)]
 
 
 def run_mode_rows(held_out: HeldOut) -> list[dict[str, Any]]:
@@ -87,22 +84,24 @@ def run_mode_rows(held_out: HeldOut) -> list[dict[str, Any]]:
     models, groups = held_out.models, held_out.groups
     costs = {"numpy in and out": fit_host_io(models, held_out.predicted.usual_ms, groups),
              "a CUDA graph": fit_graph_replay(models, held_out.strict_tracks, groups)}
-    return [row(f"two tracks, all kernels predicted; run with {what}", ALL, fitted.left_out)
-            for what, fitted in costs.items() if fitted and fitted.left_out]
+    return [_error_row(f"two tracks, all kernels predicted; run with {mode}", ALL, fitted.left_out)
+            for mode, fitted in costs.items() if fitted and fitted.left_out]
 
 
 def line_rows(held_out: HeldOut, times: Mapping[str, TimesOfModels]) -> list[dict[str, Any]]:
     """Rows for each entry of `times`, of a line over the sum of a model's kernels, fitted without the model's group."""
-    def sums_ms(times_of_models: TimesOfModels) -> Floats:
-        return np.array([sum(times_of_models[model.record.model][node.kernel_id] for node in model.record.nodes)
-                         for model in held_out.models])
-
-    return [row for what, times_of_models in times.items() for sums in [sums_ms(times_of_models)] for row in model_rows(
-        f"α·Σ+β, {what}", leave_out(sums, sums, held_out.latency_ms, held_out.groups), held_out)]
+    rows = []
+    for source, times_of_models in times.items():
+        sums_ms = np.array([sum(times_of_models[model.record.model][node.kernel_id] for node in model.record.nodes)
+                            for model in held_out.models])
+        rows += held_out_model_rows(f"α·Σ+β, {source}", leave_out(sums_ms, sums_ms, held_out.latency_ms, held_out.groups),
+                                    held_out)
+    return rows
 
 
 def roofline_times(rows: TrainingSet, models: Sequence[MeasuredModel]) -> TimesOfModels:
-    """Kernel times (ms) by model and kernel id from the roofline alone: two rates and a floor, fitted to all kernels."""
+    """Kernel times (ms) by model and kernel id from the roofline alone: operations and bytes per second, and a shortest time,
+    fitted to all kernels."""
     idle = rows.rows(rows.idle & np.isfinite(rows.times_ms[GPU_LABEL]))
     roofline = fit_roofline(idle.flops, idle.bytes_moved, idle.times_ms[GPU_LABEL])
     return {model.record.model: {
@@ -111,20 +110,20 @@ def roofline_times(rows: TrainingSet, models: Sequence[MeasuredModel]) -> TimesO
 
 
 def model_table(held_out: HeldOut, config: TrainingConfig, forests: bool) -> list[dict[str, Any]]:
-    """Errors of models, one row for each way of predicting and collection."""
-    over = {"all kernels predicted": held_out.strict[GPU_LABEL], "kernels as measured": held_out.known[GPU_LABEL],
-            "roofline of each kernel": roofline_times(held_out.rows, held_out.models)}
-    table = pipeline_rows(held_out) + line_rows(held_out, over) + run_mode_rows(held_out)
+    """Errors of models, one row for each method of prediction and collection."""
+    times = {"all kernels predicted": held_out.strict[GPU_LABEL], "kernels as measured": held_out.known[GPU_LABEL],
+             "roofline of each kernel": roofline_times(held_out.rows, held_out.models)}
+    table = pipeline_rows(held_out) + line_rows(held_out, times) + run_mode_rows(held_out)
     if forests:
-        guessed = nn_meter_times(held_out.rows, held_out.models, held_out.groups, held_out.left_out, config)
-        table += line_rows(held_out, {"nn-Meter's forests, all kernels predicted": guessed})
+        by_forests = nn_meter_times(held_out.rows, held_out.models, held_out.groups, held_out.left_out, config)
+        table += line_rows(held_out, {"nn-Meter's forests, all kernels predicted": by_forests})
     return table
 
 
 def kernel_table(held_out: HeldOut) -> list[dict[str, Any]]:
     """Errors of the GPU's time of kernels, over all models and for each collection if there are several."""
     table = []
-    for part, mask in parts_of(held_out.collections).items():
+    for part, mask in collection_masks(held_out.collections).items():
         names = {model.record.model for model, inside in zip(held_out.models, mask, strict=True) if inside}
         times = {name: times for name, times in held_out.strict[GPU_LABEL].items() if name in names}
         if errors := kernel_errors(times, held_out.measured, GPU_LABEL):
@@ -134,17 +133,17 @@ def kernel_table(held_out: HeldOut) -> list[dict[str, Any]]:
 
 CONDITIONS: dict[str, Callable[[Sources], bool]] = {  # groups of predictions by what they rest on
     "all kernels known": lambda sources: sources.unmeasured + sources.other_form + sources.beyond == 0.0,
-    "operators never measured": lambda sources: sources.unmeasured > SOME,
-    "other forms than measured": lambda sources: sources.other_form > SOME,
-    "sizes beyond those measured": lambda sources: sources.beyond > SOME,
+    "operators never measured": lambda sources: sources.unmeasured > COUNTED_SHARE,
+    "other forms than measured": lambda sources: sources.other_form > COUNTED_SHARE,
+    "sizes beyond those measured": lambda sources: sources.beyond > COUNTED_SHARE,
     "the host is the slower track": lambda sources: sources.host > HOST_BOUND,
 }
 
 
 def interval_table(held_out: HeldOut) -> list[dict[str, Any]]:
-    """The coverage, width and mean `interval_score` of 90 % intervals calibrated on the other collections (or families). The
-    width is the median of upper over lower end, less one. Over all, for each collection, and by what predictions are based on;
-    without models that run in part on the CPU provider."""
+    """How good 90 % intervals are that were calibrated on the other collections (or families): the share of latencies that they
+    hold, their width (the median of upper over lower end, less one), and the mean `interval_score`. Over all models, for each
+    collection, and for each of CONDITIONS; without models that run in part on the CPU provider."""
     predicted, measured = (held_out.cases(kernels) for kernels in ("predicted", "measured"))
     held_out_ends = intervals_held_out([*predicted, *measured])
     if not held_out_ends:
@@ -152,6 +151,8 @@ def interval_table(held_out: HeldOut) -> list[dict[str, Any]]:
     table = []
     for kernels, cases, latencies, ends in (("predicted", predicted, held_out.predicted, held_out_ends[:len(predicted)]),
                                             ("as measured", measured, held_out.as_measured, held_out_ends[len(predicted):])):
+        masks = collection_masks([case.collection for case in cases]) | {
+            name: np.array([holds(case.sources) for case in cases]) for name, holds in CONDITIONS.items()}
         for pace in ("measured", "unknown"):
             usual_ms, paced_ms, fastest_ms, slowest_ms, _ = (at_pace[held_out.on_gpu] for at_pace in latencies)
             hosts = zip(fastest_ms, usual_ms, slowest_ms, strict=True)
@@ -159,17 +160,13 @@ def interval_table(held_out: HeldOut) -> list[dict[str, Any]]:
             ratios = held_out.latency_ms[held_out.on_gpu] / (paced_ms if pace == "measured" else usual_ms)
             inside = np.array([low <= ratio <= high for (low, high), ratio in zip(spans, ratios, strict=True)])
             width, score = np.array([high / low - 1.0 for low, high in spans]), interval_score(spans, ratios)
-            for part, mask in _interval_parts(cases).items():
+            for part, mask in masks.items():
                 if mask.any():
                     table.append({"kernels": kernels, "host's pace": pace, "of": part, "models": int(mask.sum()),
                                   "held_%": 100 * float(inside[mask].mean()), "width_%": 100 * float(np.median(width[mask])),
                                   "score": float(score[mask].mean())})
     return table
 
-
-def _interval_parts(cases: Sequence[HeldOutCase]) -> dict[str, npt.NDArray[np.bool_]]:
-    return parts_of([case.collection for case in cases]) | {
-        name: np.array([holds(case.sources) for case in cases]) for name, holds in CONDITIONS.items()}
 
 
 def judge_targets(workspace: Workspace, args: argparse.Namespace, config: TrainingConfig, left_out: HeldOutKind) -> None:
@@ -179,8 +176,7 @@ def judge_targets(workspace: Workspace, args: argparse.Namespace, config: Traini
         models, kernels = model_table(held_out, config, not args.without_forests), kernel_table(held_out)
         show(models, f"{target}: whole models, each {left_out} held out in turn")
         show(kernels, f"{target}: the GPU's time of their kernels, each {left_out} held out")
-        intervals = interval_table(held_out)
-        if intervals:
+        if intervals := interval_table(held_out):
             show(intervals, f"{target}: 90 % intervals, calibrated without the {left_out} that they are for")
         return {"models": models, "kernels": kernels[0], "kernels_of": kernels, "intervals": intervals}
 
@@ -211,7 +207,7 @@ def kernel_class(kernel_type: str, depthwise: bool) -> str:
 
 
 def nn_meter_times(rows: TrainingSet, models: Sequence[MeasuredModel], groups: Sequence[str],
-                        left_out: HeldOutKind, config: TrainingConfig) -> dict[str, dict[str, float]]:
+                   left_out: HeldOutKind, config: TrainingConfig) -> dict[str, dict[str, float]]:
     """For each model, the GPU times (ms) of its kernels by id, predicted by forests trained without the model's group."""
     rows = rows.rows(rows.idle & np.isfinite(rows.times_ms[GPU_LABEL]))
     depthwise = rows.schema.index("depthwise")
@@ -223,20 +219,20 @@ def nn_meter_times(rows: TrainingSet, models: Sequence[MeasuredModel], groups: S
         median = float(np.median(rows.times_ms[GPU_LABEL][fold.seen]))  # for classes that only the held-out models have
         times = {name: 0.0 if leaves_gpu_idle(kernel, GPU_LABEL) else median for name, kernel in fold.kernels.items()}
         generator = np.random.default_rng(config.seed)
-        for name, ((trees, depth, split), wanted) in FORESTS.items():
-            columns = [rows.schema.index(feature) for feature in wanted]
-            mine = [kernel.id for kernel in fold.kernels.values() if times[kernel.id] and kernel_class(
+        for name, ((trees, depth, split), feature_names) in FORESTS.items():
+            columns = [rows.schema.index(feature) for feature in feature_names]
+            kernel_ids = [kernel.id for kernel in fold.kernels.values() if times[kernel.id] and kernel_class(
                 kernel.type, bool(features[kernel.id][depthwise])) == name]
-            learned = np.flatnonzero(fold.seen & (classes == name))
-            if not mine or not len(learned):
+            known = np.flatnonzero(fold.seen & (classes == name))
+            if not kernel_ids or not len(known):
                 continue
-            learned = generator.permutation(learned)[:MOST_KERNELS]
-            share = min(split, len(columns)) if isinstance(split, int) else split
+            drawn = generator.permutation(known)[:MOST_KERNELS]
             forest = sklearn.ensemble.RandomForestRegressor(
-                n_estimators=trees, max_depth=depth, max_features=share, random_state=10, n_jobs=1)
-            forest.fit(rows.features[learned][:, columns], rows.times_ms[GPU_LABEL][learned])
-            predicted_ms = forest.predict(np.array([features[kernel_id][columns] for kernel_id in mine]))
-            times |= dict(zip(mine, predicted_ms.tolist(), strict=True))
+                n_estimators=trees, max_depth=depth, random_state=10, n_jobs=1,
+                max_features=min(split, len(columns)) if isinstance(split, int) else split)
+            forest.fit(rows.features[drawn][:, columns], rows.times_ms[GPU_LABEL][drawn])
+            predicted_ms = forest.predict(np.array([features[kernel_id][columns] for kernel_id in kernel_ids]))
+            times |= dict(zip(kernel_ids, predicted_ms.tolist(), strict=True))
         return by_model(fold, times)
 
     folds = folds_of(rows, models, groups, left_out, config.folds)

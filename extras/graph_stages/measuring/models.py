@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from hase.extras.graph_stages.measuring.layer import STAGES, TENSORS, Array, GraphSize, LayerStage, Weights, draw_weights
-from hase.model_zoo.exporting.onnx_export import is_done
+from hase.model_zoo.exporting.onnx_export import has_metadata
 from hase.utils import files
 from hase.utils.files import temporary_folder
 from hase.utils.lazy import onnx, openvino
@@ -166,7 +166,7 @@ class ModelFile:
 
     def has_onnx(self, folder: Path) -> bool:
         """Whether the complete file exists, with these weights."""
-        return is_done(self.onnx(folder), {STAMP: self.stamp})
+        return has_metadata(self.onnx(folder), {STAMP: self.stamp})
 
     def has_ir(self, folder: Path) -> bool:
         """Whether both IR files exist, with these weights; the `.xml` is written last."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -11,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from hase.extras.graph_stages.measuring.layer import DRAWN, OUTPUT, Array, GraphSource
-from hase.extras.graph_stages.measuring.records import RAW, StageRecord, read_raw
+from hase.extras.graph_stages.measuring.records import RAW, read_raw
 from hase.extras.graph_stages.measuring.units import Refused, StageTask, difference, open_stage
 from hase.extras.graph_stages.planning.chains import (
     ChainSamples,
@@ -29,31 +31,30 @@ from hase.extras.graph_stages.planning.tables import Setting, Size, StageTables,
 from hase.utils import files
 from hase.utils.config import Frozen
 from hase.utils.errors import UserError
-from hase.utils.logger import get_logger
 
 Kind: TypeAlias = Literal["best of all", "home", "candidate"]
 RUNS = "plan_runs.jsonl"
-UNSTEADY = 0.1  # a plan's comparison is unreliable above this difference of rounds
+UNSTEADY = 0.1  # `repeat_difference` above which the machine was too unsteady for a comparison
 MODELS = "exported_models"  # next to a folder of results
 TOLERANCE = 2e-2  # of a plan's output, relative to the largest value: units may compute in FP16
-log = get_logger("plan_stages")
 
 
 class RankedPlan(NamedTuple):
-    """A plan, and why it is listed: `home` runs all stages at home, `candidate` moves one block of them to another unit."""
+    """A plan with its costs, and why it is listed: `home` runs all stages on the home unit, `candidate` moves one block of them
+    to another unit."""
 
     kind: Kind
     cost: PlanCost
 
     def row(self, home_ms: float | None) -> dict[str, Any]:
-        """The plan as a table row; `home_ms` is the latency of staying at home."""
+        """The plan as a table row; `home_ms` is the latency of the home plan."""
         cost = self.cost
-        return {"plan": described(cost.assignment), "kind": self.kind, "latency (ms)": cost.latency_ms, "std (ms)": cost.std_ms,
+        return {"plan": plan_text(cost.assignment), "kind": self.kind, "latency (ms)": cost.latency_ms, "std (ms)": cost.std_ms,
                 "copies (ms)": cost.transfer_ms, "runs/s": cost.throughput_per_s,
                 "home / plan": home_ms / cost.latency_ms if home_ms else None}
 
 
-def described(assignment: Sequence[str]) -> str:
+def plan_text(assignment: Sequence[str]) -> str:
     """The unit of each stage as text: `CPU 1-2, CUDA 3-6, CPU 7`."""
     parts, first = [], 1
     for unit, same in groupby(assignment):
@@ -63,46 +64,48 @@ def described(assignment: Sequence[str]) -> str:
     return ", ".join(parts)
 
 
-def home_of(tables: StageTables, wanted: str | None) -> str:
-    """The unit that plans start from: the one wanted, else CPU, else the first."""
-    if wanted is None:
+def home_unit(tables: StageTables, name: str | None) -> str:
+    """The unit on which plans begin and end: the named one, else CPU, else the first."""
+    if name is None:
         return "CPU" if "CPU" in tables.units else tables.units[0]
-    if wanted not in tables.units:
-        raise UserError(f"--home {wanted}: not among the units that were measured: {', '.join(tables.units)}")
-    return wanted
+    if name not in tables.units:
+        raise UserError(f"--home {name}: not among the units that were measured: {', '.join(tables.units)}")
+    return name
 
 
 def candidate_plans(stages: int, home: str, away: str) -> list[tuple[str, ...]]:
-    """All plans that move one contiguous block of stages from home to another unit: 28 for seven stages, n (n + 1) / 2.
+    """All plans that move one contiguous block of stages from home to another unit: n (n + 1) / 2 for n stages.
 
-    The specification asks for 28 candidates without naming them; this is Hase's reading of it.
+    The specification asks for 28 candidates for seven stages without naming them; this is Hase's reading of it.
     """
     return [tuple(away if first <= stage < end else home for stage in range(stages))
             for first in range(stages) for end in range(first + 1, stages + 1)]
 
 
 def possible_plans(problem: PlanningProblem, home: str) -> Iterator[PlanCost]:
-    """The home plan, and the candidates that move a block from home to any other unit; only plans whose stages can all run."""
+    """The home plan and the candidates of every other unit, without plans in which a stage can't run."""
     stages = len(problem.stages)
-    assignments = [(home,) * stages, *(plan for unit in problem.units if unit != home
-                                       for plan in candidate_plans(stages, home, unit))]
-    for assignment in assignments:
-        if problem.can_run(assignment):
-            yield plan_cost(problem, assignment)
+    assignments = [(home,) * stages]
+    for unit in problem.units:
+        if unit != home:
+            assignments += candidate_plans(stages, home, unit)
+    return (plan_cost(problem, assignment) for assignment in assignments if problem.can_run(assignment))
 
 
-def ranked(setting: Setting, home: str, objective: Objective = "latency") -> list[RankedPlan]:
+def _cost_ms(cost: PlanCost, objective: Objective) -> float:
+    return cost.latency_ms if objective == "latency" else cost.interval_ms
+
+
+def ranked_plans(setting: Setting, home: str, objective: Objective = "latency") -> list[RankedPlan]:
     """The best of all assignments, the home plan and the candidates, best first."""
-    best = best_plan(setting.problem, objective)
-    plans = [RankedPlan("best of all", best)]
-    for cost in possible_plans(setting.problem, home):
-        plans.append(RankedPlan("home" if set(cost.assignment) == {home} else "candidate", cost))
-    value = (lambda plan: plan.cost.latency_ms) if objective == "latency" else (lambda plan: plan.cost.interval_ms)
-    return sorted(plans, key=lambda plan: (value(plan), plan.kind != "best of all"))
+    plans = [RankedPlan("best of all", best_plan(setting.problem, objective))]
+    plans += [RankedPlan("home" if cost.units == (home,) else "candidate", cost)
+              for cost in possible_plans(setting.problem, home)]
+    return sorted(plans, key=lambda plan: (_cost_ms(plan.cost, objective), plan.kind != "best of all"))
 
 
-def home_latency(plans: Iterable[RankedPlan]) -> float | None:
-    """The latency at home, in ms; None if home cannot run some stage."""
+def home_latency_ms(plans: Iterable[RankedPlan]) -> float | None:
+    """The latency of the home plan, in ms; None if the home unit can't run some stage."""
     return next((plan.cost.latency_ms for plan in plans if plan.kind == "home"), None)
 
 
@@ -110,7 +113,7 @@ def plan_table(tables: StageTables, sizes: Iterable[Size], home: str, objective:
                extrapolate: bool = False) -> list[dict[str, Any]]:
     """A row per size with its best plan; UserError if a size needs extrapolation that is not allowed.
 
-    `loss_of_one_plan` is the loss (in time or throughput) of keeping the same plan at all sizes; None if it cannot run.
+    `loss_of_one_plan` is the loss (in time or throughput) if one plan were used at all sizes; None if it can't run.
     """
     settings = {size: tables.setting(size, extrapolate) for size in sizes}
     best = {size: best_plan(setting.problem, objective) for size, setting in settings.items()}
@@ -123,19 +126,18 @@ def plan_table(tables: StageTables, sizes: Iterable[Size], home: str, objective:
         home_plan = (home,) * len(setting.problem.stages)
         home_ms = plan_cost(setting.problem, home_plan).latency_ms if setting.problem.can_run(home_plan) else None
         cost = best[size]
-        rows.append({"nodes": size[0], "edges": size[1], "basis": setting.basis, "plan": described(cost.assignment),
+        rows.append({"nodes": size[0], "edges": size[1], "basis": setting.basis, "plan": plan_text(cost.assignment),
                      "units": list(cost.assignment), "mixed": len(cost.units) > 1, "latency_ms": cost.latency_ms,
-                     "throughput_per_s": cost.throughput_per_s, "home_ms": home_ms, "one_plan": described(fixed),
+                     "throughput_per_s": cost.throughput_per_s, "home_ms": home_ms, "one_plan": plan_text(fixed),
                      "loss_of_one_plan": losses[fixed][size]})
     return rows
 
 
 def _loss(setting: Setting, plan: Sequence[str], best: PlanCost, objective: Objective) -> float | None:
-    """How much worse a plan is than the best: ratio minus 1; None if it cannot run."""
+    """How much worse a plan is than the best: ratio minus 1; None if it can't run."""
     if not setting.problem.can_run(plan):
         return None
-    cost = plan_cost(setting.problem, plan)
-    return (cost.latency_ms / best.latency_ms if objective == "latency" else cost.interval_ms / best.interval_ms) - 1.0
+    return _cost_ms(plan_cost(setting.problem, plan), objective) / _cost_ms(best, objective) - 1.0
 
 
 def left_out_rows(tables: StageTables) -> list[dict[str, Any]]:
@@ -144,19 +146,17 @@ def left_out_rows(tables: StageTables) -> list[dict[str, Any]]:
     for size in tables.sizes:
         without = tables.without(size)
         for (unit, stage), times in tables.times.items():
-            if size not in times.ms:
-                continue
-            try:
-                estimate = estimated(without.times[unit, stage].ms, size)
-            except UserError:
-                continue  # not between the others
-            rows.append({"nodes": size[0], "edges": size[1], "unit": unit, "stage": stage + 1, "measured_ms": times.ms[size],
-                         "interpolated_ms": estimate.ms, "error": estimate.ms / times.ms[size] - 1.0})
+            if size in times.ms:
+                with suppress(UserError):  # the size is not between others
+                    estimate_ms = estimated(without.times[unit, stage].ms, size).ms
+                    rows.append({"nodes": size[0], "edges": size[1], "unit": unit, "stage": stage + 1,
+                                 "measured_ms": times.ms[size], "interpolated_ms": estimate_ms,
+                                 "error": estimate_ms / times.ms[size] - 1.0})
     return rows
 
 
 def interpolation_error(tables: StageTables) -> float | None:
-    """Mean error of the times at left-out sizes, as a ratio; None if no size lies between others."""
+    """The mean error of interpolated times at left-out sizes, as a ratio; None if no size lies between others."""
     errors = [abs(row["error"]) for row in left_out_rows(tables)]
     return sum(errors) / len(errors) if errors else None
 
@@ -167,7 +167,7 @@ class PlanRun(Frozen):
     """A plan (one unit per stage) that was run at one size.
 
     Attributes:
-        predicted_ms: latency by the tables at the time of the run.
+        predicted_ms: by the tables at the time of the run.
         rounds_ms: measured latencies, grouped by round.
         output_error: the largest difference from the reference, relative to the largest value.
     """
@@ -209,19 +209,15 @@ def stage_tasks(folders: Sequence[tuple[str, Path]]) -> dict[tuple[str, int, Siz
                 raise UserError(f"{folder}: measured on the graph {record.graph}; plans run on drawn graphs alone "
                                 f"({', '.join(DRAWN)})")
             if record.samples_ms:
-                size = (record.nodes, record.edges)
-                tasks[named(label, record.unit), record.stage - 1, size] = _stage_task(record, raw.seed, folder)
+                tasks[named(label, record.unit), record.stage - 1, (record.nodes, record.edges)] = StageTask(
+                    size=record.size, source=GraphSource(kind=record.graph, seed=raw.seed), graph=record.graph,
+                    unit=record.unit, stage=record.stage, runtime=record.runtime, threads=record.threads,
+                    models=str(folder.parent / MODELS))
     return tasks
 
 
-def _stage_task(record: StageRecord, seed: int, folder: Path) -> StageTask:
-    """The task for a record, with the runtime that ran it when it was measured."""
-    return StageTask(size=record.size, source=GraphSource(kind=record.graph, seed=seed), graph=record.graph, unit=record.unit,
-                     stage=record.stage, runtime=record.runtime, threads=record.threads, models=str(folder.parent / MODELS))
-
-
-def opened_at(tasks: Mapping[tuple[str, int, Size], StageTask], size: Size) -> tuple[OpenedStages, dict[str, Array]]:
-    """All stages at one size, opened, and all tensors of the layer there."""
+def open_stages(tasks: Mapping[tuple[str, int, Size], StageTask], size: Size) -> tuple[OpenedStages, dict[str, Array]]:
+    """Opens all stages at one size; returns them and all tensors of the layer."""
     opened, tensors = {}, {}
     for (unit, stage, task_size), task in tasks.items():
         if task_size != size:
@@ -236,62 +232,59 @@ def opened_at(tasks: Mapping[tuple[str, int, Size], StageTask], size: Size) -> t
     return opened, tensors
 
 
-def plans_left(tables: Sequence[StageTables], size: Size, home: str, done: Iterable[PlanRun]) -> list[RankedPlan]:
-    """The plans at a measured size that were not run yet: all candidates, home, and the best plan by each of some tables."""
+def plans_to_run(tables: Sequence[StageTables], size: Size, home: str, done: Iterable[PlanRun]) -> list[RankedPlan]:
+    """The plans at a measured size that were not run yet: all candidates, the home plan, and the best plan by each table."""
     ran = {run.units for run in done if run.size == size}
-    plans = {plan.cost.assignment: plan for table in reversed(tables) for plan in reversed(ranked(table.setting(size), home))}
+    plans = {plan.cost.assignment: plan
+             for table in reversed(tables) for plan in reversed(ranked_plans(table.setting(size), home))}
     return [plan for assignment, plan in plans.items() if assignment not in ran]
 
 
-def run_plans(wanted: Sequence[RankedPlan], tasks: Mapping[tuple[str, int, Size], StageTask], size: Size,
+def run_plans(plans: Sequence[RankedPlan], tasks: Mapping[tuple[str, int, Size], StageTask], size: Size,
               warmup: int, runs: int, rounds: int) -> list[PlanRun]:
     """Runs plans at a measured size. Raises UserError if a plan's output differs from the reference."""
-    opened, tensors = opened_at(tasks, size)
-    times_ms = time_chains(opened, [plan.cost.assignment for plan in wanted], tensors, warmup, runs, rounds)
-    return _plan_runs(wanted, times_ms, opened, tensors, size)
+    opened, tensors = open_stages(tasks, size)
+    times_ms = time_chains(opened, [plan.cost.assignment for plan in plans], tensors, warmup, runs, rounds)
+    return _plan_runs(plans, times_ms, opened, tensors, size)
 
 
 def run_with_chains(tables: StageTables, tasks: Mapping[tuple[str, int, Size], StageTask], size: Size, home: str,
                     warmup: int, runs: int, rounds: int) -> tuple[ChainTimes, list[PlanRun]]:
     """Times stages in chains and runs plans in turns, so that slow drift of the machine affects both equally.
 
-    The plans are the candidates, home, and the best plan by times alone and by the first round of chains. `tables` are of
-    stages that ran alone; `warmup` and `runs` are per chain or plan and round. Errors as in `run_plans`.
+    The plans are the candidates, the home plan, and the best plans by stages timed alone (`tables`) and by the first round of
+    chains. `warmup` and `runs` are per chain or plan and round. Errors as in `run_plans`.
     """
-    opened, tensors = opened_at(tasks, size)
+    opened, tensors = open_stages(tasks, size)
     samples = ChainSamples()
     sample_chains(tables.units, opened, tensors, warmup, runs, samples)
     at_size = tables.only(size)
-    wanted = plans_left((in_chains(at_size, chain_times(size, samples)), at_size), size, home, ())
-    times_ms: dict[Plan, list[list[float]]] = {plan.cost.assignment: [] for plan in wanted}
+    plans = plans_to_run((in_chains(at_size, chain_times(size, samples)), at_size), size, home, ())
+    times_ms: dict[Plan, list[list[float]]] = {plan.cost.assignment: [] for plan in plans}
     order = random.Random(0)
     for round_number in range(rounds):
         if round_number:
             sample_chains(tables.units, opened, tensors, warmup, runs, samples)
         time_round(opened, times_ms, tensors, warmup, runs, order)
     times = chain_times(size, samples)
-    return times, predicted_now(in_chains(at_size, times), _plan_runs(wanted, times_ms, opened, tensors, size))
+    return times, with_current_predictions(in_chains(at_size, times), _plan_runs(plans, times_ms, opened, tensors, size))
 
 
 def _output_error(opened: OpenedStages, plan: Plan, tensors: Mapping[str, Array]) -> float:
     output = run_chain([opened[unit, stage] for stage, unit in enumerate(plan)], tensors)
     error = difference(output, tensors[OUTPUT])
     if not error <= TOLERANCE:
-        raise UserError(f"the plan {described(plan)} computes something else: off by {error:.2g} of the largest value")
+        raise UserError(f"the plan {plan_text(plan)} computes something else: off by {error:.2g} of the largest value")
     return error
 
 
 def _plan_runs(plans: Sequence[RankedPlan], times_ms: Mapping[Plan, Sequence[Sequence[float]]], opened: OpenedStages,
                tensors: Mapping[str, Array], size: Size) -> list[PlanRun]:
-    """Converts the times of each round, by plan, to records."""
+    """The records of plans that were run; `times_ms` has the times of each round, by plan."""
     return [PlanRun(nodes=size[0], edges=size[1], units=plan.cost.assignment, kind=plan.kind, predicted_ms=plan.cost.latency_ms,
                     rounds_ms=tuple(map(tuple, times_ms[plan.cost.assignment])),
                     output_error=_output_error(opened, plan.cost.assignment, tensors)) for plan in plans]
 
-
-def append_runs(path: Path, runs: Iterable[PlanRun]) -> None:
-    """Appends the runs at one size to a file, as one line."""
-    files.append_records(path, runs)
 
 
 def read_runs(path: Path) -> list[PlanRun]:
@@ -299,7 +292,7 @@ def read_runs(path: Path) -> list[PlanRun]:
     return files.read_records(path, PlanRun, "remove it, and run the plans again")
 
 
-def predicted_now(tables: StageTables, runs: Iterable[PlanRun]) -> list[PlanRun]:
+def with_current_predictions(tables: StageTables, runs: Iterable[PlanRun]) -> list[PlanRun]:
     """The runs, with latencies predicted from the current tables."""
     runs = list(runs)
     problems = {size: tables.setting(size).problem for size in {run.size for run in runs}}
@@ -308,9 +301,9 @@ def predicted_now(tables: StageTables, runs: Iterable[PlanRun]) -> list[PlanRun]
 
 def size_rows(runs: Iterable[PlanRun]) -> list[dict[str, Any]]:
     """A row per size: errors, and the loss of the plan predicted best against the plan measured best."""
-    grouped: dict[Size, list[PlanRun]] = {}
+    grouped: defaultdict[Size, list[PlanRun]] = defaultdict(list)
     for run in runs:
-        grouped.setdefault(run.size, []).append(run)
+        grouped[run.size].append(run)
     return [_size_row(size, group) for size, group in grouped.items()]
 
 
@@ -319,16 +312,15 @@ def _size_row(size: Size, runs: Sequence[PlanRun]) -> dict[str, Any]:
     errors = [run.predicted_ms / run.measured_ms - 1.0 for run in runs]
     return {"nodes": size[0], "edges": size[1], "plans": len(runs), "mape": float(np.mean(np.abs(errors))),
             "bias": float(np.mean(errors)), "repeat": float(np.mean([run.repeat_difference for run in runs])),
-            "chosen": described(chosen.units), "chosen_ms": chosen.measured_ms, "best": described(best.units),
+            "chosen": plan_text(chosen.units), "chosen_ms": chosen.measured_ms, "best": plan_text(best.units),
             "best_ms": best.measured_ms, "best_is_mixed": len(set(best.units)) > 1,
             "regret": chosen.measured_ms / best.measured_ms - 1.0}
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The figures over all sizes, as ratios."""
+    """The means over all sizes of the errors and of the loss (`regret`), as ratios."""
+    means = {name: float(np.mean([row[name] for row in rows])) for name in ("mape", "bias", "repeat", "regret")}
     mixed = [row["regret"] for row in rows if row["best_is_mixed"]]
-    return {"sizes": len(rows), "plans": sum(row["plans"] for row in rows),
-            "mape": float(np.mean([row["mape"] for row in rows])), "bias": float(np.mean([row["bias"] for row in rows])),
-            "repeat": float(np.mean([row["repeat"] for row in rows])),
-            "regret": float(np.mean([row["regret"] for row in rows])), "worst_regret": max(row["regret"] for row in rows),
-            "best_is_mixed": len(mixed), "regret_where_mixed": float(np.mean(mixed)) if mixed else None}
+    return {"sizes": len(rows), "plans": sum(row["plans"] for row in rows), **means,
+            "worst_regret": max(row["regret"] for row in rows), "best_is_mixed": len(mixed),
+            "regret_where_mixed": float(np.mean(mixed)) if mixed else None}

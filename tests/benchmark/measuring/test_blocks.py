@@ -199,7 +199,7 @@ def odd_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[prot
         pytest.skip("it has signals")
     (tmp_path / "odd_worker.py").write_text(ODD_WORKER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(worker_process, "LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr(worker_process, "REPLY_POLL_S", 0.1)
     monkeypatch.setattr(protocol, "runtime_named", lambda name: SimpleNamespace(worker="odd_worker"))
     with protocol.Worker(timeout_s=60) as worker:
         yield worker

@@ -31,7 +31,7 @@ from hase.extras.graph_stages.measuring.records import (
 from hase.extras.graph_stages.measuring.units import OpenedStage, StageTask, difference, open_stage
 from hase.extras.graph_stages.measuring.worker import measure_stage
 from hase.extras.graph_stages.planning.chains import read_chains, run_chain
-from hase.extras.graph_stages.planning.ranked_plans import PlanRun, append_runs, predicted_now, read_runs, size_rows, summary
+from hase.extras.graph_stages.planning.ranked_plans import PlanRun, read_runs, size_rows, summary, with_current_predictions
 from hase.extras.graph_stages.planning.tables import read_tables
 from hase.records.measurement import Measurement
 from hase.utils import files
@@ -95,7 +95,8 @@ def test_plans_and_chains_run_in_turn(profiled: Mapping[str, Path]) -> None:
                     and (record.stage, record.nodes) == (5, 150)]
     assert times.ms[150, 200] == np.median(after_ort.samples_ms)
     assert list(times.after_ms) == ["CPU-torch"]
-    assert [run.predicted_ms for run in runs] == pytest.approx([run.predicted_ms for run in predicted_now(tables, runs)])
+    current = with_current_predictions(tables, runs)
+    assert [run.predicted_ms for run in runs] == pytest.approx([run.predicted_ms for run in current])
     assert read_tables(folders, alone=True) == alone
 
 
@@ -157,7 +158,7 @@ def test_errors_and_regret_by_hand(tmp_path: Path) -> None:
     assert row["regret"] == pytest.approx(9 / 8 - 1)
     assert row["repeat"] == pytest.approx(0.1 / 1.05)
     assert (summary([row])["regret_where_mixed"], summary([row])["plans"]) == (None, 3)
-    append_runs(tmp_path / "runs.jsonl", runs)
+    files.append_records(tmp_path / "runs.jsonl", runs)
     assert read_runs(tmp_path / "runs.jsonl") == runs
     (tmp_path / "runs.jsonl").write_text('[{"nodes": 1}]\n', encoding="utf-8")
     with pytest.raises(UserError, match=r"runs\.jsonl: damaged"):

@@ -19,9 +19,9 @@ from hase.extras.graph_stages.plan_network import CPU, GPU, planning_problem, pl
 from hase.extras.graph_stages.planning.plans import HOST, PlanningProblem, StageCost, StageData, best_plan, plan_cost
 from hase.extras.graph_stages.planning.ranked_plans import (
     candidate_plans,
-    described,
+    plan_text,
     possible_plans,
-    ranked,
+    ranked_plans,
 )
 from hase.extras.graph_stages.planning.tables import estimated, read_tables
 from hase.records.kernel_record_files import record_path
@@ -187,9 +187,9 @@ def test_a_plan_between_sizes_by_hand(results: Path) -> None:
     setting = read_tables([("", results)]).setting((4000, 6000))
     assert (setting.basis, setting.left_out) == ("interpolated", ())
     assert all("node_count" not in data.reads for data in setting.problem.stages)  # it is never copied
-    plans = ranked(setting, "CPU")
+    plans = ranked_plans(setting, "CPU")
     assert len(plans) == 1 + 1 + 28
-    moving = next(plan.cost for plan in plans if described(plan.cost.assignment) == "CPU 1-4, CUDA 5, CPU 6-7")
+    moving = next(plan.cost for plan in plans if plan_text(plan.cost.assignment) == "CPU 1-4, CUDA 5, CPU 6-7")
     copies_ms = MS_PER_BYTE * 4 * 4000 * (20 + 8 / 2)
     assert moving.transfer_ms == pytest.approx(copies_ms)
     cpu = sum(cpu_ms(stage, 4000, 6000) for stage in (1, 2, 3, 4, 6, 7))
