@@ -112,7 +112,7 @@ def kernel_uncertainties(kernels: Iterable[Kernel], provenance: Iterable[str], f
     kernels, provenance = list(kernels), list(provenance)
     for kernel, origin in zip(kernels, provenance, strict=True):
         if origin == "measured":
-            if drift := fitted.predictors.drift_of(kernel, label):
+            if drift := fitted.predictors.measured_drift(kernel, label):
                 uncertainties[kernel.id] = KernelUncertainty("unsteady", Span(1.0 / (1.0 + drift), 1.0 + drift), CERTAIN,
                                                              drift >= UNSTEADY)
         elif not kernel.moves_data:
