@@ -29,7 +29,7 @@ from hase.inference.prediction.brief import BriefPrediction
 from hase.inference.prediction.conditions import RunMode
 from hase.inference.prediction.run import predicted_trace
 from hase.inference.search import ofa
-from hase.recipes.same_predictions.record import unpacked
+from hase.recipes.same_predictions.record import unpack_workspace
 from hase.records.kernel_record import ModelRecord
 from hase.records.kernel_record_files import read_model_record
 from hase.runtimes import flavour_of
@@ -63,7 +63,7 @@ def reads(folder: Path) -> Iterator[Counter[str]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return unpacked(tmp_path_factory.mktemp("records"))
+    return unpack_workspace(tmp_path_factory.mktemp("records"))
 
 
 @pytest.fixture
