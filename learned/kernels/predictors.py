@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from hase.learned.kernels.interface import TimePredictor
 
 log = get_logger("predictors")
+T = TypeVar("T")
 ON_GPU = (GPU_LABEL, LAUNCHES)  # the labels about the GPU's own work
 MAX_CACHED_KERNELS = 100_000
 MAX_CACHED_LOADS = 64
@@ -87,8 +88,17 @@ def predict_distinct(model: TimePredictor, kernels: Sequence[Kernel], features: 
     return predict_kernels(model, [kernels[row] for row in firsts], features[firsts], load)[indices]
 
 
-def _compute_features(kernel: Kernel) -> npt.NDArray[np.float64]:
-    return np.array(KERNEL_FEATURES.compute(kernel), dtype=float)
+def _cached_by_id(cache: dict[str, T], kernels: Iterable[Kernel], compute: Callable[[dict[str, Kernel]], Mapping[str, T]]
+                  ) -> dict[str, T]:
+    """The value of each kernel by id. Those that `cache` lacks are computed together, by id, and added to it."""
+    values = {kernel.id: cache.get(kernel.id) for kernel in kernels}  # read once, since another thread may clear the cache
+    if new := {kernel.id: kernel for kernel in kernels if values[kernel.id] is None}:
+        computed = compute(new)
+        if len(cache) > MAX_CACHED_KERNELS:
+            cache.clear()
+        cache.update(computed)
+        values.update(computed)
+    return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass
@@ -153,16 +163,11 @@ class Predictors:
         """
         label = label if label is not None else self.labels[0]
         vector = self.load_vector(load)
-        cache = files.cached(self._times, (label, vector, bool(load), strict), dict, MAX_CACHED_LOADS)
-        times = {kernel.id: cache.get(kernel.id) for kernel in kernels}  # read once, since another thread may clear the cache
-        if new := {kernel.id: kernel for kernel in kernels if times[kernel.id] is None}:
-            new_times = self._time(new, vector, label, look_up=not load and not strict)
-            if len(cache) > MAX_CACHED_KERNELS:
-                cache.clear()
-            cache.update(new_times)
-            times.update(new_times)
-        pairs = [pair for kernel in kernels if (pair := times[kernel.id])]
-        return KernelTimes([pair[0] for pair in pairs], [pair[1] for pair in pairs])
+        cache: dict[str, tuple[float, str]] = files.cached(
+            self._times, (label, vector, bool(load), strict), dict, MAX_CACHED_LOADS)
+        times = _cached_by_id(cache, kernels, partial(self._time, load=vector, label=label, look_up=not load and not strict))
+        pairs = [times[kernel.id] for kernel in kernels]
+        return KernelTimes([time_ms for time_ms, _ in pairs], [provenance for _, provenance in pairs])
 
     def _look_up(self, kernel_id: str) -> Mapping[str, float]:
         """The measured times of a kernel by label, cached; empty if it was not measured."""
@@ -171,8 +176,9 @@ class Predictors:
 
     def features(self, kernels: Sequence[Kernel]) -> npt.NDArray[np.float64]:
         """The features of kernels, of shape (kernels, features), cached for each kernel."""
-        return np.array([files.cached(self._features, kernel.id, partial(_compute_features, kernel), MAX_CACHED_KERNELS)
-                         for kernel in kernels], dtype=float)
+        features = _cached_by_id(self._features, kernels, lambda new: {
+            name: np.array(KERNEL_FEATURES.compute(kernel), dtype=float) for name, kernel in new.items()})
+        return np.array([features[kernel.id] for kernel in kernels], dtype=float)
 
     def measured_drift(self, kernel: Kernel, label: str) -> float:
         """How much the machine's speed changed (a ratio) while a kernel was measured; 0 if it was steady."""
@@ -196,14 +202,8 @@ class Predictors:
         saved = self.sidecar.doubt
         if saved is None or not kernels:
             return {}
-        doubts = {kernel.id: self._doubts.get(kernel.id) for kernel in kernels}  # read once, as in `predict`
-        if new := list({kernel.id: kernel for kernel in kernels if doubts[kernel.id] is None}.values()):
-            new_doubts = kept_json(self._cache_key(saved, new), lambda: self._predict_doubts(saved, new))
-            if len(self._doubts) > MAX_CACHED_KERNELS:
-                self._doubts.clear()
-            self._doubts.update(new_doubts)
-            doubts |= new_doubts
-        return {name: doubt for name, doubt in doubts.items() if doubt is not None}
+        return _cached_by_id(self._doubts, kernels, lambda new: kept_json(
+            self._cache_key(saved, new.values()), lambda: self._predict_doubts(saved, list(new.values()))))
 
     def _predict_doubts(self, saved: Saved, kernels: Sequence[Kernel]) -> dict[str, float]:
         if self._doubt is None:
@@ -211,7 +211,7 @@ class Predictors:
         factors = predict_distinct(self._doubt, kernels, self.features(kernels), tuple(self.sidecar.idle_load.values()))
         return {kernel.id: max(math.log(factor), 0.0) for kernel, factor in zip(kernels, factors.tolist(), strict=True)}
 
-    def _cache_key(self, saved: Saved, kernels: Sequence[Kernel]) -> str:
+    def _cache_key(self, saved: Saved, kernels: Iterable[Kernel]) -> str:
         """The key in the user's cache for an estimator's predictions of kernels on an idle device."""
         return entry_key("kernels", saved, sorted(self.sidecar.idle_load.items()), sorted(kernel.id for kernel in kernels),
                          package_version(*XGBOOST), code_version("learned", "ort_analysis", "records", "utils"))
