@@ -158,7 +158,7 @@ def comparable_answer(answer: Any) -> Any:
 
 def ask_all() -> dict[str, Any]:
     """The current answer to every question, and to some of them again after a new training."""
-    logging.disable(logging.WARNING)
+    logging.disable(logging.WARNING)  # for good, since commands log to files in a folder that is then deleted
     no_local_target = mock.patch("hase.inference.prediction.targets.local_targets", return_value=())  # as on any machine
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(unpack_workspace(Path(folder))), no_local_target:
         answers = {question: ask(question) for question in questions()}
@@ -243,7 +243,7 @@ def main() -> int:
     now = ask_all()
     changed = changes(read_answers(), now, 0.0 if args.exact else TOLERANCE)
     cli.print_rows([{"change": line} for line in changed[:MAX_SHOWN_CHANGES]], args.json)
-    log.warning("%d questions asked; %d numbers or words differ from those recorded", len(now), len(changed))
+    print(f"{len(now)} questions asked; {len(changed)} numbers or words differ from those recorded", file=sys.stderr)
     if args.check:
         return 1 if changed else 0
     write_answers(now)
