@@ -1,8 +1,8 @@
 """Finds the sizes of a model's tensors that depend on data, by running it once on this machine's CPU.
 
 The sizes of a detector's tensors depend on what is in the image, which no analysis can know. This script runs the model once,
-with the inputs that Hase uses for measuring or with real ones (--inputs), and prints the sizes as `--dim` options. With these,
-a prediction and a measurement are of the same work. Reads the ONNX file; writes nothing.
+with the inputs that Hase uses for measuring or with real ones (--inputs), and prints the sizes as `--dim` options. With these
+options, a prediction and a measurement are of the same work. Reads the ONNX file; writes nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> int:
     sizes = sizes_of_a_run(workspace.find_model(args.model), cli.one_size_dims(args.dim),
                            read_inputs(args.inputs) if args.inputs else None, args.static)
     if not sizes:
-        log.info("no size of it depends on data")
+        log.info("no size of %s depends on data", args.model)
     if args.json:
         cli.print_json(sizes)
     else:

@@ -1,10 +1,9 @@
-"""Two models on one GPU: the latency of each while the other runs in a loop, in a process of its own.
+"""Predicts the latency of two models that share a GPU, each running in a loop in its own process.
 
-Reads both models and what training learned for the target, above all how its GPU is shared. In time slices each model waits
-for the other's turns, which follow from the other's predicted run: it has the GPU until all that it dispatched is done, or for
-the longest turn that a process may have. Through MPS (--sharing) kernels of both run at the same time where there is room.
-Prints one row per model, for each way of sharing that is asked for; --plot draws the latencies over the share of the threads
-that the first model may use.
+Reads both models and what training learned for the target, above all how its GPU is shared. In time slices, each model waits
+for the other's turns, which follow from the other's predicted run: a turn lasts until all dispatched work is done, or as long
+as a process may keep the GPU. Through MPS (--sharing), kernels of both models run at the same time where there is room. Prints
+a row per model for each chosen way of sharing; --plot draws the latencies over the first model's share of the threads.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ ALL_WAYS = (SetSharing(), SetSharing(True), *(
 log = get_logger("pair_latency")
 
 
-def ways_of_sharing(text: str) -> tuple[SetSharing, ...]:
-    """Parses an option with one or several ways of sharing a GPU."""
+def parse_sharing(text: str) -> tuple[SetSharing, ...]:
+    """Parses one or several ways of sharing a GPU, separated by commas."""
     try:
         return ALL_WAYS if text == ALL else tuple(SetSharing.parse(way) for way in text.split(","))
     except ValueError as error:
@@ -53,17 +52,17 @@ def main() -> int:
     parser.add_argument("--beside-model", type=Path, required=True, metavar="MODEL", help="the other model")
     parser.add_argument("--beside-dim", action="append", default=[], metavar="NAME=SIZE", help="size of its dynamic dimension")
     cli.add_target(parser)
-    parser.add_argument("--sharing", type=ways_of_sharing, default=(None,), metavar="WAY[,WAY…]",
+    parser.add_argument("--sharing", type=parse_sharing, default=(None,), metavar="WAY[,WAY…]",
                         help="slices, mps, or mps with the share of the threads that each may use, in per cent: mps:50, "
-                             f"mps:25/75; {ALL}: {len(ALL_WAYS)} ways, with shares from 10/90 to 90/10 (default: as the GPU is "
-                             "shared now where it is this machine's, else slices)")
+                             f"mps:25/75; {ALL}: {len(ALL_WAYS)} ways, with shares from 10/90 to 90/10 (default: as this "
+                             "machine's GPU is shared now; slices for another GPU)")
     parser.add_argument("--plot", type=cli.plot_file, metavar="FILE",
                         help="draw the latencies over the first model's share of the threads: an .svg, .png or .pdf")
     cli.add_trust(parser)
     args = parser.parse_args()
     if args.plot and len({way.percents for way in args.sharing if way and way.mps and len(way.percents) > 1}) < 2:
-        parser.error("--plot draws over the share of the threads: it goes with two ways that have a share for each model, or "
-                     f"more, such as --sharing {ALL}")
+        parser.error("--plot draws over the share of the threads: give at least two ways with a share for each model, such as "
+                     f"--sharing {ALL}")
     workspace = cli.start(args)
     predictor = Predictor(workspace, args.target, strict=args.strict, force=args.force, any_device=True)
     both = predictor.run(args.model, dims=cli.one_size_dims(args.dim), static=args.static), predictor.run(

@@ -62,7 +62,7 @@ from hase.inference.library.predictor import Predictor
 from hase.inference.live.load import CONFIG_FILE, InferenceConfig, LiveSources, LoadReading
 from hase.inference.prediction.answers import PERCENTILE, Prediction, make_monotonic
 from hase.inference.prediction.conditions import PaceAsked, RunMode
-from hase.inference.prediction.run import trace_of
+from hase.inference.prediction.run import predicted_trace
 from hase.inference.prediction.sources import Question, questions_of
 from hase.inference.prediction.targets import local_targets
 from hase.inference.reporting.predictions import prediction_page
@@ -335,7 +335,7 @@ def main() -> int:
     questions = questions_of(models, sizes)
     answers, failed = predict_all(args, predictor, sources, questions)
     if args.trace:
-        write_json(args.trace, document([*trace_of(answers[0].run)["traceEvents"], *real]))
+        write_json(args.trace, document([*predicted_trace(answers[0].run)["traceEvents"], *real]))
     status = report(args, answers, len(questions) > 1, failed) if answers else 0
     if failed:
         log.error("%d of %d models have no prediction", len(failed), len(questions))

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hase.kernel_model.building.kernel_models import write_kernel
-from hase.kernel_model.sampling.cliffs import Cliff, between, draw_weights, find_cliffs, timed_kernels
+from hase.kernel_model.sampling.cliffs import Cliff, draw_probabilities, find_cliffs, kernel_between, timed_kernels
 from hase.kernel_model.sampling.draws import (
     FLOAT_TYPES,
     SEED_FILE,
@@ -184,11 +184,11 @@ def sample_between_cliffs(cliffs: Sequence[Cliff], count: int, generator: np.ran
     """Like `sample_near_models`, between the neighbours of cliffs. Kernels only of held-out families are no neighbours."""
     cliffs = [cliff for cliff in cliffs if all(not end.families or set(end.families).difference(without)
                                                for end in (cliff.slower, cliff.faster))]
-    weights = draw_weights(cliffs) if cliffs else np.zeros(0)
+    weights = draw_probabilities(cliffs) if cliffs else np.zeros(0)
 
     def draw() -> Drawn:
         slower, faster, _ = cliffs[int(generator.choice(len(cliffs), p=weights))]
-        drawn = between(slower.kernel, faster.kernel, float(generator.uniform(0.15, 0.85)))
+        drawn = kernel_between(slower.kernel, faster.kernel, float(generator.uniform(0.15, 0.85)))
         return drawn, _families_besides({*slower.families, *faster.families}, without)
 
     return collect_draws(draw, count if cliffs else 0, most_gflop, most_mib, existing)

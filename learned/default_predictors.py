@@ -1,4 +1,4 @@
-"""Default predictors for a machine without training: look-ups, a guessed roofline, and a composition of default constants.
+"""Default predictors for a machine without training: measured times, a guessed roofline, default constants of composition.
 
 They can predict a model as soon as its own kernels have been measured (`predict_model_latency.py --measure-missing`). The first
 training and fit in the same workspace replace them.
@@ -24,17 +24,18 @@ from hase.utils.errors import UserError
 from hase.utils.fingerprint import Target, machine
 from hase.utils.paths import SHIPPED
 
-CPU_LABEL = UNPROFILED  # on a CPU: the kernels' times in the model itself
-# A guess at what an ordinary CPU or GPU reaches, for kernels of other models and those that could not be measured.
+CPU_LABEL = UNPROFILED  # a kernel's time in the model itself
+# Guesses for an ordinary CPU and GPU; they serve kernels of other models, and those that could not be measured.
 ROOFLINES = {"cpu": Roofline(flops_per_ms=5e7, bytes_per_ms=1e7, floor_ms=0.003, scale=1.0),
              "cuda": Roofline(flops_per_ms=2e10, bytes_per_ms=1e9, floor_ms=0.002, scale=1.0)}
-DTYPES = ("float16", "bfloat16", "float32", "float64")  # all of them: nothing was trained, so none is unknown
-NO_RANGE = (-1e300, 1e300)
+DTYPES = ("float16", "bfloat16", "float32", "float64")  # all, since without training none is beyond it
 
 
 def default_composition(device: str) -> Composition:
-    """The composition for `cpu` or `cuda` without measurements of this machine. On a GPU, the costs are a guess
-    (`shipped_costs`)."""
+    """The composition for `cpu` or `cuda` without measurements of this machine.
+
+    On a GPU, the costs of a run are those of the shipped one, which is a guess.
+    """
     on_gpu = device == "cuda"
     return Composition(
         label=GPU_LABEL if on_gpu else CPU_LABEL, kind="pipeline" if on_gpu else "sum", alpha=1.0, beta_ms=0.0,
@@ -43,7 +44,7 @@ def default_composition(device: str) -> Composition:
 
 
 def shipped_costs() -> PipelineCosts:
-    """The costs of a run on the GPU whose predictors come with Hase."""
+    """The host's costs of a run on the GPU whose predictors come with Hase."""
     for path in sorted(SHIPPED.glob(f"*/{target_files.COMPOSITION.name}")):
         if costs := files.read_json(path).get("costs"):
             return PipelineCosts.model_validate(costs)
@@ -53,21 +54,20 @@ def shipped_costs() -> PipelineCosts:
 def untrained(folder: Path, target: Target) -> Predictors:
     """Predictors of this machine before anything was measured. Writes nothing."""
     device = target.flavour.device
-    rooflines = {GPU_LABEL: ROOFLINES["cuda"], LAUNCHES: LEAST_LAUNCHES} if device == "cuda" else {
-        CPU_LABEL: ROOFLINES["cpu"]}
+    rooflines = ({GPU_LABEL: ROOFLINES["cuda"], LAUNCHES: LEAST_LAUNCHES} if device == "cuda" else
+                 {CPU_LABEL: ROOFLINES["cpu"]})
+    labels = {label: LabelPredictors(**dict(save_estimator(folder, label, KernelModel(roofline=roofline))))
+              for label, roofline in rooflines.items()}
     sidecar = Sidecar(
         target=target, created=datetime.now(UTC).isoformat(timespec="seconds"), dataset_sha256="",
-        packages=installed_packages(), metrics=(), idle_load={}, load_range={}, loaded_rows=0,
-        dtypes=DTYPES, held_out=(), config={}, machines=(machine(device),),
-        feature_range=(NO_RANGE,) * len(KERNEL_FEATURES.names), measured="nothing",
-        measured_sha256="", labels={
-            label: LabelPredictors(**dict(save_estimator(folder, label, KernelModel(roofline=roofline))))
-            for label, roofline in rooflines.items()})
+        packages=installed_packages(), metrics=(), idle_load={}, load_range={}, loaded_rows=0, dtypes=DTYPES, held_out=(),
+        config={}, machines=(machine(device),), feature_range=((-1e300, 1e300),) * len(KERNEL_FEATURES.names),  # no limits
+        measured="nothing", measured_sha256="", labels=labels)
     return Predictors(folder, sidecar, MeasuredTimes(MeasuredTimes.text({})))
 
 
 def save_default(folder: Path, predictors: Predictors) -> None:
-    """Writes predictors without measurements, and the default composition. Measured times are added to them later."""
+    """Writes predictors without measurements, and the default composition. Measured times are added later."""
     device = predictors.sidecar.target.flavour.device
     files.write_json(target_files.COMPOSITION.path(folder), default_composition(device))
     name, digest = write_measured(folder, {})

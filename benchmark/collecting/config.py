@@ -24,6 +24,8 @@ Level = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class EffortConfig(Config):
+    """How often and how long one thing is measured."""
+
     warmup: int = Field(2, ge=0)
     warmup_s: float = Field(0.02, ge=0)
     budget_s: float = Field(0.05, gt=0)
@@ -35,6 +37,8 @@ class EffortConfig(Config):
 
 
 class StressConfig(Config):
+    """The co-runners of measurements under load."""
+
     backgrounds: tuple[Background, ...] = Field((COMPUTE,), min_length=1)
     settle_s: float = Field(1.0, ge=0)
 
@@ -42,12 +46,12 @@ class StressConfig(Config):
     @classmethod
     def _all_names_differ(cls, backgrounds: tuple[Background, ...]) -> tuple[Background, ...]:
         if len({background.name for background in backgrounds}) != len(backgrounds):
-            raise ValueError("two backgrounds have one name; names must differ")
+            raise ValueError("two backgrounds have the same name; give each its own")
         return backgrounds
 
 
 class SettingConfig(Config):
-    """How a runtime with settings (see `RuntimeSetting`) runs kernels and models; 0 threads: one per physical core."""
+    """How a runtime with settings (see `RuntimeSetting`) runs kernels and models. 0 threads mean one per physical core."""
 
     level: str = ""
     threads: int = Field(0, ge=0)
@@ -107,7 +111,7 @@ class CollectorConfig(Config):
         if self.setting != SettingConfig() and not runtime.takes_setting:
             raise ValueError(f"setting: {runtime.title} has none; leave it out")
         if self.setting.level and self.setting.level not in runtime.levels:
-            raise ValueError(f"setting: level {self.setting.level}: {runtime.title} has {', '.join(runtime.levels)}")
+            raise ValueError(f"setting: {runtime.title} has no level {self.setting.level}, but {', '.join(runtime.levels)}")
         return self
 
     @field_validator("levels", "labels", "variants")
@@ -126,27 +130,27 @@ class CollectorConfig(Config):
         return names
 
     def gpu_sharing(self, device: str) -> GpuSharing:
-        """How processes share `cpu` or `cuda`. Raises UserError if a CPU should be shared through MPS."""
+        """How processes share `cpu` or `cuda`. Raises UserError if a CPU is to be shared through MPS."""
         sharing = GpuSharing.parse(self.sharing)
         if sharing.mps and device == "cpu":
             raise UserError(f"sharing {self.sharing}: this is a way of sharing a GPU, and the target is a CPU; leave it out")
         return sharing
 
     def open_source(self, device: str) -> MetricSource:
-        """The source of metrics for `cpu` or `cuda`. Raises UserError if this machine lacks it, or it lacks a metric."""
+        """Opens the source of metrics of `cpu` or `cuda`. Raises UserError if this machine lacks it, or it lacks a metric."""
         return open_source(device, self.metrics, self.source, dcgm_address=self.dcgm_address, replay=self.replay,
                            replay_step_s=self.replay_step_s)
 
     def takes_kernels(self, level: float) -> bool:
-        """Whether kernels are measured at this level, not only whole models."""
+        """Whether kernels are measured at this level, or only whole models."""
         return self.kernel_levels is None or level in self.kernel_levels
 
     def loads(self) -> list[tuple[float, Background | None]]:
-        """The loads to measure under, in order: each level with every background, and idle levels with None."""
+        """The loads to measure under, in order: each level with every background, and an idle level with None."""
         return [(level, background) for level in self.levels for background in (self.stress.backgrounds if level else (None,))]
 
     def backgrounds_on(self, device: str) -> dict[str, Background]:
-        """Backgrounds by name; none if only idle levels are measured. Raises UserError if the device cannot run one."""
+        """The backgrounds by name; none if only idle levels are measured. Raises UserError if the device cannot run one."""
         if not any(self.levels):
             return {}
         for background in self.stress.backgrounds:
@@ -161,24 +165,26 @@ class CollectorConfig(Config):
 
     def environment(self, target: Target) -> Environment | None:
         """The environment to record with a dataset; None for a runtime without settings, whose target says everything."""
-        has_setting = runtime_named(self.runtime).takes_setting
-        return current_environment(target, self.setting.memory_limit_mib) if has_setting else None
+        if not runtime_named(self.runtime).takes_setting:
+            return None
+        return current_environment(target, self.setting.memory_limit_mib)
 
     def variants_on(self, device: str) -> tuple[str, ...]:
         """Further ways to run whole models on `cpu` or `cuda`. Raises UserError if the runtime lacks one."""
-        return self._chosen("variants", device, self.variants)
+        return self._checked("variants", device, self.variants)
 
     def with_energy_on(self, device: str) -> CollectorConfig:
-        """This config for `cpu` or `cuda`; without energy, and with a warning, if the device has no power sensor."""
-        if self.energy_s and not runtime_named(self.runtime).measures_energy:
-            log.warning("no energy is measured: %s can't measure it", runtime_named(self.runtime).title)
+        """This config for `cpu` or `cuda`: without energy, and with a warning, if it can't be measured."""
+        if not self.energy_s:
+            return self
+        runtime = runtime_named(self.runtime)
+        try:
+            if not runtime.measures_energy:
+                raise NoPowerSensor(f"{runtime.title} can't measure it")
+            open_power_sensor(device)
+        except NoPowerSensor as error:
+            log.warning("no energy is measured: %s", error)
             return self.model_copy(update={"energy_s": 0.0})
-        if self.energy_s:
-            try:
-                open_power_sensor(device)
-            except NoPowerSensor as error:
-                log.warning("no energy is measured: %s", error)
-                return self.model_copy(update={"energy_s": 0.0})
         return self
 
     def model_labels_on(self, device: str) -> tuple[str, ...]:
@@ -187,16 +193,16 @@ class CollectorConfig(Config):
 
     def labels_on(self, device: str) -> tuple[str, ...]:
         """Labels of every kernel on `cpu` or `cuda`; a kernel without the first counts as not measured."""
-        return self._chosen("labels", device, self.labels or None)
+        return self._checked("labels", device, self.labels or None)
 
-    def _chosen(self, what: Literal["labels", "variants"], device: str, chosen: tuple[str, ...] | None) -> tuple[str, ...]:
-        """Labels or variants from the config, else the runtime's default. Raises UserError if the runtime lacks one."""
+    def _checked(self, what: Literal["labels", "variants"], device: str, chosen: tuple[str, ...] | None) -> tuple[str, ...]:
+        """The chosen labels or variants, or the runtime's defaults for None. Raises UserError if the runtime lacks one."""
         runtime = runtime_named(self.runtime)
         on_device = runtime.on(device)
-        possible, by_default = {"labels": (on_device.labels, on_device.default_labels),
-                                "variants": (on_device.variants, on_device.default_variants)}[what]
+        possible, defaults = {"labels": (on_device.labels, on_device.default_labels),
+                              "variants": (on_device.variants, on_device.default_variants)}[what]
         if chosen is None:
-            return by_default
+            return defaults
         if missing := [name for name in chosen if name not in possible]:
             raise UserError(f"{what}: {', '.join(missing)}: {runtime.title} has no such {what} on {device}"
                             + (f"; it has {', '.join(possible)}" if possible else ""))

@@ -22,7 +22,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from hase.benchmark.measuring.blocks import Steadiness
 from hase.extras.convolutions.profiler import UnifiedProfiler
-from hase.extras.convolutions.profiling.algorithms import algorithm_named, algorithms_of
+from hase.extras.convolutions.profiling.algorithms import ALGORITHMS, algorithm_named
 from hase.extras.convolutions.profiling.listing import (
     CPU,
     GPUS,
@@ -67,8 +67,8 @@ STAGES = {"test": ProfileStage("1_sanity", 1, 2, 5), "quick": ProfileStage("2_qu
 def made_parser() -> argparse.ArgumentParser:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--model", help=f"a torchvision classification model: {', '.join(MODELS)}, or another")
-    parser.add_argument("--algorithm", help=f"on a GPU {', '.join(algorithms_of('cuda'))}; on a CPU "
-                        f"{', '.join(algorithms_of('cpu'))} (blanks, underscores and dashes are the same)")
+    parser.add_argument("--algorithm", help=f"on a GPU {', '.join(ALGORITHMS['cuda'])}; on a CPU "
+                        f"{', '.join(ALGORITHMS['cpu'])} (blanks, underscores and dashes are the same)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--gpu", help=f"the device that should be here: {', '.join(GPUS)} or {CPU}")
     stages = parser.add_mutually_exclusive_group()

@@ -107,7 +107,7 @@ def missing_kernels(fitted: Fitted, records: Sequence[ModelRecord]) -> dict[str,
 def unsteady_kernels(fitted: Fitted, records: Sequence[ModelRecord]) -> dict[str, Kernel]:
     """The kernels (by id) that were only measured while the target was unsteady."""
     return {name: kernel for record in records for name, kernel in record.kernels.items()
-            if any(fitted.predictors.drift_of(kernel, label) for label in looked_up(fitted.composition))}
+            if any(fitted.predictors.measured_drift(kernel, label) for label in looked_up(fitted.composition))}
 
 
 def kernels_by_values(fitted: Fitted, records: Sequence[ModelRecord], given: bool) -> dict[str, Kernel]:

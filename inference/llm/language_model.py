@@ -1,4 +1,4 @@
-"""The files of a language model: where they are, how onnxruntime-genai runs them, and the role of each input dimension.
+"""Finds the files of a language model, how onnxruntime-genai runs them, and the role of each input dimension.
 
 An input is recognised by the name in the config, else by parts of its name, its element type and its rank. Its axes then have
 their roles by convention: a cache is [batch, heads, length, head size], the mask [batch, tokens so far]. So an exporter's
@@ -17,16 +17,16 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hase.ort_analysis.isolated import analysis
-from hase.records.kernel_record import Interface, OpenTensor
+from hase.records.kernel_record import OpenTensor
 from hase.utils import files
 from hase.utils.errors import UserError, first_problem
 from hase.utils.paths import Workspace, model_files
 
-FILE = "genai_config.json"
+GENAI_CONFIG = "genai_config.json"
 Size = Annotated[int, Field(ge=1, le=2**40)]
 Role = Literal["batch", "new", "cached", "total"]
 Roles: TypeAlias = tuple[Role | None, ...]
-# axis roles of masks and positions, by rank
+# The roles of the axes of masks and positions, by rank.
 MASK_ROLES: dict[int, Roles] = {2: ("batch", "total"), 3: ("batch", "new", "total"), 4: ("batch", None, "new", "total")}
 POSITION_ROLES: dict[int, Roles] = {1: ("new",), 2: ("batch", "new"), 3: (None, "batch", "new")}
 NOUNS: dict[Role, str] = {"batch": "sequences", "new": "new tokens", "cached": "tokens in the cache", "total": "tokens so far"}
@@ -40,99 +40,84 @@ WHOLE_NUMBERS = ("int32", "int64")
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """A language model, and how its requests are run.
-
-    Attributes:
-        prefill, decode: the files that run the prompt and each further token; usually the same one.
-        shares_cache: one buffer is the cache of all runs; its length is a request's `max_length`.
-        captures_cuda_graph: further tokens run as a CUDA graph.
-        provider: the first execution provider in the config, in lower case; None without a config.
-        threads: on a CPU, by the config; None if it does not say, and 0 without a config.
-        max_length: tokens of prompt and answer, by the config.
-        context_length: the most tokens that the model allows.
-    """
+    """A language model, and how its requests are run."""
 
     name: str
-    prefill: DecoderFile
-    decode: DecoderFile
-    shares_cache: bool = False
+    prefill: DecoderFile  # runs the prompt
+    decode: DecoderFile  # runs each further token; usually the same file
+    shares_cache: bool = False  # one buffer is the cache of all runs; its length is a request's `max_length`
     beams: int = 1
-    captures_cuda_graph: bool = False
-    provider: str | None = None
-    threads: int | None = 0
-    max_length: int | None = None
-    context_length: int | None = None
+    captures_cuda_graph: bool = False  # further tokens run as a CUDA graph
+    provider: str | None = None  # the first execution provider in the config, in lower case; None without a config
+    threads: int | None = 0  # on a CPU, by the config; None if it does not say, and 0 without a config
+    max_length: int | None = None  # tokens of prompt and answer, by the config
+    context_length: int | None = None  # the most tokens that the model allows
     notices: tuple[str, ...] = ()
 
     def step(self, batch: int, new: int, before: int, max_length: int) -> DecoderStep:
         """The run that computes `new` tokens of each sequence after `before` others, in a request of at most `max_length`."""
-        masked = max_length if self.captures_cuda_graph and before else before + new
-        return DecoderStep(batch * self.beams, new, before, max_length if self.shares_cache else before, masked)
+        mask_length = max_length if self.captures_cuda_graph and before else before + new
+        return DecoderStep(batch * self.beams, new, before, max_length if self.shares_cache else before, mask_length)
 
 
 def language_model(model: Path, decode: Path | None = None, dims: Mapping[str, int] | None = None,
                    workspace: Workspace | None = None) -> LanguageModel:
     """Finds a language model.
 
-    Args:
-        model: a folder with genai_config.json; a folder with a decoder's ONNX file, or with two of which one takes a cache; or
-            such a file itself.
-        decode: the file that runs further tokens, if `model` is a file that runs prompts only.
-        dims: sizes of dimensions by name, if their role does not determine them.
+    `model` is a folder with genai_config.json; a folder with a decoder's ONNX file, or with two of which one takes a cache; or
+    such a file itself. `decode` is the file that runs further tokens, if `model` is a file that runs prompts only. `dims` are
+    sizes of dimensions by name, if their role does not determine them.
     """
-    result = _language_model(model, decode, dims, workspace or Workspace())
-    if unknown := sorted(set(dims or {}) - set(result.prefill.fixed) - set(result.decode.fixed)):
-        raise UserError(f"{model}: no dynamic dimension {', '.join(unknown)} among its inputs")
-    return result
-
-
-def _language_model(model: Path, decode: Path | None, dims: Mapping[str, int] | None, workspace: Workspace) -> LanguageModel:
-    if model.name == FILE:
-        model = model.parent
-    if (model / FILE).is_file():
+    folder = model.parent if model.name == GENAI_CONFIG else model
+    if (folder / GENAI_CONFIG).is_file():
         if decode is not None:
-            raise UserError(f"{model}: its {FILE} names its files; leave the second file out")
-        return _of_config(model, read_genai_config(model), dims)
-    if model.is_dir() and decode is None:
-        return _of_pair(model.name, [decoder_file(path, given=dims) for path in _files_in(model)])
-    paths = [workspace.find_model(path) for path in (model, decode) if path is not None]
-    return _of_pair(paths[0].stem, [decoder_file(path, given=dims) for path in paths])
+            raise UserError(f"{folder}: its {GENAI_CONFIG} names its files; leave the second file out")
+        found = _from_config(folder, read_genai_config(folder), dims)
+    elif folder.is_dir() and decode is None:
+        found = _from_files(folder.name, _onnx_files(folder), dims)
+    else:
+        find_model = (workspace or Workspace()).find_model
+        paths = [find_model(path) for path in (folder, decode) if path is not None]
+        found = _from_files(paths[0].stem, paths, dims)
+    if unknown := sorted(set(dims or {}) - set(found.prefill.fixed) - set(found.decode.fixed)):
+        raise UserError(f"{model}: no dynamic dimension {', '.join(unknown)} among its inputs")
+    return found
 
 
-def _files_in(folder: Path) -> list[Path]:
+def _onnx_files(folder: Path) -> list[Path]:
     """The one or two ONNX files of a folder."""
     paths = model_files([folder])
     if not paths:
-        raise UserError(f"{folder}: neither {FILE} nor an .onnx file in this folder")
+        raise UserError(f"{folder}: neither {GENAI_CONFIG} nor an .onnx file in this folder")
     if len(paths) > 2:
-        raise UserError(f"{folder}: several models ({', '.join(path.name for path in paths)}), and no {FILE} that says which "
-                        "is which; name the file with --model, and one that only runs further tokens with --decode-model")
+        raise UserError(f"{folder}: several models ({', '.join(path.name for path in paths)}), and no {GENAI_CONFIG} that says "
+                        "which is which; name the file with --model, and one that only runs further tokens with --decode-model")
     return paths
 
 
-def _of_pair(name: str, parts: list[DecoderFile]) -> LanguageModel:
-    """The model of one file, or of two files of which one takes a cache."""
-    cached = [part for part in parts if part.caches]
-    if not cached:
-        raise UserError(f"{' and '.join(str(part.path) for part in parts)}: no cache of keys and values among the inputs, so "
-                        "nothing generates tokens one by one; predict a single run with "
-                        "inference/predict_model_latency.py")
-    if len(parts) > 1 and len(cached) != 1:
-        raise UserError(f"{' and '.join(str(part.path) for part in parts)}: both take a cache; give the one that is used as "
-                        "--model, without the other")
-    prefill = next((part for part in parts if part is not cached[0]), cached[0])
-    return LanguageModel(name, prefill, cached[0])
+def _from_files(name: str, paths: list[Path], dims: Mapping[str, int] | None) -> LanguageModel:
+    """The model in one file, or in two files of which one takes a cache."""
+    parts = [decoder_file(path, given=dims) for path in paths]
+    with_cache = [part for part in parts if part.caches]
+    listed = " and ".join(map(str, paths))
+    if not with_cache:
+        raise UserError(f"{listed}: no cache of keys and values among the inputs, so nothing generates tokens one by one; "
+                        "predict a single run with inference/predict_model_latency.py")
+    if len(parts) > 1 and len(with_cache) != 1:
+        raise UserError(f"{listed}: both take a cache; give the one that is used as --model, without the other")
+    prefill = next((part for part in parts if part is not with_cache[0]), with_cache[0])
+    return LanguageModel(name, prefill, with_cache[0])
 
 
-def _of_config(folder: Path, config: GenaiConfig, dims: Mapping[str, int] | None) -> LanguageModel:
+def _from_config(folder: Path, config: GenaiConfig, dims: Mapping[str, int] | None) -> LanguageModel:
     """The model that a genai_config.json describes."""
     model, search = config.model, config.search
     if model.decoder.pipeline or not model.decoder.filename:
-        raise UserError(f"{folder / FILE}: the decoder is in several parts ({model.type}); only one in a single file is "
-                        "predicted: name the files themselves with --model and --decode-model")
+        raise UserError(f"{folder / GENAI_CONFIG}: the decoder is in several parts ({model.type}); only one in a single file "
+                        "is predicted: name the files themselves with --model and --decode-model")
     part = decoder_file(folder / model.decoder.filename, config, dims)
     if not part.caches:
-        raise UserError(f"{part.path}: no cache of keys and values among the inputs that {FILE} names")
+        raise UserError(f"{part.path}: no cache of keys and values among the inputs that {GENAI_CONFIG} names")
     notices = [f"onnxruntime-genai follows {search.num_beams} beams for each sequence; all are counted, and choosing among "
                "them is not"] if search.num_beams > 1 else []
     if search.chunk_size:
@@ -171,18 +156,14 @@ class GenaiOutputs(GenaiSection):
 
 
 class GenaiSessionOptions(GenaiSection):
-    """The options of a session.
+    """The options of a session."""
 
-    `provider_options` is a list of mappings from a provider's name to its options. `intra_op_num_threads` is for a CPU; by
-    default onnxruntime-genai uses half of the machine's threads.
-    """
-
-    intra_op_num_threads: int | None = None
-    provider_options: tuple[dict[str, dict[str, Any] | None], ...] = ()
+    intra_op_num_threads: int | None = None  # on a CPU; by default, onnxruntime-genai uses half of the machine's threads
+    provider_options: tuple[dict[str, dict[str, Any] | None], ...] = ()  # each maps a provider's name to its options
 
 
 class GenaiDecoder(GenaiSection):
-    """The decoder's file and the names of its tensors; `pipeline`: the files of a model in several parts."""
+    """The decoder's file and the names of its tensors. `pipeline` lists the files of a model in several parts."""
 
     filename: str = ""
     inputs: GenaiInputs = GenaiInputs()
@@ -193,6 +174,7 @@ class GenaiDecoder(GenaiSection):
 
 class GenaiModel(GenaiSection):
     """The model: its maximum number of tokens, and its decoder."""
+
     context_length: Size | None = None
     decoder: GenaiDecoder
     type: str = ""
@@ -209,12 +191,13 @@ class GenaiSearch(GenaiSection):
 
 class GenaiConfig(GenaiSection):
     """The entries of genai_config.json that Hase reads."""
+
     model: GenaiModel
     search: GenaiSearch = GenaiSearch()
 
     @property
     def providers(self) -> dict[str, dict[str, Any]]:
-        """The options of each execution provider, by its name in lower case; the CPU's is not listed."""
+        """The options of each execution provider, by its name in lower case, except the CPU's."""
         return {name.lower(): options or {} for entry in self.model.decoder.session_options.provider_options
                 for name, options in entry.items()}
 
@@ -225,15 +208,16 @@ class GenaiConfig(GenaiSection):
 
     @property
     def shares_cache(self) -> bool:
-        """Whether one buffer of `max_length` tokens is the cache of all runs. With several beams, caches are separate
-        (onnxruntime-genai's kv_cache.cpp: DefaultKeyValueCache).
+        """Whether one buffer of `max_length` tokens is the cache of all runs.
+
+        With several beams, caches are separate (onnxruntime-genai's kv_cache.cpp: DefaultKeyValueCache).
         """
         return self.search.past_present_share_buffer and self.search.num_beams == 1
 
 
 def read_genai_config(folder: Path) -> GenaiConfig:
-    """The config of a model's folder."""
-    path = folder / FILE
+    """Reads the config in a model's folder."""
+    path = folder / GENAI_CONFIG
     try:
         return GenaiConfig.model_validate(files.read_json(path))
     except ValidationError as error:
@@ -241,62 +225,48 @@ def read_genai_config(folder: Path) -> GenaiConfig:
 
 
 class InputAxis(NamedTuple):
-    """An axis of an input that has a role, and its size in the file: a number, or a name."""
+    """An axis of an input that has a role."""
 
     tensor: str
     axis: int
-    size: int | str
+    size: int | str  # in the file: a number, or a name
     role: Role
 
 
 class DecoderStep(NamedTuple):
-    """One run of a decoder: it computes `new` tokens of each sequence after `before` others.
-
-    Attributes:
-        cached: length of the cache's buffer; `before`, unless runs share a longer one.
-        masked: length of the mask.
-    """
+    """One run of a decoder: it computes `new` tokens of each sequence after `before` others."""
 
     batch: int
     new: int
     before: int
-    cached: int
-    masked: int
+    cache_length: int  # of the buffer: `before`, unless runs share a longer one
+    mask_length: int
 
     def size(self, role: Role) -> int:
-        return {"batch": self.batch, "new": self.new, "cached": self.cached, "total": self.masked}[role]
+        return {"batch": self.batch, "new": self.new, "cached": self.cache_length, "total": self.mask_length}[role]
 
 
 @dataclass(frozen=True)
 class DecoderFile:
-    """An ONNX file of a language model.
-
-    Attributes:
-        axes: the axes with a role.
-        caches, presents: the inputs and the outputs that hold keys, values and other states.
-        fixed: sizes of dimensions that have no role.
-        has_branches: an input says whether the cache is used.
-        words: logits per token (the vocabulary); 0 if unknown.
-    """
+    """An ONNX file of a language model."""
 
     path: Path
     axes: tuple[InputAxis, ...]
-    caches: tuple[str, ...]
-    presents: tuple[str, ...]
-    fixed: Mapping[str, int]
-    has_branches: bool
-    words: int
+    caches: tuple[str, ...]  # inputs with keys, values and other states
+    presents: tuple[str, ...]  # outputs with the same
+    fixed: Mapping[str, int]  # sizes of dimensions without a role
+    has_branches: bool  # an input says whether the cache is used
+    vocabulary_size: int  # logits per token; 0 if unknown
 
     def dims(self, step: DecoderStep) -> dict[str, int]:
-        """The sizes of all dynamic dimensions in a run."""
+        """The sizes of all dynamic dimensions in a run. Raises UserError if the file does not allow them."""
         sizes: dict[str, int] = dict(self.fixed)
         roles: dict[str, Role] = {}
         for tensor, axis, size, role in self.axes:
             wanted = step.size(role)
             if isinstance(size, int):
                 if size != wanted:
-                    raise UserError(f"{self.path}: made for {size} {NOUNS[role]} ({tensor}, axis {axis}), and {wanted} are "
-                                    "asked for")
+                    raise UserError(f"{self.path}: made for {size} {NOUNS[role]} ({tensor}, axis {axis}), not for {wanted}")
             elif sizes.setdefault(size, wanted) != wanted:
                 raise UserError(f"{self.path}: dimension {size} would have to be {sizes[size]} "
                                 f"({NOUNS[roles[size]] if size in roles else 'given'}) and {wanted} ({NOUNS[role]}); export "
@@ -333,18 +303,14 @@ def decoder_file(path: Path, config: GenaiConfig | None = None, given: Mapping[s
         raise UserError(f"{path}: nothing says how large dimension {listed} is; give its size: " + " ".join(
             f"--dim {size}=SIZE" for size in unknown))
     fixed = {size: value for size, value in {**interface.set_by_model, **given}.items()
-             if size not in with_role and _is_open(interface, size)}
+             if size not in with_role and any(size in tensor.shape for tensor in interface.inputs.values())}
     sizes = [tensor.shape[-1] for name, tensor in interface.outputs.items() if name not in presents and tensor.shape]
-    words = max((size for size in sizes if isinstance(size, int)), default=0)
-    return DecoderFile(path, tuple(axes), caches, presents, fixed, BRANCH in interface.inputs, words)
-
-
-def _is_open(interface: Interface, size: str) -> bool:
-    return any(size in tensor.shape for tensor in interface.inputs.values())
+    vocabulary_size = max((size for size in sizes if isinstance(size, int)), default=0)
+    return DecoderFile(path, tuple(axes), caches, presents, fixed, BRANCH in interface.inputs, vocabulary_size)
 
 
 def _caches(tensors: Mapping[str, OpenTensor], templates: tuple[str, ...]) -> tuple[str, ...]:
-    """The tensors that hold caches, by the templates or by their names."""
+    """The tensors that hold caches: their names match a template or look like a cache's."""
     patterns = [re.compile(re.escape(template).replace("%d", r"\d+")) for template in templates if template]
     named = [name for name in tensors if any(pattern.fullmatch(name) for pattern in patterns)]
     return tuple(name for name, tensor in tensors.items()
@@ -352,7 +318,7 @@ def _caches(tensors: Mapping[str, OpenTensor], templates: tuple[str, ...]) -> tu
 
 
 def _cache_axes(name: str, tensor: OpenTensor, set_by_model: Mapping[str, int]) -> list[InputAxis]:
-    """The axes of a cache with a role; none if its rank is unknown.
+    """The axes of a cache that have a role; none if it has fewer than three axes.
 
     Keys and values in one tensor are [2, batch, heads, length, head size].
     """
@@ -371,7 +337,7 @@ def _cache_axes(name: str, tensor: OpenTensor, set_by_model: Mapping[str, int]) 
 
 
 def _axes(name: str, tensor: OpenTensor, names: GenaiInputs) -> list[InputAxis]:
-    """The axes of an input with a role; none if decoders have no such input."""
+    """The axes of another input that have a role; none if decoders have no such input."""
     rank = len(tensor.shape)
     roles: Roles = ()
     if CROSS.search(name):

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from hase.inference.llm.answers import LlmMemory
 from hase.inference.llm.language_model import DecoderFile
 from hase.inference.memory.buffers import MIB, Arena, buffers_of_run, lay_out, layouts_of
-from hase.inference.memory.session import LIBRARIES_MIB, peak_memory, weight_bytes_of
+from hase.inference.memory.session import LIBRARIES_MIB, gpu_weight_bytes, peak_memory
 from hase.records.attention import kernel_grouped_query_sizes
 from hase.records.kernel_record import ModelRecord
 
@@ -136,7 +136,7 @@ def taken_by_generation(record: ModelRecord, file: DecoderFile, shares_cache: bo
     The session's arena has weights and intermediate tensors, onnxruntime-genai's has caches, other inputs and logits.
     """
     session, genai, apart = Arena(), Arena(), {*file.caches, *file.presents}
-    for size in weight_bytes_of(record).values():
+    for size in gpu_weight_bytes(record).values():
         session.allocate(size)
     presents = () if shares_cache else file.presents
     for tensors, names in ((record.inputs, file.caches), (record.outputs, presents),

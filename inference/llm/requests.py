@@ -126,8 +126,8 @@ class GenerationModels:
         """The time of genai's loop in a step at a pace, with or without a CUDA graph; None if unknown."""
         if self.generation is None:
             return None
-        return self.generation.loop_for(cuda_graph).time_ms(_phase(step), step.batch, file.words, layers_of(file), pace,
-                                                           other_logits)
+        return self.generation.loop_for(cuda_graph).time_ms(
+            _phase(step), step.batch, file.vocabulary_size, layers_of(file), pace, other_logits)
 
 
 def generation_models(predictor: Predictor) -> GenerationModels:
@@ -157,8 +157,8 @@ def layers_of(file: DecoderFile) -> int:
 def other_logits(record: ModelRecord, file: DecoderFile, step: DecoderStep) -> int:
     """The number of logits that no token is chosen from: those of a prompt's earlier tokens."""
     sizes = [math.prod(tensor.shape) for name, tensor in record.outputs.items()
-             if name not in file.presents and tensor.shape and tensor.shape[-1] == file.words]
-    return max(max(sizes, default=0) - step.batch * file.words, 0)
+             if name not in file.presents and tensor.shape and tensor.shape[-1] == file.vocabulary_size]
+    return max(max(sizes, default=0) - step.batch * file.vocabulary_size, 0)
 
 
 def as_step(run: PredictedRun, step: DecoderStep, file: DecoderFile, learned: GenerationModels,

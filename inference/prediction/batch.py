@@ -25,7 +25,7 @@ from hase.inference.prediction.kernels import COLUMN, Contribution, KernelInMode
 from hase.inference.prediction.targets import FLOATING, mismatches
 from hase.inference.prediction.uncertainty import (
     BEYOND_POWER,
-    FAR,
+    FAR_BEYOND,
     FAR_OFF,
     FORCED,
     OTHER_CUDNN,
@@ -448,7 +448,7 @@ class Batch:
         times_as_far = (OTHER_CUDNN if conditions.fitted.other_cudnn else 1.0) * np.where(self._forced, FORCED, 1.0)
         # a calibrated interval assumes the usual uncertainty of kernels; this model's may be larger
         joined = joined_spans(spans).covering(of_kernels)
-        rough = (by_rough.rough | by_trips.rough | (shorter >= FAR)
+        rough = (by_rough.rough | by_trips.rough | (shorter >= FAR_BEYOND)
                  | np.array([bool(source.other_form > ROUGH or source.doubt >= FAR_OFF or record.assumed or structure.uncounted)
                              for source, record, structure in zip(sources, self.records, self.structures, strict=True)]))
         return Latencies(latency, None if paths is None else paths[0, :count],

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hase.inference.prediction.batch import Floats, Mask, Spans, joined_spans
-from hase.inference.prediction.uncertainty import UNKNOWN, Span
+from hase.inference.prediction.uncertainty import UNKNOWN_SPAN, Span
 from hase.learned.energy import Part, work_of_run
 from hase.utils.config import Frozen
 from hase.utils.errors import UserError
@@ -121,7 +121,7 @@ def energies_of(batch: Batch, learned: EnergyModel, parts: Sequence[EnergyPart],
     exceeds_limit = over_limit > NOTABLE
     ones = np.ones_like(latency)
     interval = learned.interval
-    learned_span = Span(1.0 / UNKNOWN, UNKNOWN) if interval is None else Span(interval.low, interval.high)
+    learned_span = UNKNOWN_SPAN if interval is None else Span(interval.low, interval.high)
     scaled = SCALED_FACTOR if learned.scaled_from else 1.0
     spans = [Spans(learned_span.low * ones, learned_span.high * ones), Spans(ones / scaled, ones * scaled),
              Spans(np.where(guessed, 1.0 / GUESSED_FACTOR, 1.0), np.where(guessed, GUESSED_FACTOR, 1.0)),

@@ -1,9 +1,10 @@
-"""Builds one model's answer from a batch: kernel shares, warnings, the latency beside other work, and the timeline."""
+"""Makes the answer for one model of a batch: shares of kernels, warnings, the latency beside other work, and the timeline."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -37,17 +38,12 @@ if TYPE_CHECKING:
 
 
 class ModelRun:
-    """A run of one model of a batch.
-
-    Attributes:
-        used: the composition.
-        costs: of a run, where `used` simulates host and GPU as two tracks; else None.
-    """
+    """A run of one model of a batch. `costs` are None unless the composition simulates host and GPU as two tracks."""
 
     def __init__(self, batch: Batch, index: int, costs: PipelineCosts | None) -> None:
         self.batch, self.index, self.costs = batch, index, costs
         self.record: ModelRecord = batch.records[index]
-        self.structure, self.used, self.run_mode = batch.structures[index], batch.conditions.used, batch.conditions.run_mode
+        self.structure, self.composition = batch.structures[index], batch.conditions.used
 
     @property
     def latency_ms(self) -> float:
@@ -61,7 +57,7 @@ class ModelRun:
 
     @cached_property
     def known(self) -> dict[Keyed, KernelInModel]:
-        """The model's kernels."""
+        """The model's distinct kernels, by key."""
         firsts = [self.nodes[first] for first in self.structure.firsts.tolist()]
         return dict(zip(self.structure.placed, firsts, strict=True))
 
@@ -80,37 +76,37 @@ class ModelRun:
 
     @cached_property
     def kernel_sum_ms(self) -> float:
-        """The sum of all kernel times: the very one of which the composition makes the latency."""
+        """The sum of all kernel times, from which the composition makes the latency."""
         return float(self.batch.totals(self.batch["time_ms"])[self.index])
 
     def share(self, keys: Sequence[Keyed]) -> float:
-        """The share of some kernels in the total kernel time, a ratio; 0 for an empty graph."""
+        """The share (a ratio) of some kernels in the total kernel time; 0 for an empty graph."""
         return math.fsum(self.totals_ms[key] for key in keys) / (math.fsum(self.totals_ms.values()) or 1.0)
 
     @cached_property
     def uncertain(self) -> dict[Keyed, KernelUncertainty]:
-        """The uncertain kernels."""
+        """The uncertainty of each uncertain kernel."""
         return {key: kernel.uncertainty for key, kernel in self.known.items() if kernel.uncertainty is not None}
 
     @property
     def order(self) -> Sequence[int]:
-        """Record indices of the nodes that run, in order; of very long loops only some trips."""
+        """Indices in the record of the nodes that run, in order; of very long loops only some trips."""
         return cast("list[int]", self.structure.order.tolist())
 
     @property
     def nodes_run(self) -> list[KernelInModel]:
         """The kernel of each node in `order`."""
-        return [self.nodes[place] for place in self.order]
+        return [self.nodes[index] for index in self.order]
 
     @cached_property
     def tracks(self) -> Tracks:
-        """The tracks of the nodes in `order`. Needs `costs`: without them no launches are known."""
+        """The tracks of the nodes in `order`. Only with `costs`, since else no launches are known."""
         numbers = self.batch.nodes[self.index][self.structure.order]
         return Tracks(self.batch.gpu_ms[numbers], self.batch["launches"][numbers], self.batch["kind"].astype(int)[numbers])
 
     @cached_property
     def off_gpu(self) -> OffGpu | None:
-        """The work of nodes in `order` that runs off the GPU; None if there is none."""
+        """The work of nodes in `order` that is done off the GPU; None if there is none."""
         nodes = self.nodes_run
         if not any(node.on_host or node.waits for node in nodes):
             return None
@@ -118,44 +114,39 @@ class ModelRun:
                       np.array([node.waits for node in nodes], dtype=bool))
 
     def beyond_tracks_ms(self, costs: PipelineCosts) -> float:
-        """Time that the tracks do not include, ms: nodes off the GPU, and trips that `order` omits."""
+        """The time that the tracks do not include: of nodes off the GPU, and of trips that `order` omits."""
         return self.latency_ms - pipeline_ms(self.tracks, costs)
 
 
 class PredictedRun(NamedTuple):
-    """A prediction, and what it was made from.
-
-    Attributes:
-        run: the model's kernels, tracks and costs.
-        alone_ms: the latency on an otherwise idle device.
-    """
+    """A prediction, and what it was made from."""
 
     prediction: Prediction
     run: ModelRun
-    alone_ms: float
+    alone_ms: float  # the latency on an otherwise idle device
     fitted: Fitted
 
     def at_pace(self, pace: float) -> PredictedRun:
-        """The same run on a host that takes `pace` times as long; its prediction is not changed."""
+        """The same run on a host that takes `pace` times as long. `prediction` stays as it is."""
         if self.run.costs is None or pace == 1.0:
             return self
         run = ModelRun(self.run.batch, self.run.index, self.run.costs.at_pace(pace))
         return self._replace(run=run, alone_ms=run.latency_ms)
 
-    def spanning(self, otherwise: PredictedRun) -> PredictedRun:
-        """Widens the interval to contain that of `otherwise`, the model with the other branches of its Ifs."""
-        low_ms, high_ms = zip(self.prediction.interval_ms, otherwise.prediction.interval_ms, strict=True)
+    def spanning(self, other: PredictedRun) -> PredictedRun:
+        """This run, with an interval that also contains that of `other`, the model with the other branches of its Ifs."""
+        low_ms, high_ms = zip(self.prediction.interval_ms, other.prediction.interval_ms, strict=True)
         return self._replace(prediction=self.prediction.model_copy(update={"interval_ms": (min(low_ms), max(high_ms))}))
 
 
 def predicted_run(run: ModelRun, warnings: Sequence[str]) -> PredictedRun:
-    """The whole answer of a model; `warnings` come before its own."""
-    batch, record, used, conditions = run.batch, run.record, run.used, run.batch.conditions
-    fitted, pace, found = conditions.fitted, conditions.pace, batch.latencies
-    alone_ms, span = float(found.latency_ms[run.index]), found.spans.of_model(run.index)
+    """Makes the whole answer for a model; `warnings` come before its own."""
+    batch, record, composition, conditions = run.batch, run.record, run.composition, run.batch.conditions
+    fitted, pace, latencies = conditions.fitted, conditions.pace, batch.latencies
+    alone_ms, span = float(latencies.latency_ms[run.index]), latencies.spans.of_model(run.index)
     shared = _under_load(run, alone_ms)
-    latency = shared.mean_ms if shared else alone_ms
-    estimated, uncertain = (tuple(sorted({run.kernel(key).type for key, uncertainty in run.uncertain.items()
+    latency_ms = shared.mean_ms if shared else alone_ms
+    estimated, doubtful = (tuple(sorted({run.kernel(key).type for key, uncertainty in run.uncertain.items()
                                           if uncertainty.reason in reasons}))
                             for reasons in (("estimated", "on the CPU"), ("other form", "by values")))
     by_provenance: dict[Provenance, list[Keyed]] = {name: [] for name in PROVENANCES}
@@ -164,11 +155,11 @@ def predicted_run(run: ModelRun, warnings: Sequence[str]) -> PredictedRun:
     memory, device_mib = batch.memory(run.index), device_memory_mib(fitted.target, fitted.predictors.sidecar.machines)
     prediction = Prediction(
         model=record.model, target=fitted.target.name, flavour=record.flavour.name, holds_for=holds_for(record, fitted),
-        composition=UsedComposition(**used.formula_fields() | {"costs": run.costs}, assumed=used.assumed),
-        way=run.run_mode, latency_ms=latency, interval_ms=(span.low * latency, span.high * latency),
-        rough_estimate=bool(found.rough[run.index]), estimated_operators=estimated, doubtful_operators=uncertain,
-        sum_latency_ms=_sum_latency_ms(used, run.kernel_sum_ms), kernel_sum_ms=run.kernel_sum_ms,
-        critical_path_ms=None if found.critical_path_ms is None else float(found.critical_path_ms[run.index]),
+        composition=UsedComposition(**composition.formula_fields() | {"costs": run.costs}, assumed=composition.assumed),
+        way=conditions.run_mode, latency_ms=latency_ms, interval_ms=(span.low * latency_ms, span.high * latency_ms),
+        rough_estimate=bool(latencies.rough[run.index]), estimated_operators=estimated, doubtful_operators=doubtful,
+        sum_latency_ms=_sum_latency_ms(composition, run.kernel_sum_ms), kernel_sum_ms=run.kernel_sum_ms,
+        critical_path_ms=None if latencies.critical_path_ms is None else float(latencies.critical_path_ms[run.index]),
         load=conditions.load or ({} if shared else "idle"), under_load=shared,
         host_pace=pace.ratio if pace else None, host_pace_source=pace.source if pace else None,
         strict=conditions.strict, time_share={name: run.share(keys) for name, keys in by_provenance.items()},
@@ -177,7 +168,7 @@ def predicted_run(run: ModelRun, warnings: Sequence[str]) -> PredictedRun:
         kernels=_kernel_shares(run),
         estimators=used_estimators(run),
         dims=record.dims, static=record.static, batch=record.batch,
-        items_per_second=record.batch / latency * 1e3 if record.batch and latency else None,
+        items_per_second=record.batch / latency_ms * 1e3 if record.batch and latency_ms else None,
         memory=memory, peak_memory_mib=memory.peak_mib, device_memory_mib=device_mib,
         fits_memory=None if device_mib is None else memory.peak_mib <= device_mib,
         warnings=(*warnings, *_uncertainty_warnings(run), *memory_warnings(memory, device_mib)),
@@ -186,7 +177,7 @@ def predicted_run(run: ModelRun, warnings: Sequence[str]) -> PredictedRun:
 
 
 def _under_load(run: ModelRun, alone_ms: float) -> UnderLoad | None:
-    """The distribution of the latency next to the co-runner; None without one."""
+    """The distribution of the latency beside the co-runner; None without one."""
     shared_gpu = run.batch.conditions.shared_gpu
     if shared_gpu is None or run.costs is None:
         return None
@@ -196,15 +187,15 @@ def _under_load(run: ModelRun, alone_ms: float) -> UnderLoad | None:
 
 def _uncertainty_warnings(run: ModelRun) -> tuple[str, ...]:
     """Warnings about the uncertainty of the latency."""
-    found, index, pace = run.batch.latencies, run.index, run.batch.conditions.pace
+    latencies, index, pace = run.batch.latencies, run.index, run.batch.conditions.pace
     uncertainties = [(run.kernel(key), uncertainty) for key, uncertainty in run.uncertain.items()]
-    moved = found.by_rough.of_model(index) if uncertainties else CERTAIN
+    moved = latencies.by_rough.of_model(index) if uncertainties else CERTAIN
     return (*uncertainty_warnings(uncertainties, moved),
-            *source_warnings(found.sources[index]),
-            *shortness_warnings(float(found.shorter[index])),
-            *(host_warning(found.by_host.of_model(index)) if pace and not pace.known else ()),
+            *source_warnings(latencies.sources[index]),
+            *shortness_warnings(float(latencies.shorter[index])),
+            *(host_warning(latencies.by_host.of_model(index)) if pace and not pace.known else ()),
             *(["no model was ever measured on this machine: how kernels add up is a default, so the interval is wide"]
-              if run.used.assumed else []))
+              if run.composition.assumed else []))
 
 
 def _kernel_shares(run: ModelRun) -> tuple[KernelShare, ...]:
@@ -217,17 +208,18 @@ def _kernel_shares(run: ModelRun) -> tuple[KernelShare, ...]:
         for key, total_ms in sorted(run.totals_ms.items(), key=lambda item: -item[1]) for kernel in (run.known[key],))
 
 
-def _sum_latency_ms(used: Composition, kernel_sum_ms: float) -> float | None:
-    """α·Σ+β as fitted for the sum, ms; None where it was not fitted."""
-    fits = [used] if used.kind == "sum" else [c for c in used.candidates if (c.label, c.kind) == (used.label, "sum")]
+def _sum_latency_ms(composition: Composition, kernel_sum_ms: float) -> float | None:
+    """The latency by composition `sum`, α·Σ+β; None if it was not fitted."""
+    fits = [composition] if composition.kind == "sum" else [
+        candidate for candidate in composition.candidates if (candidate.label, candidate.kind) == (composition.label, "sum")]
     return fits[0].alpha * kernel_sum_ms + fits[0].beta_ms if fits else None
 
 
-def spans_of(predicted: PredictedRun) -> list[NodeSpan]:
-    """Start and end of each node in a predicted run, in order.
+def node_spans(predicted: PredictedRun) -> list[NodeSpan]:
+    """The start and end of each node in a predicted run, in order.
 
-    Composition `pipeline` has a host track and a GPU track. Other compositions do not model the host: kernels follow one
-    another, each as long as its label says. Of very long loops only some trips are included.
+    Composition `pipeline` has a host track and a GPU track. Other compositions know no host: there, kernels follow one another.
+    Of very long loops only some trips are included.
     """
     run = predicted.run
     if run.costs is None:
@@ -236,17 +228,19 @@ def spans_of(predicted: PredictedRun) -> list[NodeSpan]:
     return timeline(run.tracks, run.costs, run.off_gpu)
 
 
-def trace_of(predicted: PredictedRun) -> dict[str, Any]:
+def predicted_trace(predicted: PredictedRun) -> dict[str, Any]:
     """The timeline of a predicted run in Chrome's trace-event format."""
     record = predicted.run.record
-    nodes = [record.nodes[place] for place in predicted.run.order]
-    return chrome_trace([f"{node.name} ({record.kernel_of(node).type})" for node in nodes], spans_of(predicted))
+    nodes = [record.nodes[index] for index in predicted.run.order]
+    return chrome_trace([f"{node.name} ({record.kernel_of(node).type})" for node in nodes], node_spans(predicted))
+
 
 def model_warnings(run: ModelRun) -> tuple[str, ...]:
-    """All warnings about a model's graph. Raises UserError: ONNX Runtime can't capture it as a CUDA graph."""
+    """All warnings about a model's graph. Raises UserError if a CUDA graph is wanted and ONNX Runtime can't capture it."""
     record = run.record
-    return (*_capture_warning(record, run.run_mode), *_assumed_warning(record), *_uncounted_warning(run.structure.uncounted),
-            *_guessed_warnings(record), *_range_warning(run), *_unsteady_warning(run))
+    return (*_capture_warning(record, run.batch.conditions.run_mode), *_assumed_warning(record),
+            *_uncounted_warning(run.structure.uncounted), *_guessed_warnings(record), *_range_warning(run),
+            *_unsteady_warning(run))
 
 
 def weights_warning(missing: Sequence[Path]) -> tuple[str, ...]:
@@ -258,19 +252,21 @@ def weights_warning(missing: Sequence[Path]) -> tuple[str, ...]:
 
 
 def _capture_warning(record: ModelRecord, run_mode: RunMode) -> tuple[str, ...]:
-    """A warning if a CUDA graph is asked for and some nodes run on the CPU. Raises UserError: it can't be captured at all."""
+    """A warning if a CUDA graph is wanted and some nodes run on the CPU. Raises UserError if it can't be captured at all."""
     if not run_mode.cuda_graph:
         return ()
     if (obstacle := capture_obstacle(record)) is not None:
         raise UserError(f"{record.model}: ONNX Runtime can't capture it as a CUDA graph: {obstacle}; predict it without "
                         "--cuda-graph")
     on_cpu = [node.name for node in record.nodes if node.provider == "cpu"]
-    return (f"{len(on_cpu)} of its nodes work out sizes on the CPU ({', '.join(on_cpu[:2])}{' …' if len(on_cpu) > 2 else ''}): "
-            "a captured graph keeps the sizes of the run that was captured",) if on_cpu else ()
+    if not on_cpu:
+        return ()
+    return (f"{len(on_cpu)} of its nodes work out sizes on the CPU ({_first_names(on_cpu)}): a captured graph keeps the "
+            "sizes of the run that was captured",)
 
 
 def _assumed_warning(record: ModelRecord) -> tuple[str, ...]:
-    """A warning if sizes depend on data, so that the largest possible ones were assumed."""
+    """A warning if the largest possible sizes were assumed, since they depend on data."""
     if not record.assumed:
         return ()
     tensor, shape = next(iter(record.assumed.items()))
@@ -282,9 +278,10 @@ def _assumed_warning(record: ModelRecord) -> tuple[str, ...]:
 
 def _uncounted_warning(names: Sequence[str]) -> tuple[str, ...]:
     """A warning about nodes whose bodies are not counted."""
-    return (f"rough estimate: {len(names)} of its nodes hold graphs of their own ({', '.join(names[:3])}"
-            f"{' …' if len(names) > 3 else ''}), and what runs in them is not counted: it takes longer than predicted",
-            ) if names else ()
+    if not names:
+        return ()
+    return (f"rough estimate: {len(names)} of its nodes hold graphs of their own ({_first_names(names, 3)}), and what runs in "
+            "them is not counted: it takes longer than predicted",)
 
 
 def _guessed_warnings(record: ModelRecord) -> list[str]:
@@ -305,12 +302,12 @@ def _guessed_warnings(record: ModelRecord) -> list[str]:
 
 
 def _unsteady_warning(run: ModelRun) -> tuple[str, ...]:
-    """A warning about kernels whose measured times include blocks taken while the machine was unsteady."""
+    """A warning about kernels that were measured while the machine was unsteady."""
     off = {key: uncertainty.time.high for key, uncertainty in run.uncertain.items() if uncertainty.reason == "unsteady"}
     if not off:
         return ()
     return (f"{len(off)} of its kernels, {run.share(list(off)):.1%} of the kernel time, were measured while the machine was "
-            f"unsteady (by up to {max(off.values()) - 1.0:.0%}), and are less sure: {_first_names(list(off))}; "
+            f"unsteady (by up to {max(off.values()) - 1.0:.0%}), and are less sure: {_first_names(name for name, *_ in off)}; "
             "--measure-missing measures them again",)
 
 
@@ -320,19 +317,20 @@ def _range_warning(run: ModelRun) -> tuple[str, ...]:
     if not beyond:
         return ()
     return (f"{len(beyond)} of its kernels, {run.share(beyond):.1%} of the kernel time, are beyond what was measured in some "
-            f"size, and less sure: {_first_names(beyond)}",)
+            f"size, and less sure: {_first_names(name for name, *_ in beyond)}",)
 
 
-def _first_names(keys: Sequence[Keyed]) -> str:
-    return ", ".join(key[0] for key in keys[:2]) + (" …" if len(keys) > 2 else "")
+def _first_names(names: Iterable[str], count: int = 2) -> str:
+    first = list(itertools.islice(names, count + 1))
+    return ", ".join(first[:count]) + (" …" if len(first) > count else "")
 
 
-def _entries_used(run: ModelRun) -> list[tuple[Admitted, tuple[str, ...]]]:
+def _used_admitted(run: ModelRun) -> list[tuple[Admitted, tuple[str, ...]]]:
     """The admitted estimators that predicted kernels of a model, each with its kernel types."""
     admitted = run.batch.conditions.fitted.predictors.admitted
     if admitted is None:
         return []
-    by_type, used = admitted.by_type(run.used.label), dict[str, set[str]]()
+    by_type, used = admitted.by_type(run.composition.label), dict[str, set[str]]()
     for key, known in run.known.items():
         kernel, constant = run.kernel(key), known.uncertainty is not None and known.uncertainty.reason == "control flow"
         if (entry := by_type.get(kernel.type)) and kernel.moves_data and known.provenance == "predicted" and not (
@@ -344,13 +342,13 @@ def _entries_used(run: ModelRun) -> list[tuple[Admitted, tuple[str, ...]]]:
 
 def used_estimators(run: ModelRun) -> tuple[UsedEstimator, ...]:
     return tuple(UsedEstimator(name=entry.name, source=entry.source, types=types, mape=entry.errors.mape, forced=entry.forced)
-                 for entry, types in _entries_used(run))
+                 for entry, types in _used_admitted(run))
 
 
 def estimator_warnings(run: ModelRun) -> tuple[str, ...]:
-    """A notice for each admitted estimator used, and a warning if the dataset changed since it was checked."""
+    """A notice for each admitted estimator that was used, and a warning if the dataset changed since it was checked."""
     fitted, warnings = run.batch.conditions.fitted, []
-    for entry, types in _entries_used(run):
+    for entry, types in _used_admitted(run):
         warnings.append(entry.model_copy(update={"types": types}).sentence)
         if outdated := entry.outdated(fitted.target.name, fitted.predictors.sidecar.dataset_sha256):
             warnings.append(outdated)

@@ -73,8 +73,8 @@ class CardPredictors(Predictors):
                       for name, time in zip(working, carried.tolist(), strict=True)}
         return times | ({name: (self.seen_ms[name], "measured") for name in kernels if name in self.seen_ms} if look_up else {})
 
-    def drift_of(self, kernel: Kernel, label: str) -> float:
-        return 0.0 if kernel.id in self.seen_ms else super().drift_of(kernel, label)
+    def measured_drift(self, kernel: Kernel, label: str) -> float:
+        return 0.0 if kernel.id in self.seen_ms else super().measured_drift(kernel, label)
 
 
 @functools.cache

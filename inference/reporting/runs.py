@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hase.inference.prediction.run import spans_of
+from hase.inference.prediction.run import node_spans
 from hase.inference.prediction.targets import gpu_of_target
 from hase.utils.lazy import onnx
 from hase.utils.pages.page import COLOURS, PageSection, PageTable, Piece, Shares, Timeline, TimelineSpan, TreeMap, TreeMapPart
@@ -78,7 +78,7 @@ def operator_rows(prediction: Prediction) -> list[dict[str, object]]:
 
 def run_over_time(run: PredictedRun) -> tuple[Timeline, str]:
     """The tracks of a run, and sentences about them."""
-    record, spans = run.run.record, spans_of(run)
+    record, spans = run.run.record, node_spans(run)
     nodes = [record.nodes[index] for index in run.run.order]
     tracks: dict[str, list[TimelineSpan]] = {"host": [], "GPU": []} if run.run.costs else {"kernels": []}
     for node, span in zip(nodes[:MOST_SPANS], spans, strict=False):

@@ -185,7 +185,7 @@ def mps_process(run: PredictedRun, learned: LearnedMps, percent: int) -> MpsProc
         raise NotThroughMps(run.fitted.target.name)
     record, tracks = run.run.record, run.run.tracks
     kernels = [record.kernels[record.nodes[index].kernel_id] for index in run.run.order]
-    grids = learned.grids(kernels, run.fitted.predictors.features_of(kernels), tracks.gpu_ms)
+    grids = learned.grids(kernels, run.fitted.predictors.features(kernels), tracks.gpu_ms)
     return MpsProcess(tracks, costs.at_pace(learned.sharing.host_slowdown), grids, percent / ALL_THREADS)
 
 

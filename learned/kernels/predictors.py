@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +16,7 @@ from hase.learned import target_files
 from hase.learned.kernels.estimators import KernelModel, OtherPredictors, Transferred, predict_kernels
 from hase.learned.kernels.features import KERNEL_FEATURES, times_beyond
 from hase.learned.kernels.saved_form import Saved, open_estimator
-from hase.learned.kernels.sidecar import (
-    XGBOOST,
-    Sidecar,
-    estimators_of,
-    read_measured,
-    read_sidecar,
-)
+from hase.learned.kernels.sidecar import XGBOOST, Sidecar, estimators_of, read_measured, read_sidecar
 from hase.learned.target_files import TRAIN_AGAIN
 from hase.records.kernel_costs import steps
 from hase.records.kernel_record import Kernel
@@ -39,31 +33,33 @@ if TYPE_CHECKING:
     from hase.learned.kernels.interface import TimePredictor
 
 log = get_logger("predictors")
-ON_GPU = (GPU_LABEL, LAUNCHES)
-REMEMBERED_KERNELS = 100_000
-REMEMBERED_LOADS = 64
-NOT_MEASURED: Mapping[str, float] = {}
-# Of 2,640 recurrent layers of 16 steps or more on H200s, all launched as many kernels in each step and direction, and 96 % of
-# them 1 to 7 beside these (3 in the mean). Each layer held out, whole numbers bring the mean error of launches from 3.2 to
-# 6.4 % down to 2.7 to 4.3 %, by operator.
+T = TypeVar("T")
+ON_GPU = (GPU_LABEL, LAUNCHES)  # the labels about the GPU's own work
+MAX_CACHED_KERNELS = 100_000
+MAX_CACHED_LOADS = 64
+# All 2,640 recurrent layers of 16 steps or more that were measured on H200s launched the same number of kernels in each step
+# and direction; 96 % of them launched 1 to 7 more (3 in the mean). With whole numbers per step, the mean error of the launches
+# of held-out layers falls from 3.2–6.4 % to 2.7–4.3 %, by operator.
 LEAST_STEPS, LAUNCHES_BESIDE_STEPS = 16, 3
 
 
 class KernelTimes(NamedTuple):
-    """The times of kernels (ms), and the origin of each: `measured`, `predicted` or `estimated`."""
+    """The times of kernels, and the provenance of each: `measured`, `predicted` or `estimated`."""
 
     latency_ms: list[float]
     provenance: list[str]
 
 
 def leaves_gpu_idle(kernel: Kernel, label: str) -> bool:
-    """Whether the GPU has no work for the kernel and `label` is one of the GPU; such times are zero and not learned."""
+    """Whether `label` is about the GPU's own work and the kernel has none there. Such times are zero and are not learned."""
     return label in ON_GPU and not kernel.moves_data
 
 
-def whole_launches(kernel: Kernel, launches: float) -> float:
-    """A kernel's predicted launches, rounded so that each step of a long recurrent layer has the same whole number. Neighbours
-    with two and three launches per step have a mean that never occurs."""
+def round_launches(kernel: Kernel, launches: float) -> float:
+    """Rounds predicted launches to the same whole number for each step of a long recurrent layer; others stay as they are.
+
+    A predicted number may be the mean of neighbours with two and with three launches per step, which never occurs.
+    """
     step_count = steps(kernel.op_type, kernel.attributes, kernel.inputs)
     if step_count < LEAST_STEPS or len(kernel.inputs) < 2 or not kernel.inputs[1].shape:
         return launches
@@ -71,19 +67,19 @@ def whole_launches(kernel: Kernel, launches: float) -> float:
     return max(1, round((launches - LAUNCHES_BESIDE_STEPS) / all_steps)) * all_steps + LAUNCHES_BESIDE_STEPS
 
 
-def as_label_has_it(kernel: Kernel, label: str, predicted: float) -> float:
-    """A predicted time or number of launches, with zero for kernels without GPU work and `whole_launches` applied."""
+def corrected_prediction(kernel: Kernel, label: str, predicted: float) -> float:
+    """Corrects a predicted time or number of launches: zero if the kernel has no work on the GPU; `round_launches`."""
     if leaves_gpu_idle(kernel, label):
         return 0.0
-    return whole_launches(kernel, predicted) if label == LAUNCHES else predicted
+    return round_launches(kernel, predicted) if label == LAUNCHES else predicted
 
 
 def predict_distinct(model: TimePredictor, kernels: Sequence[Kernel], features: npt.NDArray[np.float64],
                      load: Sequence[float]) -> npt.NDArray[np.float64]:
-    """Predicts kernels, each set of rows that look equal to the estimator only once."""
+    """Predicts kernels; those that look equal to the estimator are computed only once."""
     index_of: dict[tuple[Any, ...], int] = {}
-    firsts: list[int] = []  # indices of the distinct kernels
-    indices = np.empty(len(kernels), dtype=int)
+    firsts: list[int] = []  # rows of the distinct kernels
+    indices = np.empty(len(kernels), dtype=int)  # of each kernel, in `firsts`
     for row, kernel in enumerate(kernels):
         key = kernel.type, kernel.flops, kernel.bytes_read + kernel.bytes_written, features[row].tobytes()
         indices[row] = index_of.setdefault(key, len(firsts))
@@ -92,14 +88,25 @@ def predict_distinct(model: TimePredictor, kernels: Sequence[Kernel], features: 
     return predict_kernels(model, [kernels[row] for row in firsts], features[firsts], load)[indices]
 
 
-def _features(kernel: Kernel) -> npt.NDArray[np.float64]:
-    return np.array(KERNEL_FEATURES.compute(kernel), dtype=float)
+def _cached_by_id(cache: dict[str, T], kernels: Iterable[Kernel], compute: Callable[[dict[str, Kernel]], Mapping[str, T]]
+                  ) -> dict[str, T]:
+    """The value of each kernel by id. Those that `cache` lacks are computed together, by id, and added to it."""
+    values = {kernel.id: cache.get(kernel.id) for kernel in kernels}  # read once, since another thread may clear the cache
+    if new := {kernel.id: kernel for kernel in kernels if values[kernel.id] is None}:
+        computed = compute(new)
+        if len(cache) > MAX_CACHED_KERNELS:
+            cache.clear()
+        cache.update(computed)
+        values.update(computed)
+    return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass
 class Predictors:
-    """The predictors of a target, ready to predict. A booster is read at the first prediction that needs it. `measured` has
-    idle times (ms) by kernel id and label, with values of `drift_key` and `inputs_key`."""
+    """The predictors of a target, ready to predict. A booster is read at the first prediction that needs it.
+
+    `measured` has idle times (ms) by kernel id and label, and also the values of `drift_key` and `inputs_key`.
+    """
 
     folder: Path
     sidecar: Sidecar
@@ -109,7 +116,7 @@ class Predictors:
     _doubt: KernelModel | None = field(default=None, repr=False)
     _doubts: dict[str, float] = field(default_factory=dict, repr=False)
     _features: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict, repr=False)
-    _looked_up: dict[str, Mapping[str, float]] = field(default_factory=dict, repr=False)
+    _measured_times: dict[str, Mapping[str, float]] = field(default_factory=dict, repr=False)
     _times: dict[tuple[Any, ...], dict[str, tuple[float, str]]] = field(default_factory=dict, repr=False)
 
     @property
@@ -117,18 +124,20 @@ class Predictors:
         return tuple(self.sidecar.labels)
 
     def kernel_model(self, label: str) -> KernelModel | Transferred:
-        """Opens the predictors of a label."""
+        """The predictors of a label, which are opened once."""
         if label not in self.sidecar.labels:
             raise UserError(f"label {label}: not measured on {self.sidecar.target.name} (measured: {', '.join(self.labels)})")
         if label not in self._models:
-            about = self.sidecar.labels[label]
-            self._models[label] = (open_estimator(about, Transferred, self.folder, TRAIN_AGAIN) if about.start else
-                                   open_estimator(about, KernelModel, self.folder, TRAIN_AGAIN))
+            saved = self.sidecar.labels[label]
+            self._models[label] = (open_estimator(saved, Transferred, self.folder, TRAIN_AGAIN) if saved.start else
+                                   open_estimator(saved, KernelModel, self.folder, TRAIN_AGAIN))
         return self._models[label]
 
     def load_vector(self, load: Mapping[str, float]) -> tuple[float, ...]:
-        """The load as numbers in the order of the sidecar's metrics; an empty mapping means an idle device. Raises UserError: a
-        metric is missing or is no finite number, or nothing was measured under load."""
+        """The load as numbers, in the order of the sidecar's metrics. An empty `load` means an idle device.
+
+        Raises UserError if a metric is missing or is not finite, or if nothing was measured under load.
+        """
         sidecar = self.sidecar
         if not load:
             return tuple(sidecar.idle_load.values())
@@ -147,121 +156,104 @@ class Predictors:
 
     def predict(self, kernels: Sequence[Kernel], load: Mapping[str, float], label: str | None = None,
                 strict: bool = False) -> KernelTimes:
-        """The time of each kernel under a load: measured if known, else predicted.
+        """The time of each kernel under a load: measured if known, else predicted. Raises UserError for an unknown label.
 
-        Args:
-            kernels: may contain duplicates.
-            load: metrics of the background by DCGM field name; empty: idle.
-            label: which time (records/measurement.py); by default the first label that was trained.
-            strict: don't look up measured times.
-
-        Raises:
-            UserError: the label is unknown, or the load lacks a metric.
+        `load` is as for `load_vector`, by DCGM field name. By default, `label` is the first that was trained. With `strict`,
+        measured times are not used.
         """
         label = label if label is not None else self.labels[0]
         vector = self.load_vector(load)
-        known = files.cached(self._times, (label, vector, bool(load), strict), dict, REMEMBERED_LOADS)
-        times = {kernel.id: known.get(kernel.id) for kernel in kernels}  # first, since another thread may clear the cache
-        new = {kernel.id: kernel for kernel in kernels if times[kernel.id] is None}
-        if new:
-            new_times = self._time(new, vector, label, look_up=not load and not strict)
-            if len(known) > REMEMBERED_KERNELS:
-                known.clear()
-            known.update(new_times)
-            times.update(new_times)
-        pairs = [pair for kernel in kernels if (pair := times[kernel.id])]
-        return KernelTimes([pair[0] for pair in pairs], [pair[1] for pair in pairs])
+        cache: dict[str, tuple[float, str]] = files.cached(
+            self._times, (label, vector, bool(load), strict), dict, MAX_CACHED_LOADS)
+        times = _cached_by_id(cache, kernels, partial(self._time, load=vector, label=label, look_up=not load and not strict))
+        pairs = [times[kernel.id] for kernel in kernels]
+        return KernelTimes([time_ms for time_ms, _ in pairs], [provenance for _, provenance in pairs])
 
-    def _measured_of(self, name: str) -> Mapping[str, float]:
+    def _look_up(self, kernel_id: str) -> Mapping[str, float]:
         """The measured times of a kernel by label, cached; empty if it was not measured."""
-        return cast("Mapping[str, float]", files.cached(self._looked_up, name, lambda: self.measured.get(name) or NOT_MEASURED,
-                                                        REMEMBERED_KERNELS))
+        return cast("Mapping[str, float]", files.cached(
+            self._measured_times, kernel_id, lambda: self.measured.get(kernel_id, {}), MAX_CACHED_KERNELS))
 
-    def features_of(self, kernels: Sequence[Kernel]) -> npt.NDArray[np.float64]:
-        """kernels × KERNEL_FEATURES, cached for each kernel."""
-        return np.array([files.cached(self._features, kernel.id, partial(_features, kernel), REMEMBERED_KERNELS)
-                         for kernel in kernels], dtype=float)
+    def features(self, kernels: Sequence[Kernel]) -> npt.NDArray[np.float64]:
+        """The features of kernels, of shape (kernels, features), cached for each kernel."""
+        features = _cached_by_id(self._features, kernels, lambda new: {
+            name: np.array(KERNEL_FEATURES.compute(kernel), dtype=float) for name, kernel in new.items()})
+        return np.array([features[kernel.id] for kernel in kernels], dtype=float)
 
-    def drift_of(self, kernel: Kernel, label: str) -> float:
-        """How unsteady the machine was, a ratio, when a kernel was measured; 0 for a steady machine."""
-        return self._measured_of(kernel.id).get(drift_key(label), 0.0)
+    def measured_drift(self, kernel: Kernel, label: str) -> float:
+        """How much the machine's speed changed (a ratio) while a kernel was measured; 0 if it was steady."""
+        return self._look_up(kernel.id).get(drift_key(label), 0.0)
 
     def inputs_realistic(self, kernel: Kernel, label: str) -> bool:
         """Whether a kernel whose time depends on values was measured with realistic ones."""
-        return inputs_key(label) in self._measured_of(kernel.id)
+        return inputs_key(label) in self._look_up(kernel.id)
 
     def beyond_range(self, kernels: Sequence[Kernel]) -> dict[str, float]:
-        """The factor by which kernels exceed the range of the training, by kernel id; only kernels beyond the range."""
+        """The kernels beyond the range of the training: the factor by which each exceeds it, by kernel id."""
         moving = [kernel for kernel in kernels if kernel.moves_data]
         if not moving:
             return {}
         low, high = np.array(self.sidecar.feature_range).T
-        times = times_beyond(KERNEL_FEATURES, self.features_of(moving), low, high)
+        times = times_beyond(KERNEL_FEATURES, self.features(moving), low, high)
         return {kernel.id: float(factor) for kernel, factor in zip(moving, times, strict=True) if factor > 1.0}
 
     def doubts(self, kernels: Sequence[Kernel]) -> dict[str, float]:
-        """The mean error of the GPU's predicted times of kernels, as logarithms, by kernel id; empty if not learned."""
-        if self.sidecar.doubt is None or not kernels:
+        """The doubts about kernels: the mean log error of the GPU's predicted times, by kernel id. Empty if not learned."""
+        saved = self.sidecar.doubt
+        if saved is None or not kernels:
             return {}
-        doubts = {kernel.id: self._doubts.get(kernel.id) for kernel in kernels}  # first, since another thread may clear them
-        if new := list({kernel.id: kernel for kernel in kernels if doubts[kernel.id] is None}.values()):
-            found = kept_json(self._key(self.sidecar.doubt, new), lambda: self._doubts_of(new))
-            if len(self._doubts) > REMEMBERED_KERNELS:
-                self._doubts.clear()
-            self._doubts.update(found)
-            doubts |= found
-        return {name: doubt for name, doubt in doubts.items() if doubt is not None}
+        return _cached_by_id(self._doubts, kernels, lambda new: kept_json(
+            self._cache_key(saved, new.values()), lambda: self._predict_doubts(saved, list(new.values()))))
 
-    def _doubts_of(self, kernels: Sequence[Kernel]) -> dict[str, float]:
-        """The doubts of kernels, for predictors that learned them."""
-        if self._doubt is None and self.sidecar.doubt is not None:
-            self._doubt = open_estimator(self.sidecar.doubt, KernelModel, self.folder, TRAIN_AGAIN)
+    def _predict_doubts(self, saved: Saved, kernels: Sequence[Kernel]) -> dict[str, float]:
         if self._doubt is None:
-            return {}
-        factors = predict_distinct(self._doubt, kernels, self.features_of(kernels), tuple(self.sidecar.idle_load.values()))
+            self._doubt = open_estimator(saved, KernelModel, self.folder, TRAIN_AGAIN)
+        factors = predict_distinct(self._doubt, kernels, self.features(kernels), tuple(self.sidecar.idle_load.values()))
         return {kernel.id: max(math.log(factor), 0.0) for kernel, factor in zip(kernels, factors.tolist(), strict=True)}
 
-    def _key(self, about: Saved, kernels: Sequence[Kernel]) -> str:
+    def _cache_key(self, saved: Saved, kernels: Iterable[Kernel]) -> str:
         """The key in the user's cache for an estimator's predictions of kernels on an idle device."""
-        return entry_key("kernels", about, sorted(self.sidecar.idle_load.items()), sorted(kernel.id for kernel in kernels),
-                      package_version(*XGBOOST), code_version("learned", "ort_analysis", "records", "utils"))
+        return entry_key("kernels", saved, sorted(self.sidecar.idle_load.items()), sorted(kernel.id for kernel in kernels),
+                         package_version(*XGBOOST), code_version("learned", "ort_analysis", "records", "utils"))
 
     def _time(self, kernels: Mapping[str, Kernel], load: tuple[float, ...], label: str,
               look_up: bool) -> dict[str, tuple[float, str]]:
-        """Time and origin of each kernel by id; all kernels of one predictor are predicted in one call."""
+        """The time and provenance of each kernel, by id. With `look_up`, measured times are used."""
         times: dict[str, tuple[float, str]] = {
             name: (0.0, "measured") for name, kernel in kernels.items() if leaves_gpu_idle(kernel, label)}
         if look_up:
             times |= {name: (measured[label], "measured") for name in kernels
-                      if name not in times and label in (measured := self._measured_of(name))}
+                      if name not in times and label in (measured := self._look_up(name))}
         rest = [kernel for name, kernel in kernels.items() if name not in times]
-        about = self.sidecar.labels.get(label)
+        saved = self.sidecar.labels.get(label)
         if not rest:
             return times
-        if about is None or self.admitted or load != tuple(self.sidecar.idle_load.values()):
-            return times | self._predicted(rest, load, label)
-        kept = kept_json(self._key(about, rest), lambda: self._predicted(rest, load, label))
+        if saved is None or self.admitted or load != tuple(self.sidecar.idle_load.values()):
+            return times | self._predict(rest, load, label)
+        kept = kept_json(self._cache_key(saved, rest), lambda: self._predict(rest, load, label))
         return times | {name: (float(time_ms), str(origin)) for name, (time_ms, origin) in kept.items()}
 
-    def _predicted(self, kernels: Sequence[Kernel], load: tuple[float, ...], label: str) -> dict[str, tuple[float, str]]:
+    def _predict(self, kernels: Sequence[Kernel], load: tuple[float, ...], label: str) -> dict[str, tuple[float, str]]:
         """The predicted time of each kernel by id, and whether it is predicted or estimated."""
         times: dict[str, tuple[float, str]] = {}
         model = self.kernel_model(label)
-        predicted = predict_distinct(model, kernels, self.features_of(kernels), load)
+        predicted = predict_distinct(model, kernels, self.features(kernels), load)
         if self.admitted:
-            predicted = self._by_admitted(self.admitted, kernels, predicted, load, label)
+            predicted = self._replace_by_admitted(self.admitted, kernels, predicted, load, label)
         for kernel, time_ms in zip(kernels, predicted.tolist(), strict=True):
             known = kernel.type in model.predictor_of
-            if not known and not kernel.moves_data:  # a kernel of any type that only renames a tensor costs almost nothing
+            if not known and not kernel.moves_data:  # a kernel that only renames a tensor costs almost nothing
                 times[kernel.id] = (model.roofline.floor_ms, "predicted")
             else:
-                times[kernel.id] = (as_label_has_it(kernel, label, time_ms), "predicted" if known else "estimated")
+                times[kernel.id] = (corrected_prediction(kernel, label, time_ms), "predicted" if known else "estimated")
         return times
 
-    def _by_admitted(self, admitted: AdmittedEstimators, kernels: Sequence[Kernel], predicted: npt.NDArray[np.float64],
-                     load: tuple[float, ...], label: str) -> npt.NDArray[np.float64]:
-        """The kernels' times (ms), with those of admitted estimators in place of the boosters' (`predicted`) for some types.
-        Under a load, estimators' times are multiplied by the slowdown that the boosters predict."""
+    def _replace_by_admitted(self, admitted: AdmittedEstimators, kernels: Sequence[Kernel], predicted: npt.NDArray[np.float64],
+                             load: tuple[float, ...], label: str) -> npt.NDArray[np.float64]:
+        """Replaces the boosters' times (`predicted`, ms) of some types by those of admitted estimators.
+
+        Under a load, the latter are multiplied by the slowdown that the boosters predict.
+        """
         times, entry_of, idle_load = predicted.copy(), admitted.by_type(label), tuple(self.sidecar.idle_load.values())
         for entry in {entry.file: entry for entry in entry_of.values()}.values():
             rows = [row for row, kernel in enumerate(kernels) if entry_of.get(kernel.type) == entry and kernel.moves_data]
@@ -269,19 +261,21 @@ class Predictors:
                 served = [kernels[row] for row in rows]
                 times[rows] = admitted.predict_ms(entry, served)
                 if load != idle_load:
-                    idle = predict_kernels(self.kernel_model(label), served, self.features_of(served), idle_load)
+                    idle = predict_kernels(self.kernel_model(label), served, self.features(served), idle_load)
                     times[rows] *= predicted[rows] / idle
         return times
 
 
 def read_predictors(folder: Path, estimators: Sequence[Path] = ()) -> Predictors:
-    """The predictors in `folder`. Each file is checked against the sidecar when it is read. Boosters and admitted estimators
-    are read, and may raise errors, at the first prediction that needs them. `estimators`: the user's files and folders with
-    code of estimators."""
+    """Reads the predictors in `folder`. `estimators` are the user's files and folders with code of estimators.
+
+    Each file is checked against the sidecar when it is read. Boosters and admitted estimators are read at the first prediction
+    that needs them, which may then raise errors.
+    """
     sidecar = read_sidecar(folder)
-    for about in estimators_of(sidecar).values():
-        if about.file and not (folder / about.file).is_file():
-            raise UserError(f"{folder / about.file}: named in {target_files.PREDICTORS.path(folder)} but missing; "
+    for saved in estimators_of(sidecar).values():
+        if saved.file and not (folder / saved.file).is_file():
+            raise UserError(f"{folder / saved.file}: named in {target_files.PREDICTORS.path(folder)} but missing; "
                             f"{TRAIN_AGAIN}")
     predictors = Predictors(folder, sidecar, read_measured(folder, sidecar))
     if target_files.ESTIMATORS.path(folder).is_file():
@@ -292,14 +286,14 @@ def read_predictors(folder: Path, estimators: Sequence[Path] = ()) -> Predictors
 
 
 class StartFrom(NamedTuple):
-    """Another target's predictors."""
+    """Another target's predictors, from which training starts."""
 
     target: str
     predictors: Predictors
 
     @classmethod
     def named(cls, workspace: Workspace, name: str) -> StartFrom:
-        """The predictors of target `name` in the workspace, or else those that come with Hase."""
+        """Reads the predictors of target `name` in the workspace, or else those that come with Hase."""
         folders = [folder for folder in (workspace.predictors(name), SHIPPED / name)
                    if target_files.PREDICTORS.path(folder).is_file()]
         if not folders:
@@ -309,14 +303,16 @@ class StartFrom(NamedTuple):
         return cls(name, read_predictors(folders[0]))
 
     def for_label(self, target: str, label: str) -> OtherPredictors | None:
-        """The predictors to start from for a label of `target`: those of the same label, else of the other target's first
-        label. None for the target itself, and if the labels differ in meaning: launches are no times. Raises UserError: the
-        predictors start from another target themselves."""
+        """The predictors to start from for a label of `target`: those of the same label, else of the other target's first.
+
+        None for the target itself, or if only one of the labels is a number of launches. Raises UserError if the predictors
+        themselves start from another target.
+        """
         labels = self.predictors.labels
-        theirs = label if label in labels else labels[0]
-        if target == self.target or (label == LAUNCHES) != (theirs == LAUNCHES):
+        other_label = label if label in labels else labels[0]
+        if target == self.target or (label == LAUNCHES) != (other_label == LAUNCHES):
             return None
-        model = self.predictors.kernel_model(theirs)
+        model = self.predictors.kernel_model(other_label)
         if not isinstance(model, KernelModel):
             raise UserError(f"--start-from {self.target}: its predictors start from {model.start.target} themselves; name that "
                             "target instead")

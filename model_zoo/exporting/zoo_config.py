@@ -1,7 +1,8 @@
-"""The exporters' configs (model_zoo/config.yaml and model_zoo/pool.yaml), and the files that they request."""
+"""The configs of the exporters (model_zoo/config.yaml and model_zoo/pool.yaml), and the files that they ask for."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +15,10 @@ from hase.utils.errors import UserError
 from hase.utils.paths import ROOT
 
 CONFIG_FILE = ROOT / "model_zoo" / "config.yaml"
-SMALLEST_IMAGE = 32  # pixels a side; below, no classification model has anything left to pool
+POOL_FILE = ROOT / "model_zoo" / "pool.yaml"
+SMALLEST_IMAGE = 32  # pixels a side; classification models have nothing left to pool in smaller ones
 
 Dtype = Literal["fp32", "fp16"]
-POOL_FILE = ROOT / "model_zoo" / "pool.yaml"
 Side = Annotated[int, Field(ge=SMALLEST_IMAGE, le=8192)]
 BatchSize = Annotated[int, Field(ge=1, le=65536)]
 Collection = Literal["timm", "transformers", "torchvision", "other", "random"]
@@ -26,7 +27,7 @@ Families = dict[str, tuple[str, ...]]
 
 
 def _image_size(value: Any) -> Any:
-    """`224` as (224, 224), `"224x320"` as (224, 320); pydantic refuses other values."""
+    """Parses `224` to (224, 224), and `"224x320"` to (224, 320). Pydantic checks the sides."""
     sides = str(value).lower().split("x")
     if isinstance(value, (int, str)) and len(sides) <= 2 and all(side.isdigit() for side in sides):
         return int(sides[0]), int(sides[-1])
@@ -39,7 +40,7 @@ ImageSize = Annotated[tuple[Side, Side], BeforeValidator(_image_size)]
 
 
 class ZooConfig(Config):
-    """See the comments in model_zoo/config.yaml."""
+    """Which models to export, and in which sizes and types; see the comments in model_zoo/config.yaml."""
 
     models: tuple[str, ...] = Field(("resnet18",), min_length=1)
     image_sizes: tuple[ImageSize, ...] = Field(((224, 224), (320, 320), (512, 512)), min_length=1)
@@ -56,41 +57,34 @@ class ZooConfig(Config):
         return self
 
     def exports(self) -> Iterator[Export]:
-        """Every file that the config requests, once; files of one model are consecutive."""
-        for model in dict.fromkeys(self.models):
-            for dtype in dict.fromkeys(self.dtypes):
-                if self.dynamic is True:
-                    yield Export(model, dtype, None, self.image_sizes[0], self.batch_sizes[0])
-                for index, size in enumerate(dict.fromkeys(self.image_sizes) if self.dynamic == "batch" else ()):
+        """Every file that the config asks for, once; files of one model are consecutive."""
+        sizes, batches = dict.fromkeys(self.image_sizes), dict.fromkeys(self.batch_sizes)
+        for model, dtype in itertools.product(dict.fromkeys(self.models), dict.fromkeys(self.dtypes)):
+            if self.dynamic is True:
+                yield Export(model, dtype, None, self.image_sizes[0], self.batch_sizes[0])
+            if self.dynamic == "batch":
+                for index, size in enumerate(sizes):
                     yield Export(model, dtype, None, size, self.batch_sizes[0], batch_alone=True, names_size=index > 0)
-                for size in dict.fromkeys(self.image_sizes) if self.fixed else ():
-                    for batch in dict.fromkeys(self.batch_sizes):
-                        yield Export(model, dtype, batch, size)
+            if self.fixed:
+                for size, batch in itertools.product(sizes, batches):
+                    yield Export(model, dtype, batch, size)
 
 
 @dataclass(frozen=True)
 class Export:
-    """One ONNX file to write.
-
-    Attributes:
-        batch: None for a dynamic file.
-        size: height and width in pixels; a dynamic file is traced with them.
-        default_batch: later phases' default batch for a dynamic file.
-        batch_alone: only the batch is dynamic, even if the model allows more.
-        names_size: the name of a dynamic file contains the image size.
-    """
+    """One ONNX file to write."""
 
     model: str
     dtype: Dtype
-    batch: int | None
-    size: tuple[int, int]
-    default_batch: int = 1
-    batch_alone: bool = False
-    names_size: bool = False
+    batch: int | None  # None for a dynamic file
+    size: tuple[int, int]  # height and width in pixels; a dynamic file is traced with them
+    default_batch: int = 1  # of a dynamic file, for later phases
+    batch_alone: bool = False  # only the batch is dynamic, even if the model allows more
+    names_size: bool = False  # the name of a dynamic file contains the image size
 
     @property
     def default_dims(self) -> dict[str, int]:
-        """Later phases' default sizes for a dynamic file: the first combination in the config."""
+        """The sizes of a dynamic file that later phases use by default: the first ones in the config."""
         return {"batch": self.default_batch, "height": self.size[0], "width": self.size[1]}
 
     @property
@@ -103,7 +97,7 @@ class Export:
 
 
 class PoolConfig(Config):
-    """The models of each collection by family; see the comments in model_zoo/pool.yaml."""
+    """The models of each collection, by family; see the comments in model_zoo/pool.yaml."""
 
     timm: Families = {}
     transformers: Families = {}
@@ -117,7 +111,7 @@ class PoolConfig(Config):
         return {name: family for family, names in families.items() for name in names}
 
     def chosen(self, collection: Collection, names: list[str]) -> dict[str, str]:
-        """`family_of` for some names, or for all if none are given. A name that is not listed is its own family."""
+        """The family of each of `names`, or of all models if there are none. An unlisted model is its own family."""
         listed = self.family_of(collection)
         if not names and not listed:
             raise UserError(f"the pool lists no models of {collection}; name some with --model")
@@ -125,5 +119,5 @@ class PoolConfig(Config):
 
 
 def read_pool(path: Path | None = None) -> PoolConfig:
-    """The pool in `path` (by default model_zoo/pool.yaml), validated."""
+    """Reads and validates the pool in `path` (default: model_zoo/pool.yaml)."""
     return read_config(path or POOL_FILE, PoolConfig)

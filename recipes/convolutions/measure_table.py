@@ -24,7 +24,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from hase.benchmark.measuring.blocks import Steadiness
 from hase.extras.convolutions.profiler import UnifiedProfiler, open_instruments
-from hase.extras.convolutions.profiling.algorithms import DEFAULT, algorithm_named, algorithms_of
+from hase.extras.convolutions.profiling.algorithms import ALGORITHMS, DEFAULT, algorithm_named
 from hase.extras.convolutions.profiling.listing import MODELS, gpu_name
 from hase.extras.convolutions.profiling.measure import DEFAULT_LARGEST, DEFAULT_SMALLEST, ProfileSettings, even_sizes
 from hase.model_zoo.exporting.torch_models import build, check_names
@@ -50,7 +50,7 @@ def combinations(args: argparse.Namespace, device: str) -> Iterator[ProfileSetti
     """The settings to profile: model by model, each under all algorithms."""
     check_names(args.model or MODELS)
     device_name = machine(device).device_name
-    algorithm_names = args.algorithm or [name for name in algorithms_of(device) if device == "cpu" or name != DEFAULT]
+    algorithm_names = args.algorithm or [name for name in ALGORITHMS[device] if device == "cpu" or name != DEFAULT]
     algorithms = [algorithm_named(name, device) for name in algorithm_names]
     for model in args.model or MODELS:
         for algorithm in algorithms:

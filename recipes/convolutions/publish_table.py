@@ -16,7 +16,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from hase.extras.convolutions.choosing.tables import read_table, unpacked
-from hase.extras.convolutions.profiling.algorithms import ON_CPU, ON_GPU
+from hase.extras.convolutions.profiling.algorithms import CPU_ALGORITHMS, GPU_ALGORITHMS
 from hase.extras.convolutions.profiling.listing import MODELS
 from hase.extras.convolutions.profiling.results import JOURNAL, SETTINGS, read_settings, write_tables
 from hase.records.measurement import read_blocks
@@ -84,7 +84,7 @@ def model_rows(overall: pd.DataFrame, layers: pd.DataFrame) -> list[dict[str, An
     """The table of one model: a row per algorithm, a column per batch and input size."""
     columns = sorted(set(zip(overall.batch, overall.input_size, strict=True)))
     rows = []
-    for name in dict.fromkeys([*ON_GPU, *ON_CPU]):
+    for name in dict.fromkeys([*GPU_ALGORITHMS, *CPU_ALGORITHMS]):
         runs = overall[overall.algorithm == name]
         if runs.empty:
             continue

@@ -43,7 +43,7 @@ def loop_steps(predictor: Predictor, workspace: Workspace, name: str) -> Iterato
         for phase, step in zip(PHASES, steps, strict=True):
             file, record = analysed.file(step), analysed.record(step)
             run, = predictor.runs([record])
-            yield LoopStep(name, point.family, phase, point.batch, point.prompt, file.words, layers_of(file),
+            yield LoopStep(name, point.family, phase, point.batch, point.prompt, file.vocabulary_size, layers_of(file),
                            other_logits(record, file, step), run.prediction.latency_ms, step_time(point, phase)[0]), point
 
 

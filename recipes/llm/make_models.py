@@ -20,7 +20,7 @@ import shutil
 from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
-from hase.inference.llm.language_model import FILE as GENAI_CONFIG
+from hase.inference.llm.language_model import GENAI_CONFIG
 from hase.recipes.llm.networks import NETWORKS_FILE, PRECISIONS, LanguageNetwork, model_folder, read_networks
 from hase.utils import cli, files
 from hase.utils.errors import UserError

@@ -1,8 +1,8 @@
-"""Draws operators of any sizes and makes kernels of TVM from them, so that predictors learn how time follows size.
+"""Makes kernels of TVM from operators of random sizes, so that predictors learn how time depends on size.
 
 Reads the bounds of sizes (runtimes/tvm/operator_sizes.yaml). Draws small ONNX models of one operator and what is usually fused
-to it, and takes them apart as any model (runtimes/tvm/relax_parser.py). Writes the functions of their kernels to
-kernel_model/kernel_onnx/<flavour>/, and to sampled.json there that no model holds them. Needs TVM.
+with it, and takes them apart like any model (runtimes/tvm/relax_parser.py). Writes the functions of their kernels to
+kernel_model/kernel_onnx/<flavour>/, and lists them in sampled.json there as kernels of no model. Needs TVM.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ python runtimes/tvm/operator_sampler.py --count 200 --operators convolution,prod
 """
 
 OPSET, IR_VERSION = 17, 10
-Span = tuple[int, int]
+Bounds = tuple[int, int]  # the smallest and the largest size
 Draw = Callable[["OperatorSizes", np.random.Generator], "ModelProto"]
 ACTIVATIONS = ("", "Relu", "Sigmoid", "Tanh")
 ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Relu", "Sigmoid", "Tanh", "Exp", "Sqrt", "Neg")
@@ -52,41 +52,43 @@ ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Relu", "Sigmoid", "Tanh", "Exp", "Sq
 class OperatorSizes(Config):
     """Bounds of drawn sizes; see the comments in runtimes/tvm/operator_sizes.yaml."""
 
-    batch: Span = (1, 16)
-    channels: Span = (1, 512)
-    side: Span = (4, 112)
-    rows: Span = (1, 1024)
-    inner: Span = (8, 16384)
-    columns: Span = (8, 8192)
+    batch: Bounds = (1, 16)
+    channels: Bounds = (1, 512)
+    side: Bounds = (4, 112)
+    rows: Bounds = (1, 1024)
+    inner: Bounds = (8, 16384)
+    columns: Bounds = (8, 8192)
     windows: tuple[int, ...] = Field((1, 3, 5, 7), min_length=1)
     most_gflop: float = Field(0.2, gt=0)
     most_mib: float = Field(192.0, gt=0)
 
     @field_validator("batch", "channels", "side", "rows", "inner", "columns")
     @classmethod
-    def _ascends(cls, span: Span) -> Span:
-        if not 1 <= span[0] <= span[1]:
+    def _ascend(cls, bounds: Bounds) -> Bounds:
+        if not 1 <= bounds[0] <= bounds[1]:
             raise ValueError("the smallest size comes first, and is at least 1")
-        return span
+        return bounds
 
 
-def _size(span: Span, numbers: np.random.Generator) -> int:
-    return round(math.exp(numbers.uniform(math.log(span[0]), math.log(span[1]))))
+def _draw_size(bounds: Bounds, rng: np.random.Generator) -> int:
+    return round(math.exp(rng.uniform(math.log(bounds[0]), math.log(bounds[1]))))
 
 
-def _width(span: Span, numbers: np.random.Generator) -> int:
-    """A size; half of them are 2ⁿ or 3·2ⁿ, as in real layers. Columns of such a matrix fall into few sets of a cache and evict
-    themselves."""
-    size = _size(span, numbers)
-    if numbers.random() < 0.5:
+def _draw_width(bounds: Bounds, rng: np.random.Generator) -> int:
+    """Draws a size; half of them are 2ⁿ or 3·2ⁿ, as in real layers.
+
+    Such widths are slow: the values of a column fall into few sets of a cache, and evict each other.
+    """
+    size = _draw_size(bounds, rng)
+    if rng.random() < 0.5:
         return size
     power = 2 ** round(math.log2(size))
-    near = [width for width in (power, 3 * power // 2, 3 * power // 4) if span[0] <= width <= span[1]]
+    near = [width for width in (power, 3 * power // 2, 3 * power // 4) if bounds[0] <= width <= bounds[1]]
     return min(near, key=lambda width: abs(math.log(width / size)), default=size)
 
 
 def _model(nodes: list[NodeProto], inputs: dict[str, list[int]], weights: dict[str, list[int]], output: str) -> ModelProto:
-    """A model with inputs and weights of the given shapes; ONNX infers the output shape."""
+    """Makes a model with inputs and weights of the given shapes; ONNX infers the output shape."""
     helper, float32 = onnx.helper, onnx.TensorProto.FLOAT
     graph = helper.make_graph(
         nodes, "drawn", [helper.make_tensor_value_info(name, float32, shape) for name, shape in inputs.items()],
@@ -96,92 +98,93 @@ def _model(nodes: list[NodeProto], inputs: dict[str, list[int]], weights: dict[s
     return onnx.shape_inference.infer_shapes(model)
 
 
-def _activated(nodes: list[NodeProto], last: str, numbers: np.random.Generator) -> str:
-    """Adds an activation or none; returns the name of the last tensor."""
-    if name := str(numbers.choice(ACTIVATIONS)):
+def _add_activation(nodes: list[NodeProto], last: str, rng: np.random.Generator) -> str:
+    """Adds a random activation or none; returns the name of the last tensor."""
+    if name := str(rng.choice(ACTIVATIONS)):
         nodes.append(onnx.helper.make_node(name, [last], ["activated"]))
         return "activated"
     return last
 
 
-def _convolution(sizes: OperatorSizes, numbers: np.random.Generator, channels: int, out: int, groups: int) -> ModelProto:
-    """An image convolution with bias, perhaps with an activation."""
-    side, window, stride = _size(sizes.side, numbers), int(numbers.choice(sizes.windows)), int(numbers.integers(1, 3))
+def _convolution(sizes: OperatorSizes, rng: np.random.Generator, channels: int, out: int, groups: int) -> ModelProto:
+    """Draws a convolution of images with bias, perhaps with an activation."""
+    side, window, stride = _draw_size(sizes.side, rng), int(rng.choice(sizes.windows)), int(rng.integers(1, 3))
     nodes = [onnx.helper.make_node("Conv", ["x", "w", "b"], ["y"], pads=[window // 2] * 4, kernel_shape=[window] * 2,
                                    strides=[stride] * 2, group=groups)]
     weights = {"w": [out, channels // groups, window, window], "b": [out]}
-    return _model(nodes, {"x": [_size(sizes.batch, numbers), channels, side, side]}, weights, _activated(nodes, "y", numbers))
+    shape = [_draw_size(sizes.batch, rng), channels, side, side]
+    return _model(nodes, {"x": shape}, weights, _add_activation(nodes, "y", rng))
 
 
-def draw_convolution(sizes: OperatorSizes, numbers: np.random.Generator) -> ModelProto:
-    """A convolution, perhaps depthwise."""
-    channels = _width(sizes.channels, numbers)
-    if numbers.random() < 0.25:
-        return _convolution(sizes, numbers, channels, channels, channels)
-    return _convolution(sizes, numbers, channels, _width(sizes.channels, numbers), 1)
+def draw_convolution(sizes: OperatorSizes, rng: np.random.Generator) -> ModelProto:
+    """Draws a convolution, of which one in four is depthwise."""
+    channels = _draw_width(sizes.channels, rng)
+    if rng.random() < 0.25:
+        return _convolution(sizes, rng, channels, channels, channels)
+    return _convolution(sizes, rng, channels, _draw_width(sizes.channels, rng), 1)
 
 
-def draw_grouped(sizes: OperatorSizes, numbers: np.random.Generator) -> ModelProto:
-    """A convolution with at least 2 groups of 2 to 64 channels each, and equally many output channels."""
-    channels = max(4, _width(sizes.channels, numbers))
-    each = 2 ** int(numbers.integers(1, min(6, int(math.log2(channels)) - 1) + 1))
-    groups = channels // each
-    return _convolution(sizes, numbers, each * groups, each * groups, groups)
+def draw_grouped_convolution(sizes: OperatorSizes, rng: np.random.Generator) -> ModelProto:
+    """Draws a convolution with at least 2 groups of 2 to 64 channels each, and as many output channels."""
+    channels = max(4, _draw_width(sizes.channels, rng))
+    group_size = 2 ** int(rng.integers(1, min(6, int(math.log2(channels)) - 1) + 1))
+    groups = channels // group_size
+    return _convolution(sizes, rng, group_size * groups, group_size * groups, groups)
 
 
-def draw_product(sizes: OperatorSizes, numbers: np.random.Generator) -> ModelProto:
-    """A fully connected layer on a matrix, a sequence or a channels-last image, with bias and perhaps an activation."""
-    rows, inner, columns = _size(sizes.rows, numbers), _width(sizes.inner, numbers), _width(sizes.columns, numbers)
+def draw_product(sizes: OperatorSizes, rng: np.random.Generator) -> ModelProto:
+    """Draws a fully connected layer of a matrix, a sequence or a channels-last image, with bias and perhaps an activation."""
+    rows, inner, columns = _draw_size(sizes.rows, rng), _draw_width(sizes.inner, rng), _draw_width(sizes.columns, rng)
     height = round(math.sqrt(rows))
-    shape = [[rows], [1, rows], [1, height, rows // height]][int(numbers.integers(3))]
+    shape = [[rows], [1, rows], [1, height, rows // height]][int(rng.integers(3))]
     nodes = [onnx.helper.make_node("MatMul", ["x", "w"], ["p"]), onnx.helper.make_node("Add", ["p", "b"], ["y"])]
-    return _model(nodes, {"x": [*shape, inner]}, {"w": [inner, columns], "b": [columns]}, _activated(nodes, "y", numbers))
+    weights = {"w": [inner, columns], "b": [columns]}
+    return _model(nodes, {"x": [*shape, inner]}, weights, _add_activation(nodes, "y", rng))
 
 
-def draw_elementwise(sizes: OperatorSizes, numbers: np.random.Generator) -> ModelProto:
-    """One elementwise operator on images or on a matrix."""
-    shape = ([_size(sizes.batch, numbers), _size(sizes.channels, numbers), *[_size(sizes.side, numbers)] * 2]
-             if numbers.random() < 0.5 else [_size(sizes.rows, numbers), _size(sizes.columns, numbers)])
-    name = str(numbers.choice(ELEMENTWISE))
+def draw_elementwise(sizes: OperatorSizes, rng: np.random.Generator) -> ModelProto:
+    """Draws an elementwise operator of images or of a matrix."""
+    shape = ([_draw_size(sizes.batch, rng), _draw_size(sizes.channels, rng), *[_draw_size(sizes.side, rng)] * 2]
+             if rng.random() < 0.5 else [_draw_size(sizes.rows, rng), _draw_size(sizes.columns, rng)])
+    name = str(rng.choice(ELEMENTWISE))
     inputs = {"a": shape, "b": shape} if name in ("Add", "Sub", "Mul", "Div") else {"a": shape}
     return _model([onnx.helper.make_node(name, list(inputs), ["y"])], inputs, {}, "y")
 
 
-def draw_pool(sizes: OperatorSizes, numbers: np.random.Generator) -> ModelProto:
-    """A pool of images, or the mean per channel."""
-    shape = [_size(sizes.batch, numbers), _size(sizes.channels, numbers), *[_size(sizes.side, numbers)] * 2]
-    name, window = str(numbers.choice(["MaxPool", "AveragePool", "GlobalAveragePool"])), int(numbers.integers(2, 4))
+def draw_pool(sizes: OperatorSizes, rng: np.random.Generator) -> ModelProto:
+    """Draws a pooling of images, or a mean per channel."""
+    shape = [_draw_size(sizes.batch, rng), _draw_size(sizes.channels, rng), *[_draw_size(sizes.side, rng)] * 2]
+    name, window = str(rng.choice(["MaxPool", "AveragePool", "GlobalAveragePool"])), int(rng.integers(2, 4))
     attributes: dict[str, Any] = {} if name.startswith("Global") else {"kernel_shape": [window] * 2, "strides": [2, 2]}
     return _model([onnx.helper.make_node(name, ["x"], ["y"], **attributes)], {"x": shape}, {}, "y")
 
 
-def draw_rows(sizes: OperatorSizes, numbers: np.random.Generator) -> ModelProto:
-    """A softmax, mean or layer normalisation of matrix rows, or a transpose."""
-    rows, columns = _size(sizes.rows, numbers), _size(sizes.columns, numbers)
-    name = str(numbers.choice(["Softmax", "ReduceMean", "LayerNormalization", "Transpose"]))
+def draw_rows(sizes: OperatorSizes, rng: np.random.Generator) -> ModelProto:
+    """Draws a softmax, mean or layer normalisation of a matrix's rows, or a transpose."""
+    rows, columns = _draw_size(sizes.rows, rng), _draw_size(sizes.columns, rng)
+    name = str(rng.choice(["Softmax", "ReduceMean", "LayerNormalization", "Transpose"]))
     weights = {"scale": [columns], "bias": [columns]} if name == "LayerNormalization" else {}
     attributes: dict[str, Any] = {"Transpose": {"perm": [1, 0]}, "ReduceMean": {"axes": [1]}}.get(name, {"axis": -1})
     return _model([onnx.helper.make_node(name, ["x", *weights], ["y"], **attributes)], {"x": [rows, columns]}, weights, "y")
 
 
-DRAWS: dict[str, Draw] = {"convolution": draw_convolution, "grouped": draw_grouped, "product": draw_product,
+DRAWS: dict[str, Draw] = {"convolution": draw_convolution, "grouped": draw_grouped_convolution, "product": draw_product,
                           "elementwise": draw_elementwise, "pool": draw_pool, "rows": draw_rows}
 
 
 def too_large(kernel: Kernel, sizes: OperatorSizes) -> bool:
     """Whether a kernel has more operations or bytes than the config allows."""
-    return (kernel.flops > 1e9 * sizes.most_gflop or
-            kernel.bytes_read + kernel.bytes_written > sizes.most_mib * 2**20)
+    return kernel.flops > 1e9 * sizes.most_gflop or kernel.bytes_read + kernel.bytes_written > sizes.most_mib * 2**20
 
 
 def sample(workspace: Workspace, sizes: OperatorSizes, count: int, operators: Sequence[str], seed: int,
            device: str = "cpu") -> Counter[str]:
-    """Draws `count` models and writes the small enough kernels; returns the new ones per type, and how many were too large."""
+    """Draws `count` models and writes their kernels, except those that are too large; counts the new ones per type."""
     flavour = tvm_flavour(device, FUSED)
-    folder, numbers, counts = workspace.kernel_onnx / flavour.name, np.random.default_rng(seed), Counter[str]()
+    folder, rng, counts = workspace.kernel_onnx / flavour.name, np.random.default_rng(seed), Counter[str]()
     seeds: Seeds = read_seeds(folder)
     for number in progress(range(count), "drawing operators"):
-        drawn = DRAWS[operators[number % len(operators)]](sizes, numbers)
+        drawn = DRAWS[operators[number % len(operators)]](sizes, rng)
         graph = parse(drawn, name="drawn", device=device)[FUSED].graph
         for name, kernel in graph.kernels.items():
             if name not in graph.functions or name in seeds:

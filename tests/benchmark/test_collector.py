@@ -519,7 +519,7 @@ def test_files_that_are_no_table(tmp_path: Path, text: str | None, message: str)
 @pytest.mark.parametrize(("text", "message"), [
     ("levels: [0.3, 0.3]", "levels: duplicate value"),
     ("stress: {backgrounds: [{name: a, queu: deep}]}", "stress.backgrounds.0.queu: unknown key; did you mean queue?"),
-    ("stress: {backgrounds: [{name: a}, {name: a, kind: memory}]}", "stress.backgrounds: two backgrounds have one name"),
+    ("stress: {backgrounds: [{name: a}, {name: a, kind: memory}]}", "stress.backgrounds: two backgrounds have the same name"),
     ("held_out_backgrounds: [net]", "held_out_backgrounds: stress.backgrounds has no net, but compute")])
 def test_config_errors(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "config.yaml"

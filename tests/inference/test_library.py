@@ -95,8 +95,8 @@ def test_threads_predict_the_same_as_one(strict: bool, trained_workspace: Worksp
 
     alone = [predicted_ms(turn) for turn in range(len(files))]
     monkeypatch.setattr(sources, "KEPT_FILES", 3)  # the caches are emptied all the time
-    monkeypatch.setattr(predictors, "REMEMBERED_KERNELS", 4)
-    monkeypatch.setattr(predictors, "REMEMBERED_LOADS", 1)
+    monkeypatch.setattr(predictors, "MAX_CACHED_KERNELS", 4)
+    monkeypatch.setattr(predictors, "MAX_CACHED_LOADS", 1)
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:

@@ -27,9 +27,9 @@ from hase.inference.llm.requests import generation_models
 from hase.inference.prediction import targets
 from hase.inference.prediction.brief import BriefPrediction
 from hase.inference.prediction.conditions import RunMode
-from hase.inference.prediction.run import trace_of
+from hase.inference.prediction.run import predicted_trace
 from hase.inference.search import ofa
-from hase.recipes.same_predictions.record import unpacked
+from hase.recipes.same_predictions.record import unpack_workspace
 from hase.records.kernel_record import ModelRecord
 from hase.records.kernel_record_files import read_model_record
 from hase.runtimes import flavour_of
@@ -63,7 +63,7 @@ def reads(folder: Path) -> Iterator[Counter[str]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return unpacked(tmp_path_factory.mktemp("records"))
+    return unpack_workspace(tmp_path_factory.mktemp("records"))
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ def test_a_run_agrees_with_its_prediction(folder: Path, name: str) -> None:
     times = {(kernel.id, kernel.provider): (kernel.latency_ms, kernel.launches) for kernel in run.prediction.kernels}
     of_nodes = [times[node.kernel_id, node.provider] for node in run.run.record.nodes]
     assert list(zip((node.latency_ms for node in run.run.nodes_run), run.run.tracks.launches, strict=True)) == of_nodes
-    spans = [event for event in trace_of(run)["traceEvents"] if event["ph"] == "X"]
+    spans = [event for event in predicted_trace(run)["traceEvents"] if event["ph"] == "X"]
     costs = run.run.costs
     assert costs is not None
     begins_ms = min(event["ts"] for event in spans if event["tid"] == 1) / 1000 - costs.start_ms  # the host's first dispatch

@@ -17,7 +17,7 @@ from made_up_dataset import TARGET, conv, gemm, relu, write_workspace
 from hase.kernel_model.building.kernel_models import check_kernel, write_kernel
 from hase.kernel_model.kernel_sampler import FREE, NEAR_SPREAD, Drawn, sample_between_cliffs, sample_near_errors
 from hase.kernel_model.sampling import usefulness
-from hase.kernel_model.sampling.cliffs import Cliff, NothingBetween, TimedKernel, between, find_cliffs, timed_kernels
+from hase.kernel_model.sampling.cliffs import Cliff, NothingBetween, TimedKernel, find_cliffs, kernel_between, timed_kernels
 from hase.kernel_model.sampling.draws import read_seeds
 from hase.kernel_model.sampling.free_shapes.sizes import inferred, kernel, numbers, tensor
 from hase.kernel_model.sampling.usefulness import KernelError, KernelErrors, order_by_usefulness, read_errors, write_errors
@@ -183,7 +183,7 @@ def test_cliffs_are_found_between_neighbours() -> None:
             for size, wide in ((8, 1), (64, 9)))]])
 def test_a_kernel_between_two_runs(one: Kernel, two: Kernel, tmp_path: Path) -> None:
     for share in (0.3, 0.5, 0.7):
-        middle = between(one, two, share)
+        middle = kernel_between(one, two, share)
         check_kernel(write_kernel(middle, tmp_path), middle, "cpu")
         assert all(min(ends) <= size <= max(ends) for *tensors, made in zip(one.inputs, two.inputs, middle.inputs, strict=True)
                    for *ends, size in zip(*(tensor.shape for tensor in (*tensors, made)), strict=True))
@@ -191,7 +191,7 @@ def test_a_kernel_between_two_runs(one: Kernel, two: Kernel, tmp_path: Path) -> 
 
 def test_where_no_kernel_lies_between_the_edge_is_known() -> None:
     with pytest.raises(NothingBetween, match="no kernel lies between them"):
-        between(signal(64, 30), signal(64, 31))
+        kernel_between(signal(64, 30), signal(64, 31))
 
 
 def test_kernels_between_belong_to_the_families_of_both() -> None:

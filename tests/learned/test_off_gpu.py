@@ -15,7 +15,7 @@ from onnx import TensorProto, helper
 from hase.benchmark.ort.profile import CONDITION_MS
 from hase.graph_model.simulation.pipeline import NodeKind, OffGpu, PipelineCosts, Tracks, dispatched_ms, pipeline_ms, timeline
 from hase.inference import Predictor, predict
-from hase.inference.prediction.run import trace_of
+from hase.inference.prediction.run import predicted_trace
 from hase.learned import target_files
 from hase.learned.composition.cuda_nodes import (
     EIGHT_BIT_FLOPS_PER_MS,
@@ -91,7 +91,7 @@ def test_a_node_of_the_cpu_adds_its_copies_and_its_own_guessed_time() -> None:
     assert mixed.latency_ms == pytest.approx(gpu.latency_ms + copies_ms + normalised.latency_ms, rel=0.01)
     assert (mixed.estimated_operators, mixed.rough_estimate) == (("MeanVarianceNormalization",), True)
     assert any("MeanVarianceNormalization: run on the CPU in a CUDA session" in text for text in mixed.warnings)
-    spans = [event for event in trace_of(run)["traceEvents"] if event["ph"] == "X"]
+    spans = [event for event in predicted_trace(run)["traceEvents"] if event["ph"] == "X"]
     last = max(event["ts"] + event["dur"] for event in spans) / 1000 - min(event["ts"] for event in spans) / 1000
     assert last == pytest.approx(mixed.latency_ms, rel=0.05)
 

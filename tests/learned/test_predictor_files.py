@@ -27,7 +27,7 @@ from hase.learned.kernels import estimators, sidecar
 from hase.learned.kernels import predictors as predictors_module
 from hase.learned.kernels.interface import XgboostSettings
 from hase.learned.kernels.measured import MeasuredTimes
-from hase.learned.kernels.predictors import Predictors, read_predictors, whole_launches
+from hase.learned.kernels.predictors import Predictors, read_predictors, round_launches
 from hase.learned.kernels.saved_form import LEAF_STEP, booster_from_arrays, booster_to_arrays
 from hase.records.dataset_files import read_kernels
 from hase.records.kernel_record import Kernel, Tensor
@@ -284,8 +284,8 @@ def test_long_recurrent_layers_launch_as_many_kernels_in_each_step() -> None:
     """A GRU of the size of a model, whose neighbours launch two or three kernels a step; forward, and in both directions."""
     forward, both, short = (recurrent_layer("GRU", "float32", steps, 16, 384, 192, directions)
                             for steps, directions in ((50, 1), (50, 2), (8, 1)))
-    assert [whole_launches(forward, launches) for launches in (122.2, 130.0, 1.5)] == [2 * 50 + 3, 3 * 50 + 3, 50 + 3]
-    assert (whole_launches(both, 199.6), whole_launches(short, 20.4)) == (2 * 100 + 3, 20.4)
+    assert [round_launches(forward, launches) for launches in (122.2, 130.0, 1.5)] == [2 * 50 + 3, 3 * 50 + 3, 50 + 3]
+    assert (round_launches(both, 199.6), round_launches(short, 20.4)) == (2 * 100 + 3, 20.4)
     shipped = read_predictors(SHIPPED / "nvidia-h200-cuda-ort1.31-all")
     assert shipped.predict([forward], {}, LAUNCHES, strict=True).latency_ms[0] in (103.0, 153.0)
 

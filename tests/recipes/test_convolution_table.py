@@ -15,7 +15,7 @@ from command import printed, run_script
 
 from hase.extras.convolutions.choosing.choice import left_out_times, mean_regret, regret_rows
 from hase.extras.convolutions.choosing.tables import read_cases, read_table, unpacked
-from hase.extras.convolutions.profiling.algorithms import ON_GPU, unexpected
+from hase.extras.convolutions.profiling.algorithms import GPU_ALGORITHMS, describe_unexpected
 from hase.extras.convolutions.profiling.listing import MODELS
 from hase.extras.convolutions.profiling.results import LAYERS, LAYERS_MORE, OVERALL, OVERALL_MORE
 from hase.utils.paths import ROOT
@@ -94,7 +94,7 @@ def test_kernels_of_other_algorithms(results: Path) -> None:
     for row in traced.sample(200, random_state=0).itertuples():
         pointwise = (row.kernel_size, row.stride, row.padding) == ("1x1", "1x1", "0x0")
         written = "" if pd.isna(row.unexpected_kernels) else row.unexpected_kernels
-        assert unexpected(row.ran, row.cuda_kernels.split("|"), pointwise) == written
+        assert describe_unexpected(row.ran, row.cuda_kernels.split("|"), pointwise) == written
 
 
 def test_regret_of_predicted_choices(results: Path) -> None:
@@ -112,7 +112,7 @@ def test_the_page_of_all_runs(tmp_path: Path) -> None:
     page = (tmp_path / "measured.md").read_text(encoding="utf-8")
     assert page == (SHIPPED / "measured.md").read_text(encoding="utf-8")
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
-    assert sum(row[0] in ON_GPU for row in rows) == 54 + 6 * 9  # the study's models and more
+    assert sum(row[0] in GPU_ALGORITHMS for row in rows) == 54 + 6 * 9  # the study's models and more
     assert all(row[1] == "every layer" and set(row[2:]) == {"no layer"} for row in rows if row[0] in NEVER)
     assert "–" not in {cell for row in rows for cell in row}  # every run was measured
     assert "| fft | 0 to 4 of 13: 3x3 from 310 pixels on | 18.9* (76.6, 241 W, 15 J) | 191* (313) |" in page

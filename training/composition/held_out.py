@@ -20,7 +20,7 @@ from hase.learned.kernels.estimators import predict_kernels
 from hase.learned.kernels.features import times_beyond
 from hase.learned.kernels.interface import TimePredictor, TrainingConfig, TrainingSet
 from hase.learned.kernels.measured import measured_times
-from hase.learned.kernels.predictors import ON_GPU, Predictors, as_label_has_it, read_predictors
+from hase.learned.kernels.predictors import ON_GPU, Predictors, corrected_prediction, read_predictors
 from hase.learned.kernels.sidecar import read_sidecar
 from hase.learned.kernels.uncertainty import Uncertainty
 from hase.records.measurement import GPU_LABEL
@@ -108,7 +108,7 @@ def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], grou
             learn(rows.rows(seen)) if learn else fit_kernel_model(rows.rows(seen), label, chosen, config))
         kernels = list(fold.kernels.values())
         times = predict_kernels(fitted, kernels, rows.schema.matrix(kernels), idle_load)
-        return by_model(fold, {kernel.id: as_label_has_it(kernel, label, float(time))
+        return by_model(fold, {kernel.id: corrected_prediction(kernel, label, float(time))
                                for kernel, time in zip(kernels, times, strict=True)})
 
     folds = folds_of(rows, models, groups, left_out, config.folds)

@@ -22,8 +22,8 @@ from hase.kernel_model.sampling.cliffs import (
     Cliff,
     NothingBetween,
     TimedKernel,
-    between,
     find_cliffs,
+    kernel_between,
     timed_kernels,
 )
 from hase.kernel_model.sampling.usefulness import REMAKE, KernelError, read_errors
@@ -226,7 +226,7 @@ def _first_cuda_kernel(names: str) -> str:
 def _edge(cliff: Cliff) -> str:
     """Whether the edge of a cliff is known: no kernel lies between the two. Not all kernels can be sampled."""
     try:
-        between(cliff.slower.kernel, cliff.faster.kernel)
+        kernel_between(cliff.slower.kernel, cliff.faster.kernel)
     except NothingBetween:
         return "known"
     except UserError:

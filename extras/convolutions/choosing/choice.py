@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hase.extras.convolutions.choosing.tables import LayerCase, by_run, families, group_key, named
-from hase.extras.convolutions.profiling.algorithms import ConvShape, NotSupported, shape_of
+from hase.extras.convolutions.profiling.algorithms import ConvShape, NotSupported, convolution_shape
 from hase.learned.kernels.estimators import SHARED, KernelModel
 from hase.learned.kernels.features import FeatureSchema, KernelRows
 from hase.learned.kernels.interface import XgboostSettings
@@ -255,7 +255,7 @@ def layer_shapes(model: str, input_size: int, batch: int, dtype: str) -> list[tu
     shapes: list[tuple[str, ConvShape]] = []
 
     def record(name: str, layer: Convolution, inputs: tuple[Tensor]) -> None:
-        shapes.append((name, shape_of(layer, inputs[0])))
+        shapes.append((name, convolution_shape(layer, inputs[0])))
 
     try:
         with torch.device("meta"), torch.inference_mode():

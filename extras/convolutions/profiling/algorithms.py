@@ -1,7 +1,7 @@
-"""Convolution shapes, and the algorithms that compute them with the CUDA kernels that each launches.
+"""The algorithms that compute convolutions, the CUDA kernels that each launches, and the shapes of convolutions.
 
-GPU algorithms are cuDNN's (`cudnnConvolutionFwdAlgo_t` in the cuDNN API reference). CPU algorithms are torch's own and the two
-of the package aithree, which is imported as `ai3`.
+A GPU's algorithms are cuDNN's (`cudnnConvolutionFwdAlgo_t` in the cuDNN API reference). A CPU's are torch's own and two of the
+package aithree, which is imported as `ai3`.
 
 cuDNN documents no kernel names. The patterns here come from cuDNN 9.19 on an H200, with six models in single precision at batch
 1 and 16; those of fused Winograd and `scudnn` come from older GPUs and versions.
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 GUESS = "guess"
 DEFAULT = "default"
-HOPPER = (9, 0)  # its compute capability
+HOPPER = (9, 0)  # compute capability
 BYTES = {"fp32": 4, "fp16": 2}
 Pair = tuple[int, int]
-_METHODS = {  # method, and a pattern that only names of its kernels contain
+_METHODS = {  # by method: a pattern that only the names of its kernels contain
     "direct": r"direct_kernel|depthwise",
     "gemm": r"im2col|explicit_convolve",
     "implicit gemm": r"implicit_convolve",
@@ -37,9 +37,10 @@ _METHODS = {  # method, and a pattern that only names of its kernels contain
     "fft": r"fft",
     "winograd": r"winograd",
 }
-_METHOD_OF = {"fft tiling": "fft", "winograd nonfused": "winograd"}  # where it is not the algorithm's own name
-_NEVER_BESIDES = {"fft": r"fft1d", "fft tiling": r"fft2d_\w+_(16x16|64x64)|DSE::", "winograd": r"nonfused"}
-_PRODUCTS = ("gemm", "implicit gemm", "implicit precomp gemm")
+_METHOD_OF = {"fft tiling": "fft", "winograd nonfused": "winograd"}  # by algorithm, if the names differ
+# By algorithm: a pattern of kernels that it never launches, besides those of other methods.
+_OTHER_KERNELS = {"fft": r"fft1d", "fft tiling": r"fft2d_\w+_(16x16|64x64)|DSE::", "winograd": r"nonfused"}
+_MATRIX_PRODUCTS = ("gemm", "implicit gemm", "implicit precomp gemm")
 _PLAIN_PRODUCT = r"gemm|cutlass"
 
 
@@ -52,7 +53,7 @@ class Algorithm:
     number: int | None = None
 
 
-ON_GPU = {algorithm.name: algorithm for algorithm in (
+GPU_ALGORITHMS = {algorithm.name: algorithm for algorithm in (
     Algorithm("direct", "straightforward convolution; cuDNN names it but never implemented it", 3),
     Algorithm("gemm", "a matrix of all windows (im2col), then one matrix product", 2),
     Algorithm("implicit gemm", "a matrix product that reads the windows from the image", 0),
@@ -64,26 +65,22 @@ ON_GPU = {algorithm.name: algorithm for algorithm in (
     Algorithm(GUESS, "cuDNN's own choice for each layer, by its heuristic"),
     Algorithm(DEFAULT, "what torch runs: cuDNN by its newer interface"),
 )}
-ON_CPU = {algorithm.name: algorithm for algorithm in (
+CPU_ALGORITHMS = {algorithm.name: algorithm for algorithm in (
     Algorithm(DEFAULT, "what torch runs: oneDNN"),
     Algorithm("direct", "straightforward convolution, of the package aithree"),
     Algorithm("smm", "a scalar of the filter times a matrix of the image, summed; of the package aithree"),
 )}
+ALGORITHMS = {"cuda": GPU_ALGORITHMS, "cpu": CPU_ALGORITHMS}  # by device
 FROM_AI3 = ("direct", "smm")  # on a CPU
 
 
-def algorithms_of(device: str) -> dict[str, Algorithm]:
-    """Algorithms of `cpu` or `cuda`, by name."""
-    return ON_GPU if device == "cuda" else ON_CPU
-
-
 def algorithm_named(text: str, device: str) -> Algorithm:
-    """Finds an algorithm by name, with blanks, underscores or dashes. Raises UserError if the device lacks it."""
+    """Finds an algorithm by name; underscores and dashes count as blanks. Raises UserError if the device lacks it."""
     name = " ".join(re.split(r"[\s_-]+", text.strip().lower()))
-    known = algorithms_of(device)
+    known = ALGORITHMS[device]
     if name in known:
         return known[name]
-    if device == "cpu" and name in ON_GPU:
+    if device == "cpu" and name in GPU_ALGORITHMS:
         raise UserError(f"cuDNN is not available: algorithm {name} needs an NVIDIA GPU, and this device is a CPU; its "
                         f"algorithms are {', '.join(known)}")
     near = difflib.get_close_matches(name, known, 3, 0.7)
@@ -92,7 +89,7 @@ def algorithm_named(text: str, device: str) -> Algorithm:
 
 
 def never_runs(algorithm: Algorithm, device: str, capability: tuple[int, int] | None = None) -> str:
-    """Why no layer can run this algorithm on the device (`capability` is None on a CPU or if unknown); "" if some may."""
+    """Why no layer can run this algorithm on the device; "" if some can. `capability` is the GPU's, None if unknown."""
     if device != "cuda":
         return ""
     if algorithm.name == "direct":
@@ -103,7 +100,7 @@ def never_runs(algorithm: Algorithm, device: str, capability: tuple[int, int] | 
 
 
 class NotSupported(Exception):
-    """A layer cannot run under an algorithm: the library's status, such as `CUDNN_STATUS_NOT_SUPPORTED`, and reason."""
+    """A layer cannot run under an algorithm. It holds the library's status (`CUDNN_STATUS_NOT_SUPPORTED`) and reason."""
 
     def __init__(self, status: str, detail: str = "") -> None:
         super().__init__(f"{status}: {detail}" if detail else status)
@@ -112,7 +109,7 @@ class NotSupported(Exception):
 
 @dataclass(frozen=True)
 class ConvShape:
-    """Shape of a 2D convolution with its input size. Pairs are (height, width); `padding` is per side."""
+    """The shape of a 2D convolution and of its input. Pairs are (height, width); `padding` is per side."""
 
     batch: int
     in_channels: int
@@ -136,22 +133,22 @@ class ConvShape:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations by the definition; a multiply-add counts as two."""
+        """Floating-point operations of a direct convolution; a multiply-add counts as two."""
         out_height, out_width = self.out_size
         windows = self.batch * out_height * out_width
         return 2 * windows * self.out_channels * self.kernel[0] * self.kernel[1] * (self.in_channels // self.groups)
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes of input, weights and output."""
+        """Bytes of the input, the weights and the output."""
         out_height, out_width = self.out_size
         images = self.batch * (self.in_channels * self.height * self.width + self.out_channels * out_height * out_width)
         weights = self.out_channels * (self.in_channels // self.groups) * self.kernel[0] * self.kernel[1]
         return BYTES[self.dtype] * (images + weights)
 
 
-def shape_of(layer: Convolution, images: Tensor) -> ConvShape:
-    """The shape of a layer for a batch of images. Raises NotSupported for non-zero or asymmetric padding."""
+def convolution_shape(layer: Convolution, images: Tensor) -> ConvShape:
+    """The shape of a layer for a batch of images. Raises NotSupported if it does not pad with zeros, alike on both sides."""
     if layer.padding_mode != "zeros":
         raise NotSupported("PADDING", f"padding mode {layer.padding_mode}")
     kernel, dilation, padding = _pair(layer.kernel_size), _pair(layer.dilation), layer.padding
@@ -170,26 +167,27 @@ def _pair(sizes: tuple[int, ...]) -> Pair:
     return sizes[0], sizes[1]
 
 
-def unexpected(algorithm: str, kernels: Iterable[str], pointwise: bool = False) -> str:
-    """Describes CUDA kernels that a layer should not launch under `algorithm`; "" if they are as expected.
+def describe_unexpected(algorithm: str, kernels: Iterable[str], pointwise: bool = False) -> str:
+    """Says which of a layer's CUDA kernels do not belong to `algorithm`; "" if they are as expected.
 
-    An algorithm without kernels of its own may launch any. For a `pointwise` filter (1x1, stride 1, no padding) the windows are
-    the image itself, so each matrix-product algorithm becomes a plain matrix product.
+    An algorithm without kernels of its own may launch any. For a `pointwise` filter (1x1, stride 1, no padding), the windows
+    are the image itself, so each matrix-product algorithm becomes a plain matrix product.
     """
     names = list(dict.fromkeys(kernels))
     method = _METHOD_OF.get(algorithm, algorithm)
     if method not in _METHODS:
         return ""
-    others = [pattern for name, pattern in _METHODS.items() if name != method]
-    never = "|".join([*others, *filter(None, [_NEVER_BESIDES.get(algorithm)])])
-    if strange := [name for name in names if re.search(never, name, re.IGNORECASE)]:
+    foreign = [pattern for name, pattern in _METHODS.items() if name != method]
+    if algorithm in _OTHER_KERNELS:
+        foreign.append(_OTHER_KERNELS[algorithm])
+    if strange := [name for name in names if re.search("|".join(foreign), name, re.IGNORECASE)]:
         return f"{algorithm} launched {', '.join(strange)}"
-    should = _METHODS[method] + (f"|{_PLAIN_PRODUCT}" if pointwise and algorithm in _PRODUCTS else "")
-    if not any(re.search(should, name, re.IGNORECASE) for name in names):
+    own = _METHODS[method] + (f"|{_PLAIN_PRODUCT}" if pointwise and algorithm in _MATRIX_PRODUCTS else "")
+    if not any(re.search(own, name, re.IGNORECASE) for name in names):
         return f"no kernel of {algorithm} among {', '.join(names) or 'none'}"
     return ""
 
 
-def counted(kernels: Iterable[str]) -> tuple[str, ...]:
-    """Each name once, in order of first launch, as `3 x name` if launched more than once; counted names stay."""
+def count_names(kernels: Iterable[str]) -> tuple[str, ...]:
+    """Each name once, in order of first launch, as `3 x name` if launched more than once; names with a count stay."""
     return tuple(name if count == 1 else f"{count} x {name}" for name, count in Counter(kernels).items())

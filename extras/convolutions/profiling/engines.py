@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from hase.extras.convolutions.profiling.algorithms import (
     DEFAULT,
     FROM_AI3,
+    GPU_ALGORITHMS,
     GUESS,
-    ON_GPU,
     Algorithm,
     ConvShape,
     NotSupported,
+    convolution_shape,
     never_runs,
-    shape_of,
 )
 from hase.utils.errors import UserError
 from hase.utils.lazy import ai3, torch
@@ -179,7 +179,7 @@ class Cudnn:
         ranked, count = (_Choice * MOST_CHOICES)(), c_int()
         check(library().cudnnGetConvolutionForwardAlgorithm_v7(
             self._handle, *descriptors.handles, MOST_CHOICES, byref(count), ranked))
-        names = {choice.number: name for name, choice in ON_GPU.items() if choice.number is not None}
+        names = {choice.number: name for name, choice in GPU_ALGORITHMS.items() if choice.number is not None}
         return [Choice(names[choice.algorithm], choice.math) for choice in ranked[:count.value]
                 if choice.status == SUCCESS and choice.algorithm in names]
 
@@ -259,7 +259,7 @@ class Ai3Engine:
 
 def number_of(algorithm: str) -> int:
     """cuDNN's number of an algorithm."""
-    number = ON_GPU[algorithm].number
+    number = GPU_ALGORITHMS[algorithm].number
     if number is None:
         raise ValueError(f"{algorithm} has no number of cuDNN")
     return number
@@ -272,7 +272,7 @@ class CudnnEngine:
         self._cudnn, self._algorithm, self._tf32 = Cudnn(), algorithm, tf32
 
     def plan(self, layer: Convolution, images: Tensor) -> LayerPlan:
-        shape = shape_of(layer, images)
+        shape = convolution_shape(layer, images)
         descriptors = Descriptors(shape, self._tf32)
         self._cudnn.use_stream()
         name = self._algorithm.name if self._algorithm.number is not None else self._chosen(descriptors, shape)
@@ -314,7 +314,7 @@ def engine_of(algorithm: Algorithm, device: str, tf32: bool = True) -> Engine:
 
 def fallback_of(device: str) -> Algorithm:
     """The algorithm for layers that the requested one cannot run: cuDNN's choice on a GPU, torch's on a CPU."""
-    return ON_GPU[GUESS] if device == "cuda" else Algorithm(DEFAULT, "what torch runs")
+    return GPU_ALGORITHMS[GUESS] if device == "cuda" else Algorithm(DEFAULT, "what torch runs")
 
 
 @dataclass(frozen=True)
@@ -323,7 +323,7 @@ class LayerCall:
 
     Attributes:
         layer: the module's name; a second call of the same module is `<name>.call2`.
-        shape: None if the padding has no shape (see `shape_of`).
+        shape: None if the padding has no shape (see `convolution_shape`).
         status, detail: `ok`, or the library's status and reason if the requested algorithm cannot run it.
         algorithm: what runs the layer; "" for nothing.
         output_error: relative difference to torch's output (Euclidean norm); None if nothing ran.
@@ -374,7 +374,7 @@ class ForcedModel:
         shape: ConvShape | None = None
         status, detail = OK, ""
         with suppress(NotSupported):  # aithree and torch may still run it
-            shape = shape_of(layer, images)
+            shape = convolution_shape(layer, images)
         for engine in filter(None, (self._engine, self._fallback)):
             try:
                 plan, error = self._try_plan(engine, layer, images)

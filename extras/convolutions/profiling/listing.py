@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from hase.extras.convolutions.profiling.algorithms import DEFAULT, algorithms_of, never_runs
+from hase.extras.convolutions.profiling.algorithms import ALGORITHMS, DEFAULT, never_runs
 from hase.extras.convolutions.profiling.engines import INCOMPATIBLE, INSTALL_AI3, ai3_missing
 from hase.extras.convolutions.profiling.measure import PROFILE
 from hase.extras.convolutions.profiling.results import JOURNAL, SETTINGS, read_settings
@@ -62,7 +62,7 @@ def algorithm_rows(device: str) -> list[dict[str, Any]]:
     """The algorithms of `cpu` or `cuda`, and which can never run there. Those of a GPU are listed even without one."""
     capability = torch.cuda.get_device_capability() if device == "cuda" and torch.cuda.is_available() else None
     rows = []
-    for algorithm in algorithms_of(device).values():
+    for algorithm in ALGORITHMS[device].values():
         reason = never_runs(algorithm, device, capability)
         if device == "cpu" and algorithm.name != DEFAULT and (missing := ai3_missing()):
             reason = f"{missing}; {INSTALL_AI3}"

@@ -20,7 +20,7 @@ import numpy as np
 
 from hase.benchmark.measuring.gpu_trace import in_range, read, record_ranges
 from hase.benchmark.metrics.power import PowerMonitor, PowerSensor, energy_of_runs
-from hase.extras.convolutions.profiling.algorithms import NotSupported, counted
+from hase.extras.convolutions.profiling.algorithms import NotSupported, count_names
 from hase.extras.convolutions.profiling.engines import (
     OK,
     ForcedModel,
@@ -424,7 +424,7 @@ def _model_measurement(unit: ProfileUnit, began: str, **fields: Any) -> Measurem
 def _layer(unit: ProfileUnit, call: LayerCall, facts: dict[str, Any], began: str, times: CallTimes | None = None,
                        traced: GpuRun | None = None) -> Measurement:
     """Measurement of one call of a layer. A refused call has a status but no times, unless a fallback ran it."""
-    kernels = counted(work.name for work in traced.work if work.category == KERNEL) if traced else ()
+    kernels = count_names(work.name for work in traced.work if work.category == KERNEL) if traced else ()
     by_cupti = {"cupti_ms": traced.busy_us, "cupti_span_ms": traced.span_us} if traced else {}
     if times:
         facts = facts | {"ahead_runs": times.ahead_runs}

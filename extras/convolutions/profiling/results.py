@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hase.extras.convolutions.profiling.algorithms import counted, unexpected
+from hase.extras.convolutions.profiling.algorithms import count_names, describe_unexpected
 from hase.extras.convolutions.profiling.measure import CONVOLUTION, PROFILE, REMAKE, VERSION, ProfileSettings
 from hase.records.measurement import Block, JournalFile, Measurement, counting_measurements, read_blocks
 from hase.utils import files
@@ -133,7 +133,7 @@ def unexpected_kernels(layer: Measurement) -> str:
     facts = layer.facts
     whole_windows = {"kernel": 1, "stride": 1, "padding": 0}
     pointwise = all(facts.get(f"{name}_{side}") == size for name, size in whole_windows.items() for side in "hw")
-    return unexpected(str(facts["ran"]), layer.cuda_kernels, pointwise)
+    return describe_unexpected(str(facts["ran"]), layer.cuda_kernels, pointwise)
 
 
 def layer_rows(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
@@ -156,7 +156,8 @@ def _layer_row(m: Measurement, profile: Measurement, total_ms: float) -> dict[st
     row |= {name: f"{facts[f'{key}_h']}x{facts[f'{key}_w']}" for name, key in pairs if f"{key}_h" in facts}
     row |= {"status": facts["layer_status"], "detail": facts["layer_detail"], "cupti_ms": _mean(m, "cupti_ms"),
             "cupti_span_ms": _mean(m, "cupti_span_ms"), "launches": m.launches, "unexpected_kernels": unexpected_kernels(m),
-            "workspace_mib": _short(float(facts["workspace_bytes"]) / 2**20), "cuda_kernels": "|".join(counted(m.cuda_kernels))}
+            "workspace_mib": _short(float(facts["workspace_bytes"]) / 2**20),
+            "cuda_kernels": "|".join(count_names(m.cuda_kernels))}
     if not m.samples_ms:
         return row
     mean_ms = layer_ms(m, profile)

@@ -1,6 +1,6 @@
-"""A GraphSAGE layer in seven stages, with its tensors, weights and the graphs that it is measured on.
+"""A GraphSAGE layer in seven stages: its tensors, its weights, and the graphs on which it is measured.
 
-Together the stages compute `relu(SAGEConv(x, edges))` of torch-geometric with mean aggregation:
+Together, the stages compute `relu(SAGEConv(x, edges))` of torch-geometric with mean aggregation:
 
     1 gather                messages = x[source]                            one row for each edge
     2 sum                   sums = messages, added up by target             one row for each node
@@ -10,12 +10,13 @@ Together the stages compute `relu(SAGEConv(x, edges))` of torch-geometric with m
     6 transform_self        combined = x · W_r + neighbours
     7 activate              output = max(combined, 0)
 
-Graphs are random or read from a list of edges. Edges are never filled with zeros, since their ends decide how caches are used.
+Graphs are random or read from a list of edges, never made of zeros: which nodes the edges join decides how caches are used.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class GraphSize(Frozen):
-    """The size of a graph (directed edges), and the values per node before (`features`) and after (`hidden`) the layer."""
+    """The nodes and directed edges of a graph, and the values per node before (`features`) and after (`hidden`) the layer."""
 
     nodes: int = Field(ge=1)
     edges: int = Field(ge=1)
@@ -49,7 +50,10 @@ class GraphSize(Frozen):
 
 @dataclass(frozen=True)
 class Graph:
-    """A directed graph with the ends of each edge (int64); `name` says how it was drawn, or is a file name with a hash."""
+    """A directed graph: edge i leads from node `source[i]` to node `target[i]`.
+
+    `name` is a key of GRAPH_KINDS, or the name of a file with a hash.
+    """
 
     name: str
     nodes: int
@@ -79,7 +83,7 @@ def draw_power_law(nodes: int, edges: int, seed: int = 0) -> Graph:
     return Graph("power_law", nodes, ends[0], ends[1])
 
 
-DRAWN: dict[str, Callable[[int, int, int], Graph]] = {"uniform": draw_uniform, "power_law": draw_power_law}
+GRAPH_KINDS: dict[str, Callable[[int, int, int], Graph]] = {"uniform": draw_uniform, "power_law": draw_power_law}
 
 
 def read_edge_list(path: Path, undirected: bool = False) -> Graph:
@@ -88,7 +92,7 @@ def read_edge_list(path: Path, undirected: bool = False) -> Graph:
     Further columns, and lines that begin with `#` or `%`, are ignored. Nodes are renumbered from 0 in their old order. With
     `undirected`, each line stands for both directions.
     """
-    pairs = np.array(list(_pairs(path)), dtype=np.int64).reshape(-1, 2)
+    pairs = np.array(list(_read_edges(path)), dtype=np.int64).reshape(-1, 2)
     if not len(pairs):
         raise UserError(f"{path}: holds no edges; write the numbers of two nodes on each line")
     if undirected:
@@ -99,7 +103,7 @@ def read_edge_list(path: Path, undirected: bool = False) -> Graph:
     return Graph(as_file_name(f"{path.stem}-{digest}"), len(known), np.ascontiguousarray(source), np.ascontiguousarray(target))
 
 
-def _pairs(path: Path) -> Iterator[tuple[int, int]]:
+def _read_edges(path: Path) -> Iterator[tuple[int, int]]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
@@ -118,7 +122,7 @@ def _pairs(path: Path) -> Iterator[tuple[int, int]]:
 
 
 class GraphSource(Frozen):
-    """Where a graph comes from: drawn as `kind` (a name of DRAWN) by `seed`, or read from the edge list `path`."""
+    """How to get a graph: read from the edge list `path`, or drawn with `seed` as `kind` (a key of GRAPH_KINDS)."""
 
     kind: str = "uniform"
     path: str = ""
@@ -126,17 +130,19 @@ class GraphSource(Frozen):
     seed: int = 0
 
     def graph(self, nodes: int, edges: int) -> Graph:
-        """The graph. A graph from a file has its own size."""
-        return read_edge_list(Path(self.path), self.undirected) if self.path else DRAWN[self.kind](nodes, edges, self.seed)
+        """Reads or draws the graph. A graph from a file has its own size, whatever `nodes` and `edges` are."""
+        if self.path:
+            return read_edge_list(Path(self.path), self.undirected)
+        return GRAPH_KINDS[self.kind](nodes, edges, self.seed)
 
 
 def draw_features(nodes: int, width: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Standard normal features, float32 of shape (nodes, width)."""
+    """Draws standard normal features, float32 of shape (nodes, width)."""
     return np.random.default_rng(seed + 1).standard_normal((nodes, width), dtype=np.float32)
 
 
 class GraphCase(Config):
-    """Nodes and edges of one graph."""
+    """The nodes and edges of one graph to measure."""
 
     nodes: int = Field(ge=1)
     edges: int = Field(ge=1)
@@ -151,13 +157,13 @@ class CaseFile(Config):
 
 
 def read_cases(path: Path, features: int | None = None, hidden: int | None = None) -> list[GraphSize]:
-    """The sizes in a `CaseFile`, each once, in file order. `features` and `hidden` replace the widths of the file."""
+    """Reads the sizes in a `CaseFile`, without duplicates. `features` and `hidden` replace those of the file."""
     cases = read_config(path, CaseFile)
     return list(dict.fromkeys(GraphSize(nodes=case.nodes, edges=case.edges, features=features or cases.feature_dim,
                                         hidden=hidden or cases.hidden_dim) for case in cases.test_cases))
 
 
-HOST = "host"  # the memory that holds the inputs and the output of the layer
+HOST = "host"  # the memory that holds the layer's inputs and output
 DType = Literal["float32", "int64"]
 Dim = Literal["nodes", "edges", "features", "hidden", "one"]
 BYTES: dict[DType, int] = {"float32": 4, "int64": 8}
@@ -177,17 +183,14 @@ class LayerTensor:
         return tuple(1 if dim == "one" else getattr(size, dim) for dim in self.dims)
 
     def bytes(self, size: GraphSize) -> int:
-        count = BYTES[self.dtype]
-        for length in self.shape(size):
-            count *= length
-        return count
+        return BYTES[self.dtype] * math.prod(self.shape(size))
 
 
 TENSORS = {tensor.name: tensor for tensor in (
     LayerTensor("x", "float32", ("nodes", "features")),
-    LayerTensor("source", "int64", ("edges",)),  # the node that each edge begins at
-    LayerTensor("target", "int64", ("edges",)),  # the node that it ends in
-    LayerTensor("node_count", "int64", ("one",)),  # models of a fixed size do not take it
+    LayerTensor("source", "int64", ("edges",)),  # the node where each edge begins
+    LayerTensor("target", "int64", ("edges",)),  # the node where it ends
+    LayerTensor("node_count", "int64", ("one",)),  # no input of models with a fixed size
     LayerTensor("messages", "float32", ("edges", "features")),
     LayerTensor("sums", "float32", ("nodes", "features")),
     LayerTensor("degrees", "float32", ("nodes",)),
@@ -202,7 +205,7 @@ OUTPUT = "output"  # the layer's result
 
 @dataclass(frozen=True)
 class LayerStage:
-    """One stage: its number (1 to 7), name, and tensors by name."""
+    """One stage: its number (1 to 7), its name, and the names of its tensors."""
 
     id: int
     name: str
@@ -210,7 +213,7 @@ class LayerStage:
     outputs: tuple[str, ...]
 
     def bytes_in(self, size: GraphSize) -> int:
-        """Bytes of the inputs, without weights, which stay where the stage runs."""
+        """Bytes of the inputs. Weights do not count, since they stay where the stage runs."""
         return sum(TENSORS[name].bytes(size) for name in self.inputs)
 
     def bytes_out(self, size: GraphSize) -> int:
@@ -230,25 +233,19 @@ STAGES = (
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of a layer, as in torch-geometric's SAGEConv.
+    """The weights of a layer, as in torch-geometric's SAGEConv."""
 
-    Attributes:
-        neighbours: `lin_l.weight`, (hidden, features), for the mean of a node's neighbours.
-        bias: `lin_l.bias`, (hidden,).
-        root: `lin_r.weight`, (hidden, features), for the node's own features.
-    """
-
-    neighbours: Array
-    bias: Array
-    root: Array
+    neighbours: Array  # `lin_l.weight`, (hidden, features): for the mean of a node's neighbours
+    bias: Array  # `lin_l.bias`, (hidden,)
+    root: Array  # `lin_r.weight`, (hidden, features): for the node's own features
 
     def rounded(self) -> Weights:
-        """The weights rounded to FP16, as a file stores them, and converted back to float32."""
+        """The weights rounded to FP16 (as files store them), and converted back to float32."""
         return Weights(*(values.astype(np.float16).astype(np.float32) for values in (self.neighbours, self.bias, self.root)))
 
 
 def draw_weights(features: int, hidden: int, seed: int = 0) -> Weights:
-    """Random float32 weights, uniform within ±1/√features as in torch's linear layers."""
+    """Draws float32 weights, uniform within ±1/√features as in torch's linear layers."""
     random, bound = np.random.default_rng(seed), features ** -0.5
 
     def draw(*shape: int) -> Array:
@@ -258,7 +255,7 @@ def draw_weights(features: int, hidden: int, seed: int = 0) -> Weights:
 
 
 def stage_function(stage: LayerStage, weights: Weights, device: str = "cpu") -> Callable[[TensorByName], torch.Tensor]:
-    """A function that computes a stage from its inputs by name, on `device`."""
+    """Returns a function that computes a stage on `device` from a mapping of its inputs by name."""
     linear = torch.nn.functional.linear
     neighbours, bias, root = (torch.from_numpy(values).to(device)
                               for values in (weights.neighbours, weights.bias, weights.root))
@@ -285,8 +282,8 @@ def stage_function(stage: LayerStage, weights: Weights, device: str = "cpu") -> 
     return functions[stage.name]
 
 
-def all_tensors(graph: Graph, weights: Weights, seed: int = 0) -> dict[str, Array]:
-    """Every tensor of the layer by name, computed by torch on the CPU: stage inputs and expected outputs."""
+def compute_tensors(graph: Graph, weights: Weights, seed: int = 0) -> dict[str, Array]:
+    """Computes every tensor of the layer, by name, with torch on the CPU: inputs and expected outputs of all stages."""
     features = weights.root.shape[1]
     tensors = {"x": torch.from_numpy(draw_features(graph.nodes, features, seed)), "source": torch.from_numpy(graph.source),
                "target": torch.from_numpy(graph.target), "node_count": torch.tensor([graph.nodes])}

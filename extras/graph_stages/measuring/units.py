@@ -21,7 +21,7 @@ from hase.extras.graph_stages.measuring.layer import (
     GraphSource,
     LayerStage,
     Weights,
-    all_tensors,
+    compute_tensors,
     draw_weights,
     stage_function,
 )
@@ -182,7 +182,7 @@ class StageTask(Frozen):
 def _tensors(size: GraphSize, source: GraphSource, precision: str) -> dict[str, Array]:
     weights = draw_weights(size.features, size.hidden, source.seed)
     graph = source.graph(size.nodes, size.edges)
-    return all_tensors(graph, weights if precision == "FP32" else weights.rounded(), source.seed)
+    return compute_tensors(graph, weights if precision == "FP32" else weights.rounded(), source.seed)
 
 
 def facts_of(task: StageTask) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from hase.extras.graph_stages.measuring.layer import DRAWN, OUTPUT, Array, GraphSource
+from hase.extras.graph_stages.measuring.layer import GRAPH_KINDS, OUTPUT, Array, GraphSource
 from hase.extras.graph_stages.measuring.records import RAW, read_raw
 from hase.extras.graph_stages.measuring.units import Refused, StageTask, difference, open_stage
 from hase.extras.graph_stages.planning.chains import (
@@ -205,9 +205,9 @@ def stage_tasks(folders: Sequence[tuple[str, Path]]) -> dict[tuple[str, int, Siz
     for label, folder in folders:
         raw = read_raw(folder / RAW)
         for record in raw.records:
-            if record.graph not in DRAWN:
+            if record.graph not in GRAPH_KINDS:
                 raise UserError(f"{folder}: measured on the graph {record.graph}; plans run on drawn graphs alone "
-                                f"({', '.join(DRAWN)})")
+                                f"({', '.join(GRAPH_KINDS)})")
             if record.samples_ms:
                 tasks[named(label, record.unit), record.stage - 1, (record.nodes, record.edges)] = StageTask(
                     size=record.size, source=GraphSource(kind=record.graph, seed=raw.seed), graph=record.graph,

@@ -12,13 +12,13 @@ import torchvision
 from hase.extras.convolutions.profiling import engines, listing
 from hase.extras.convolutions.profiling import engines as cudnn
 from hase.extras.convolutions.profiling.algorithms import (
-    ON_CPU,
-    ON_GPU,
+    CPU_ALGORITHMS,
+    GPU_ALGORITHMS,
     NotSupported,
     algorithm_named,
-    counted,
-    shape_of,
-    unexpected,
+    convolution_shape,
+    count_names,
+    describe_unexpected,
 )
 from hase.extras.convolutions.profiling.engines import (
     INACCURATE,
@@ -60,7 +60,7 @@ class PretendedCudnn:
         pass
 
     def workspace_bytes(self, made: Descriptors, number: int) -> int:
-        if number != ON_GPU["gemm"].number:
+        if number != GPU_ALGORITHMS["gemm"].number:
             raise NotSupported("CUDNN_STATUS_NOT_SUPPORTED", "not this one")
         return 64
 
@@ -89,25 +89,25 @@ def test_cudnns_descriptors_are_those_of_the_layer(name: str, pretended: None) -
     """cuDNN's own output size is torch's, and what its descriptors say computes what torch does."""
     layer, images = LAYERS[name], torch.randn(2, LAYERS[name].in_channels, 19, 23)
     with torch.inference_mode():
-        shape, expected = shape_of(layer, images), layer(images)
+        shape, expected = convolution_shape(layer, images), layer(images)
         assert Descriptors(shape, True).output_shape == tuple(expected.shape)
         assert shape.out_size == tuple(expected.shape[2:])
-        plan = CudnnEngine(ON_GPU["gemm"], True).plan(layer, images)
+        plan = CudnnEngine(GPU_ALGORITHMS["gemm"], True).plan(layer, images)
         assert (plan.algorithm, plan.workspace_bytes) == ("gemm", 64)
         assert torch.allclose(plan.run(images), expected, atol=1e-5)
         assert output_error(plan, layer, images) < 1e-5
-        assert CudnnEngine(ON_GPU["guess"], True).plan(layer, images).algorithm == "gemm"
+        assert CudnnEngine(GPU_ALGORITHMS["guess"], True).plan(layer, images).algorithm == "gemm"
 
 
 def test_what_a_layer_takes() -> None:
-    shape = shape_of(torch.nn.Conv2d(4, 8, 3, padding=1, groups=2), torch.ones(2, 4, 10, 12))
+    shape = convolution_shape(torch.nn.Conv2d(4, 8, 3, padding=1, groups=2), torch.ones(2, 4, 10, 12))
     assert shape.flops == 2 * (2 * 10 * 12) * 8 * 9 * 2
     assert shape.bytes_moved == 4 * (2 * 4 * 120 + 2 * 8 * 120 + 8 * 2 * 9)
     images = torch.ones(1, 3, 8, 8)
     with pytest.raises(NotSupported, match="padding mode reflect"):
-        shape_of(torch.nn.Conv2d(3, 3, 3, padding=1, padding_mode="reflect"), images)
+        convolution_shape(torch.nn.Conv2d(3, 3, 3, padding=1, padding_mode="reflect"), images)
     with pytest.raises(NotSupported, match="its sides differ"):
-        shape_of(torch.nn.Conv2d(3, 3, 2, padding="same"), images)
+        convolution_shape(torch.nn.Conv2d(3, 3, 2, padding="same"), images)
 
 
 @needs_cudnn
@@ -117,7 +117,7 @@ def test_cudnns_status_and_reason() -> None:
     assert refused.value.status == "CUDNN_STATUS_NOT_SUPPORTED_ARCH_MISMATCH"
     layer = torch.nn.Conv2d(3, 8, 9)
     with pytest.raises(NotSupported, match="CUDNN_STATUS"):
-        Descriptors(shape_of(layer, torch.ones(1, 3, 4, 4)), True)  # smaller than the filter
+        Descriptors(convolution_shape(layer, torch.ones(1, 3, 4, 4)), True)  # smaller than the filter
 
 
 class Twice(torch.nn.Module):
@@ -187,11 +187,11 @@ def test_a_library_that_fails_is_a_status_except_without_memory() -> None:
 def test_a_whole_model_by_aithree() -> None:
     if ai3_missing():
         with pytest.raises(UserError, match=r"pip install -r requirements-convolutions\.txt"):
-            engine_of(ON_CPU["smm"], "cpu")
+            engine_of(CPU_ALGORITHMS["smm"], "cpu")
         return
     torch.manual_seed(0)
     model, images = torchvision.models.squeezenet1_1().eval(), torch.randn(1, 3, 64, 64)
-    forced = ForcedModel(model, engine_of(ON_CPU["direct"], "cpu"))
+    forced = ForcedModel(model, engine_of(CPU_ALGORITHMS["direct"], "cpu"))
     forced.plan(images)
     assert len(forced.calls) == 26
     assert {(call.status, call.algorithm) for call in forced.calls} == {(OK, "direct")}
@@ -205,7 +205,7 @@ def test_names_of_algorithms() -> None:
     """Spaces, underscores and dashes are the same. The numbers are cuDNN's (cudnnConvolutionFwdAlgo_t)."""
     for text in ("implicit precomp gemm", "implicit_precomp_gemm", "Implicit-Precomp GEMM", " implicit  precomp_gemm"):
         assert algorithm_named(text, "cuda").name == "implicit precomp gemm"
-    assert {name: algorithm.number for name, algorithm in ON_GPU.items()} == {
+    assert {name: algorithm.number for name, algorithm in GPU_ALGORITHMS.items()} == {
         "implicit gemm": 0, "implicit precomp gemm": 1, "gemm": 2, "direct": 3, "fft": 4, "fft tiling": 5, "winograd": 6,
         "winograd nonfused": 7, "guess": None, "default": None}
     for text, device, message in (
@@ -253,8 +253,8 @@ OF_NO_ALGORITHM = "void at::native::direct_copy_kernel_cuda"  # torch copies a t
     ("winograd", ("maxwell_scudnn_winograd_128x128_ldg1_ldg4_tile148n_nt",)),  # of older GPUs
     ("guess", (DIRECT,)), ("default", ())])
 def test_kernels_of_the_algorithm(name: str, kernels: tuple[str, ...]) -> None:
-    assert not unexpected(name, kernels)
-    assert not unexpected(name, counted(3 * kernels))
+    assert not describe_unexpected(name, kernels)
+    assert not describe_unexpected(name, count_names(3 * kernels))
 
 
 @pytest.mark.parametrize(("name", "kernels", "wrong"), [
@@ -267,10 +267,10 @@ def test_kernels_of_the_algorithm(name: str, kernels: tuple[str, ...]) -> None:
     ("winograd nonfused", (PRODUCT,), f"no kernel of winograd nonfused among {PRODUCT}"),
     ("fft", (), "no kernel of fft among none")])
 def test_kernels_of_another_algorithm(name: str, kernels: tuple[str, ...], wrong: str) -> None:
-    assert unexpected(name, kernels) == wrong
+    assert describe_unexpected(name, kernels) == wrong
 
 
 def test_a_plain_product_computes_filters_of_one_pixel_alone() -> None:
-    assert not unexpected("gemm", (PRODUCT, SPLIT), pointwise=True)
-    assert unexpected("gemm", (PRODUCT, SPLIT)) == f"no kernel of gemm among {PRODUCT}, {SPLIT}"
-    assert unexpected("fft", (PRODUCT,), pointwise=True)
+    assert not describe_unexpected("gemm", (PRODUCT, SPLIT), pointwise=True)
+    assert describe_unexpected("gemm", (PRODUCT, SPLIT)) == f"no kernel of gemm among {PRODUCT}, {SPLIT}"
+    assert describe_unexpected("fft", (PRODUCT,), pointwise=True)

@@ -24,7 +24,7 @@ from hase.benchmark.measuring.blocks import Steadiness
 from hase.benchmark.measuring.gpu_trace import Recording
 from hase.extras.convolutions.profiler import UnifiedProfiler, described
 from hase.extras.convolutions.profiling import engines, measure
-from hase.extras.convolutions.profiling.algorithms import ON_CPU, ON_GPU, NotSupported
+from hase.extras.convolutions.profiling.algorithms import CPU_ALGORITHMS, GPU_ALGORITHMS, NotSupported
 from hase.extras.convolutions.profiling.engines import CudnnEngine, ForcedModel, LayerPlan, TorchEngine
 from hase.extras.convolutions.profiling.listing import status_rows
 from hase.extras.convolutions.profiling.measure import (
@@ -101,9 +101,9 @@ def test_the_lists(tmp_path: Path) -> None:
     names = [row["model"] for row in listed("--list-models")]
     assert names[:6] == ["vgg16", "densenet121", "resnet152", "googlenet", "alexnet", "resnet50"]
     assert "mobilenet_v2" in names
-    assert [row["algorithm"] for row in listed("--list-algorithms", "--device", "cpu")] == list(ON_CPU)
+    assert [row["algorithm"] for row in listed("--list-algorithms", "--device", "cpu")] == list(CPU_ALGORITHMS)
     of_gpu = {row["algorithm"]: row["runs"] for row in listed("--list-algorithms", "--device", "cuda")}  # there is none here
-    assert (list(of_gpu), of_gpu["direct"]) == (list(ON_GPU), "never: cuDNN never implemented it")
+    assert (list(of_gpu), of_gpu["direct"]) == (list(GPU_ALGORITHMS), "never: cuDNN never implemented it")
     assert run_script(SCRIPT, "--workspace", tmp_path).returncode == 2
 
 
@@ -289,7 +289,7 @@ def profile(algorithm: str) -> tuple[Any, list[Any]]:
     model = torchvision.models.squeezenet1_1().eval()
     settings = ProfileSettings(model="squeezenet1_1", algorithm=algorithm, gpu="h200", device="cuda", device_name="NVIDIA H200",
                                input_sizes=(64,), warmup=1, measure=3)
-    forced = ForcedModel(model, CudnnEngine(ON_GPU[algorithm], True))
+    forced = ForcedModel(model, CudnnEngine(GPU_ALGORITHMS[algorithm], True))
     overall, *layers = measure_profile(settings.units[0], forced, Instruments("cuda", energy_s=0.0, event_overhead_ms=0.001))
     return overall, layers
 

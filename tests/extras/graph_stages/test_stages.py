@@ -16,7 +16,7 @@ from hase.extras.graph_stages.measuring.layer import (
     Graph,
     GraphSize,
     Weights,
-    all_tensors,
+    compute_tensors,
     draw_features,
     draw_power_law,
     draw_uniform,
@@ -67,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("draw", GRAPHS.values(), ids=GRAPHS)
 def test_torchs_stages_are_the_layer_of_torch_geometric(draw: Callable[[], Graph]) -> None:
     graph, weights = draw(), draw_weights(FEATURES, HIDDEN)
-    output = all_tensors(graph, weights)[OUTPUT]
+    output = compute_tensors(graph, weights)[OUTPUT]
     assert (output > 0).mean() > 0.3  # something to compare
     np.testing.assert_allclose(output, reference(graph, weights), atol=1e-5)
 
@@ -98,7 +98,7 @@ def test_exported_models_compute_the_layer(draw: Callable[[], Graph], run: Run, 
     """The seven stages in a row, each on the outputs of those before it, are torch's stages, which another test compares with
     torch-geometric."""
     graph = draw()
-    wanted = all_tensors(graph, draw_weights(FEATURES, HIDDEN))
+    wanted = compute_tensors(graph, draw_weights(FEATURES, HIDDEN))
     for unit in ("CPU", "GPU", "NPU"):
         tensors = {name: wanted[name] for name in ("x", "source", "target", "node_count")}
         for stage in STAGES:
