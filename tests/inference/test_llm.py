@@ -377,9 +377,9 @@ def test_the_command(folders: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("options", "status", "message"), [
     (["--prompt", "0"], 2, "--prompt: '0' is not a whole number, 1 or more"),
-    (["--generate", "1", "--tpot-ms", "3"], 2, "--tpot-ms: a request for one token has no further ones"),
+    (["--generate", "1", "--tpot-ms", "3"], 2, "--tpot-ms: a request for one token has no further tokens"),
     (["--plot", "x.txt"], 2, "x.txt: a .png, .svg or .pdf"),
-    (["--measure-missing", "--strict"], 2, "--measure-missing: measured times are not looked up with --strict"),
+    (["--measure-missing", "--strict"], 2, "--measure-missing: with --strict, measured times are not used"),
     (["--dim", "batch_size=2,3"], 1, "this command takes one size, not 2"),
     (["--measure-missing"], 1, "can only be measured on such a machine")])
 def test_wrong_options(options: list[str], status: int, message: str, folders: Path) -> None:
