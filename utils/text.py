@@ -31,8 +31,8 @@ def distinct(texts: Iterable[str]) -> list[str]:
 
 
 def names_by_warning(warnings: Iterable[tuple[str, Iterable[str]]]) -> dict[str, list[str]]:
-    """The names that each warning concerns, by its text, from names and their warnings. Warnings that differ only in numbers and
-    kernel names are joined."""
+    """The names that each warning concerns, by its text, from names and their warnings. Warnings that differ only in numbers
+    and kernel names are joined."""
     texts, names = defaultdict[str, dict[str, None]](dict), defaultdict[str, dict[str, None]](dict)  # used as ordered sets
     for name, texts_of_name in warnings:
         for text in texts_of_name:

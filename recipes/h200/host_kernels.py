@@ -1,7 +1,8 @@
 """Lists the kernels that the CPU provider runs in CUDA sessions, so that they can be measured on the GPU machine's host.
 
-Reads the records of CUDA graphs in the workspace. Writes an index of those kernels into another workspace, --into, as kernels of
-the host's own CPU flavour. There `kernel_builder.py`, `kernel_sampler.py` and `collector.py` treat them like any CPU's kernels.
+Reads the records of CUDA graphs in the workspace. Writes an index of those kernels into another workspace, --into, as kernels
+of the host's own CPU flavour. There `kernel_builder.py`, `kernel_sampler.py` and `collector.py` treat them like any CPU's
+kernels.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def cuda_records(workspace: Workspace) -> list[ModelRecord]:
 
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
-    parser.add_argument("--into", type=Path, required=True, metavar="DIR", help="the workspace that gets the index of the host's kernels")
+    parser.add_argument("--into", type=Path, required=True, metavar="DIR", help="the workspace to write the index to")
     args = parser.parse_args()
     workspace = cli.start(args)
     flavour = flavour_of("cpu")

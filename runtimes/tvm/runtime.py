@@ -24,7 +24,7 @@ def version() -> str:
     return package_version("apache-tvm")
 
 
-def analyze_in_memory(model: Path | onnx.ModelProto, flavour: Flavour, dims: Mapping[str, int], static: bool) -> ModelRecord:
+def analyze_in(model: Path | onnx.ModelProto, flavour: Flavour, dims: Mapping[str, int], static: bool) -> ModelRecord:
     """The record of a model, not written to a file. `static` has no effect, since TVM always fixes all sizes."""
     return parse_at(flavour.optimization, model, dims, flavour.device).record
 
@@ -37,7 +37,7 @@ def write_records(workspace: Workspace, model: Path, device: str, dims: Mapping[
 
 RUNTIME = Runtime(
     name="tvm", title="TVM", package="apache-tvm", version=version, check=check_tvm, levels=(FUSED, UNFUSED, TUNED),
-    runs_as={TUNED: FUSED}, devices={"cpu": RUN_ONLY, "cuda": RUN_ONLY}, model_suffixes=(".onnx", TORCH_SUFFIX), kernel_suffix=SUFFIX,
-    analyze=analyze_in_memory, write_records=write_records, read_kernel=read_kernel, worker="hase.runtimes.tvm.worker",
+    runs_as={TUNED: FUSED}, devices=dict.fromkeys(("cpu", "cuda"), RUN_ONLY), model_suffixes=(".onnx", TORCH_SUFFIX),
+    kernel_suffix=SUFFIX, analyze=analyze_in, write_records=write_records, read_kernel=read_kernel, worker="hase.runtimes.tvm.worker",
     analyze_with="python runtimes/tvm/relax_parser.py", build_with="python runtimes/tvm/relax_parser.py", takes_setting=True,
     analysis_limit_s=600.0)  # it compiles each kernel
