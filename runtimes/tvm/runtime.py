@@ -38,6 +38,6 @@ def write_records(workspace: Workspace, model: Path, device: str, dims: Mapping[
 RUNTIME = Runtime(
     name="tvm", title="TVM", package="apache-tvm", version=version, check=check_tvm, levels=(FUSED, UNFUSED, TUNED),
     runs_as={TUNED: FUSED}, devices=dict.fromkeys(("cpu", "cuda"), RUN_ONLY), model_suffixes=(".onnx", TORCH_SUFFIX),
-    kernel_suffix=SUFFIX, analyze=analyze_in, write_records=write_records, read_kernel=read_kernel, worker="hase.runtimes.tvm.worker",
-    analyze_with="python runtimes/tvm/relax_parser.py", build_with="python runtimes/tvm/relax_parser.py", takes_setting=True,
-    analysis_limit_s=600.0)  # it compiles each kernel
+    kernel_suffix=SUFFIX, analyze=analyze_in, write_records=write_records, read_kernel=read_kernel,
+    worker="hase.runtimes.tvm.worker", analyze_with="python runtimes/tvm/relax_parser.py",
+    build_with="python runtimes/tvm/relax_parser.py", takes_setting=True, analysis_limit_s=600.0)  # it compiles each kernel
