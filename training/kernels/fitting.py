@@ -156,7 +156,7 @@ def problem_of(kernels: KernelRows, times_ms: Floats, roofline: Roofline | None 
 
 
 def learning_problem(rows: TrainingSet, label: str) -> Problem:
-    """The learning problem of a label that all rows have. The roofline is fitted to idle rows, or LEAST_LAUNCHES for launches."""
+    """The learning problem of a label that all rows have. The roofline is fitted to idle rows; for launches it is fixed."""
     times_ms, tables, weights = rows.times_ms[label], table_counts(rows.schema, rows.features), rows.weights(label)
     base = rows.idle if rows.idle.any() else np.ones(len(rows), dtype=bool)
     roofline = LEAST_LAUNCHES if label == LAUNCHES else fit_roofline(
