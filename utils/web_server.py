@@ -151,8 +151,8 @@ class WebAccess:
         try:
             config = read_config(self._path, WebConfig)
         except UserError as error:
-            text = str(error).removeprefix(f"{self._path}: ")  # a validator's does not name the file
-            raise self._error(text) from None
+            # a validator's error does not name the file
+            raise (error if str(error).startswith(str(self._path)) else self._error(str(error))) from None
         except OSError as error:
             raise self._error(str(error.strerror)) from None
         for key, required in (("tls_server_config", self.has_tls), ("basic_auth_users", self._has_users)):
