@@ -189,7 +189,7 @@ def fit_kernel_model(rows: TrainingSet, label: str, chosen: Mapping[str, str], c
     needed = dict.fromkeys([*([SHARED] if types is None else []), *predictor_of.values()])
     of_types, of_classes = {name: train(name) for name in needed}, fit_class_boosters(rows, problem, config, steady=steady)
     return KernelModel(rows.schema, problem.roofline, problem.type_codes, predictor_of,
-                       ChainMap(of_types, of_classes),  # type: ignore[arg-type] - nothing is written to it
+                       ChainMap(of_types, of_classes),  # type: ignore[arg-type]  # it is only read
                        tuple(rows.idle_load.values()))
 
 
