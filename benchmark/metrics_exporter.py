@@ -3,14 +3,14 @@
 Names, labels and units are those of dcgm-exporter: the old names, or with `--names new` those since its version 4.9, some of
 which have other units. The values are means over `--interval` seconds, from any source of benchmark/metrics/sources.py.
 `hase_exporter_last_sample_timestamp_seconds` is the time of the latest sample, and `hase_gpu_processes` the number of other
-processes that have the GPU open. Samples that can't be right are never served. If the latest good sample is older than STALE
+processes that have the GPU open. Samples that can't be right are never served. If the latest good sample is older than three
 intervals, the answer is HTTP 503 with the reason, so that Prometheus sees the target as down and does not take old values for
 new ones.
 
 With --probe-every, the sharing probe (benchmark/sharing_probe.py) runs regularly, and `hase_probe_…` show how long work waits
 for other processes. The other metrics do not show that, so predictions from Prometheus become more accurate. With
 --host-pace-every, the host pace is measured regularly (benchmark/host_pace.py) and served as `hase_host_probe_…`: small models
-take longer on a slow host. A probe that fails, or whose latest result is older than STALE of its intervals, is left out alone.
+take longer on a slow host. A probe that fails, or whose latest result is older than three of its intervals, is left out alone.
 
 With --web-config it speaks TLS, asks for a password, or both; docs/operating.md has an example, alert rules and a dashboard.
 
@@ -61,7 +61,7 @@ from hase.utils.fingerprint import machine, resolve_device
 from hase.utils.logger import get_logger
 from hase.utils.processes import stop_event
 from hase.utils.sharing_mode import other_processes
-from hase.utils.web_server import LOCALHOST, ScrapeServer, gauge, scrape_server, stale
+from hase.utils.web_server import LOCALHOST, ScrapeServer, gauge, scrape_server, stale_reason
 
 EXAMPLES = """
   python benchmark/metrics_exporter.py
@@ -118,7 +118,7 @@ class Sampler:
 
     def trouble(self) -> str:
         """Why there is nothing to serve; "" if the latest sample is recent enough."""
-        return stale("sound sample", self.sampled_s, self.interval_s, self.error)
+        return stale_reason("sound sample", self.sampled_s, self.interval_s, self.error)
 
 
 class TimedResult(Protocol):
@@ -162,7 +162,7 @@ class RegularProbe(ABC, Generic[R]):
     def fresh(self) -> R | None:
         """The latest result, if recent enough to be served."""
         latest = self.latest
-        return None if latest is None or stale("reading", latest.taken_s, self.every_s, self.error) else latest
+        return None if latest is None or stale_reason("reading", latest.taken_s, self.every_s, self.error) else latest
 
 
 @dataclass

@@ -34,10 +34,10 @@ from hase.benchmark.serving.sets import (
     ServedRuns,
     ServedSetsConfig,
     SetResult,
-    add_result,
+    append_result,
     arrivals_s,
-    key_of,
     read_results,
+    result_key,
 )
 from hase.records.devices import current_environment
 from hase.records.measurement import now
@@ -72,7 +72,7 @@ class SetToMeasure(NamedTuple):
     number: int  # in the config, from 1
     models: Sequence[ServedModel]
     way: str  # how the device is shared, in text form
-    key: str  # see `key_of`
+    key: str  # see `result_key`
 
 
 def asked_for(config: ServedSetsConfig, first: int | None = None) -> list[SetToMeasure]:
@@ -80,7 +80,7 @@ def asked_for(config: ServedSetsConfig, first: int | None = None) -> list[SetToM
     sets = []
     for number, models in enumerate(config.sets[:first], 1):
         fitting = [way for way in config.ways if SetSharing.parse(way).fits(len(models))]
-        sets += [SetToMeasure(number, models, way, key_of(models, way, config))
+        sets += [SetToMeasure(number, models, way, result_key(models, way, config))
                  for way in sorted(fitting, key=lambda way: SetSharing.parse(way).mps, reverse=number % 2 == 0)]
     return sets
 
@@ -121,7 +121,7 @@ def _measure_set(one_set: SetToMeasure, workspace: Workspace, config: ServedSets
     except UserError as error:
         log.error("set %d under %s: %s", one_set.number, one_set.way, error)
         result = result.model_copy(update={"status": "failed", "error": str(error)})
-    add_result(path, result, requests)
+    append_result(path, result, requests)
     return result
 
 

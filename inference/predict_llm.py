@@ -1,19 +1,20 @@
-"""How long a language model takes to its first token and for each further one, and what fits, without running it there.
+"""Predicts a language model's time to first token, time per further token, memory and energy, without running it there.
 
 Reads a folder as onnxruntime-genai's builder writes it (genai_config.json and an ONNX file), a decoder's ONNX file with a cache
 of keys and values, or a pair of files that run the prompt and the further tokens; and what training learned for the target.
-It works out all dimensions, and prints one row for each batch and each length of the prompt: the time to first token, the time
-of a further token at the start, in the middle and at the end, the whole request, tokens per second, weights, cache and peak
-memory, the largest batch and the longest context that fit, and joules per token. docs/llm.md says how, and what is not known.
+It finds the sizes of all dimensions, and prints one row for each batch and each length of the prompt: the time to first token,
+the time of a further token at the start, in the middle and at the end, the whole request, tokens per second, weights, cache and
+peak memory, the largest batch and the longest context that fit, and joules per token. docs/llm.md explains the method, and what
+is not known.
 
-onnxruntime-genai makes its cache for max_length tokens before the first run, and the config's max_length is the longest context
-of the model: what one runs out of memory by. --max-length says how many.
+onnxruntime-genai allocates its cache for max_length tokens before the first run. The config's max_length is the model's longest
+context, for which the memory often does not suffice; --max-length replaces it.
 
---sweep predicts batches × prompts, one line each; those that are not named take a grid. --csv writes every number, --plot
-draws times and tokens per second over the batch, and --html makes a page of it.
+--sweep predicts all combinations of batches and prompts, one line each, by default those of a grid. --csv writes every number,
+--plot draws times and tokens per second over the batch, and --html makes a page.
 
-On a machine that is the target, --measure-missing first measures the model's kernels: the prompt's, and a token's at three
-lengths of the cache, between which times are interpolated.
+On a machine that is the target, --measure-missing first measures the model's kernels: those of the prompt, and those of a token
+at three lengths of the cache, between which times are interpolated.
 
 Exit status: 0 done, 1 an error that the message explains, 2 wrong usage, 3 a rough estimate (with --fail-on-rough), 4 a missed
 --ttft-ms or --tpot-ms.
@@ -61,21 +62,21 @@ python inference/predict_llm.py --model llama-int4-cpu/ --prompt 128 --generate 
 
 
 def options() -> argparse.ArgumentParser:
-    """The command's options."""
+    """The parser of the command's options."""
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--model", type=Path, required=True, metavar="DIR|FILE",
                         help="a folder with genai_config.json, or with a decoder's one or two ONNX files; or such a file")
     parser.add_argument("--decode-model", type=Path, metavar="FILE",
-                        help="the ONNX file that runs each further token, where --model is one that runs prompts only")
+                        help="the ONNX file that runs each further token, if --model runs prompts only")
     parser.add_argument("--prompt", type=cli.counts, metavar="N[,N…]",
-                        help="tokens of each prompt; of a batch the longest, to which the others are padded (default: 1024)")
+                        help="tokens of each prompt; in a batch all are padded to the longest (default: 1024)")
     parser.add_argument("--generate", type=cli.count, default=256, metavar="N",
                         help="tokens generated for each prompt (default: 256)")
-    parser.add_argument("--batch", type=cli.counts, metavar="N[,N…]", help="prompts that are run together (default: 1)")
+    parser.add_argument("--batch", type=cli.counts, metavar="N[,N…]", help="number of prompts that run together (default: 1)")
     parser.add_argument("--max-length", type=cli.count, metavar="N",
-                        help="tokens of prompt and answer for which the cache is made (default: the config's)")
+                        help="tokens of prompt and answer for which the cache is allocated (default: the config's)")
     parser.add_argument("--dim", action="append", default=[], metavar="NAME=SIZE",
-                        help="size of a dimension whose role is not known; the command says which (repeatable)")
+                        help="size of a dimension whose role is unknown; an error names such dimensions (repeatable)")
     cli.add_target(parser)
     parser.add_argument("--sweep", action="store_true",
                         help=f"one line for each batch and prompt (default: batches {', '.join(map(str, BATCHES))}; prompts "
@@ -88,8 +89,8 @@ def options() -> argparse.ArgumentParser:
                         help="say whether the mean time per further token is within this")
     cli.add_host_pace(parser, "what benchmark/host_pace.py measured here in the last ten minutes")
     parser.add_argument("--measure-missing", action="store_true",
-                        help="first measure the kernels that were never measured, or only unsteadily; this machine must be the "
-                             "target")
+                        help="first measure here the kernels that were never measured, or only unsteadily; this machine must "
+                             "be the target")
     parser.add_argument("--fail-on-rough", action="store_true",
                         help=f"end with status {cli.EXIT_ROUGH} where an answer is a rough estimate")
     cli.add_no_weights(parser)
@@ -98,8 +99,8 @@ def options() -> argparse.ArgumentParser:
     return parser
 
 
-def requests_of(args: argparse.Namespace, model: LanguageModel) -> list[LlmRequest]:
-    """The requests that the options describe. A sweep's default prompts leave out those that the model does not allow."""
+def requested(args: argparse.Namespace, model: LanguageModel) -> list[LlmRequest]:
+    """The requests that the options describe. The default prompts of a sweep are only those that the model's context allows."""
     batches = args.batch or (BATCHES if args.sweep else (1,))
     prompts = args.prompt or (PROMPTS if args.sweep else (1024,))
     if args.sweep and not args.prompt:
@@ -111,7 +112,7 @@ def requests_of(args: argparse.Namespace, model: LanguageModel) -> list[LlmReque
 
 
 def report(args: argparse.Namespace, answers: Sequence[LlmPrediction]) -> int:
-    """Prints, writes and draws the answers; returns the exit status."""
+    """Prints, writes and draws the answers. Returns the exit status."""
     for warning in warned_requests(answers):
         log.warning("%s", warning)
     if args.csv:
@@ -133,14 +134,14 @@ def main() -> int:
     parser = options()
     args = parser.parse_args()
     if args.measure_missing and args.strict:
-        parser.error("--measure-missing: measured times are not looked up with --strict")
+        parser.error("--measure-missing: with --strict, measured times are not used: leave one of them out")
     if args.measure_missing and args.no_weights:
-        parser.error("--measure-missing may run the model itself, which needs its weights: leave --no-weights out")
+        parser.error("--measure-missing may run the model itself, which needs the weights: leave --no-weights out")
     if args.tpot_ms and args.generate == 1:
-        parser.error("--tpot-ms: a request for one token has no further ones; generate more")
+        parser.error("--tpot-ms: a request for one token has no further tokens; raise --generate")
     workspace = cli.start(args)
     model = language_model(args.model, args.decode_model, cli.one_size_dims(args.dim), workspace)
-    requests = requests_of(args, model)
+    requests = requested(args, model)
     predictor = Predictor(workspace, args.target, strict=args.strict, force=args.force, estimators=args.estimators,
                           any_device=True, no_weights=args.no_weights)
     if args.measure_missing:

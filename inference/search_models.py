@@ -2,16 +2,16 @@
 
 The candidates are the models of a folder, of a list of paths, those that a Python file makes (inference/search/spaces.py says
 what it defines), or those of a design space that comes with Hase (`ofa`: once-for-all networks of MobileNetV3's kind, drawn at
-random). They are taken one batch after another, so there may be more than memory holds.
+random). They are read in batches, so there may be more than memory holds.
 
-A limit is kept if that is likely enough (--chance), by the 90 % interval of the prediction. Among the candidates that keep to
-all limits, the best have the highest scores: the space's own score, those of a table (accuracies, say), or the operations
-(FLOPs) or the bytes of weights, which stand for how much a network can learn, and for no accuracy. Peak memories have no
-interval; they count as predicted, and are asked for only of candidates that keep to the other limits, since they take the most
-time.
+A candidate keeps to a limit if that is likely enough (--chance), by the 90 % interval of the prediction. Among the candidates
+that keep to all limits, the best have the highest scores: the space's own score, that of a table (such as an accuracy), or the
+operations (FLOPs) or the bytes of weights, which say how much a network can learn, but are no accuracy. Peak memories have no
+interval and count as predicted. Since they take the most time, they are predicted only for candidates that keep to the other
+limits.
 
-Prints a row per candidate, the best one first, or with --front the Pareto front of latency and score; --json has both. With
---out, a table holds all candidates; if the search is interrupted, the same command goes on from there. A candidate that can't
+Prints a row for each of the best candidates, or with --front for each on the Pareto front of latency and score; --json has
+both. With --out, a table holds all candidates; after an interruption, the same command continues there. A candidate that can't
 be predicted has an error in the table, and the exit status is 1. With --ray, all machines of a Ray cluster share the work.
 """
 
@@ -57,17 +57,17 @@ python inference/search_models.py --space my_space.py --target nvidia-h200 --lat
 
 
 def options() -> argparse.ArgumentParser:
-    """The command's options."""
+    """The parser of the command's options."""
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--space", required=True, metavar="SPACE",
                         help="a folder of .onnx models, a list of them (.txt, a path on each line), a Python file, or ofa")
     cli.add_target(parser)
     parser.add_argument("--latency-ms", type=cli.positive, metavar="MS", help="the longest latency")
     parser.add_argument("--memory-mib", type=cli.positive, metavar="MIB", help="the largest peak memory")
-    parser.add_argument("--energy-j", type=cli.positive, metavar="J", help="the most energy of a run")
+    parser.add_argument("--energy-j", type=cli.positive, metavar="J", help="the highest energy of a run")
     parser.add_argument("--chance", type=share, default=0.5, metavar="SHARE",
-                        help="how likely a candidate has to keep to the limits, 0 to 1 (default: 0.5, so the predicted numbers "
-                             "themselves keep to them)")
+                        help="how likely it must be that a candidate keeps to the limits, 0 to 1 (default: 0.5, so that the "
+                             "predicted numbers themselves keep to them)")
     parser.add_argument("--score", type=score, metavar="SCORE",
                         help=f"what makes a candidate good: {OWN} (the space's), {FLOPS}, {WEIGHTS}, or a {TABLE} with the "
                              f"columns {NAME} and {SCORE} (default: {OWN}, else {FLOPS})")
@@ -76,21 +76,21 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--top", type=cli.count, default=10, metavar="N", help="how many of the best to print (default: 10)")
     parser.add_argument("--front", action="store_true", help="print the Pareto front of latency and score instead")
     parser.add_argument("--count", type=cli.count, metavar="N",
-                        help=f"search so many candidates, the first ones (default: all; of ofa, {COUNT})")
-    parser.add_argument("--seed", type=cli.whole, default=0, help="of a space that is drawn from (default: 0)")
+                        help=f"search only the first N candidates (default: all; of ofa, {COUNT})")
+    parser.add_argument("--seed", type=cli.whole, default=0, help="of a space that draws its candidates (default: 0)")
     parser.add_argument("--out", type=cli.out_file, metavar="FILE",
-                        help="write all candidates to this .csv or .parquet; an interrupted search goes on from FILE.part")
+                        help="write all candidates to this .csv or .parquet; an interrupted search continues from FILE.part")
     parser.add_argument("--processes", type=cli.count, metavar="N",
-                        help="that share the work (default: 1; with --ray, one for each CPU of the cluster)")
+                        help="how many share the work (default: 1; with --ray, one for each CPU of the cluster)")
     parser.add_argument("--ray", metavar="ADDRESS", help="search on the Ray cluster at HOST:PORT; auto: on the one that this "
                         "machine belongs to, or on this machine (default: without Ray)")
     parser.add_argument("--force", action="store_true",
-                        help="predict although element type or ONNX Runtime version are not the predictors'")
+                        help="predict even if element type or ONNX Runtime version differ from those of the predictors")
     return parser
 
 
 def share(text: str) -> float:
-    """Parses an option that is a number between 0 and 1."""
+    """Parses an option whose value is above 0 and at most 1."""
     value = cli.positive(text)
     if value > 1.0:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
@@ -98,14 +98,14 @@ def share(text: str) -> float:
 
 
 def score(text: str) -> str:
-    """Parses the option that chooses a candidate's score."""
+    """Parses the option that says which score candidates have."""
     if text in (OWN, FLOPS, WEIGHTS) or (text.endswith(TABLE) and Path(text).is_file()):
         return text
     raise argparse.ArgumentTypeError(f"{text}: give {OWN}, {FLOPS}, {WEIGHTS} or a table ({TABLE}) that exists")
 
 
-def row_of(rank: int, candidate: SearchCandidate) -> dict[str, Any]:
-    """A candidate as a table row, without columns that were not asked for."""
+def candidate_row(rank: int, candidate: SearchCandidate) -> dict[str, Any]:
+    """A candidate as a table row, without columns of what was not predicted."""
     def between(low: float | None, high: float | None) -> str:
         return f"{cell(low)} and {cell(high)}"
 
@@ -121,19 +121,19 @@ def row_of(rank: int, candidate: SearchCandidate) -> dict[str, Any]:
                   "chance": f"{100 * (candidate.chance or 0.0):.0f} %"}
 
 
-def show(found: SearchResult, args: argparse.Namespace) -> None:
-    """Prints the result, and logs its size."""
+def print_result(found: SearchResult, args: argparse.Namespace) -> None:
+    """Prints the best candidates or the front, and logs how many candidates there were."""
     if args.json:
-        cli.print_json({**found._asdict(), "best": [one._asdict() for one in found.best],
-                        "front": [one._asdict() for one in found.front]})
+        cli.print_json(found._asdict() | {"best": [candidate._asdict() for candidate in found.best],
+                                          "front": [candidate._asdict() for candidate in found.front]})
     else:
         shown, what = (found.front, "the front") if args.front else (found.best, "the best")
-        cli.print_table([row_of(rank, candidate) for rank, candidate in enumerate(shown, 1)],
+        cli.print_table([candidate_row(rank, candidate) for rank, candidate in enumerate(shown, 1)],
                         f"{what} of {found.searched} candidates")
-    log.info("%d candidates, of which %d keep to the limits with a chance of at least %g; %d on the front", found.searched,
+    log.info("%d candidates; %d keep to the limits with a chance of at least %g, %d are on the front", found.searched,
              found.admitted, args.chance, len(found.front))
     if found.failed:
-        log.error("%d candidates could not be predicted, the first one since: %s", found.failed, found.first_error)
+        log.error("%d candidates could not be predicted; the error of the first one: %s", found.failed, found.first_error)
 
 
 def main() -> int:
@@ -141,11 +141,11 @@ def main() -> int:
     workspace = cli.start(args)
     fitted = Predictor(workspace, args.target, any_device=True).fitted
     pace = PaceAsked(args.host_pace, args.machine).now(fitted, AS_USUAL)
-    question = SearchQuestion(workspace.root, args.target, args.space, args.count, args.seed,
-                        SearchLimits(args.latency_ms, args.memory_mib, args.energy_j, args.chance), args.energy, args.score,
-                        pace, args.force)
+    limits = SearchLimits(args.latency_ms, args.memory_mib, args.energy_j, args.chance)
+    question = SearchQuestion(workspace.root, args.target, args.space, args.count, args.seed, limits, args.energy, args.score,
+                              pace, args.force)
     found = search(question, args.top, args.out, args.processes, args.ray)
-    show(found, args)
+    print_result(found, args)
     return 1 if found.failed else 0
 
 

@@ -1,9 +1,9 @@
 """How processes share a target's GPU, in time slices or through MPS, and how a host serves requests to models.
 
 Without MPS and MIG, two processes never run on the GPU at the same time: each has it for a time slice, or until its work is
-done. The length of a slice is learned for each device. The co-runner's turns and how often it has work are measured by a probe
-(benchmark/sharing_probe.py), or guessed from the GPU's busy share in the metrics. Through MPS, kernels of several processes run
-at the same time; how wide each kernel is, is learned.
+done. The length of a slice is learned for each device. The co-runner's turns, and how often it has work, are measured by a
+probe (benchmark/sharing_probe.py), or guessed from the GPU's busy share in the metrics. Through MPS, kernels of several
+processes run at the same time; it is learned how much of the GPU (width) each kernel fills.
 """
 
 from __future__ import annotations
@@ -29,23 +29,26 @@ from hase.records.probe_reading import ALWAYS, ProbeReading, ProbeSummary, phase
 from hase.utils import files
 from hase.utils.config import Frozen
 from hase.utils.sharing_mode import check_sharing_mode
+from hase.utils.timing import Floats
 
 if TYPE_CHECKING:
     from hase.records.kernel_record import Kernel
 
-
-SHARING_VERSION = 3
+SHARING_VERSION, MPS_VERSION, SERVING_VERSION = 3, 1, 1
 SEED = 7  # of the order of turns of several processes
 DEFAULT_SWITCH_MS = 0.2  # fitted to an H200 (the shipped sharing.json); used where no model was measured next to a looped one
-Floats = npt.NDArray[np.float64]
 # Fields that say how busy a GPU is, with their value for a GPU that is never idle. The first one that is known is used, since
 # utilisation counts a whole sampling period as busy if anything ran in it.
 BUSY_FIELDS = {"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 1.0, "DCGM_FI_DEV_GPU_UTIL": 100.0}
 TracksAndCosts = tuple[Tracks, PipelineCosts]  # the arguments of `pipeline_ms`
+WITHOUT_SHARES, WITH_SHARES = "without shares", "with shares"  # of the threads: a key of errors
+STEM = f"{MPS_PREFIX}width"  # of the file of the estimator of widths
+GPU_BOUND = 0.8  # a model is GPU-bound if its kernels take this share of its latency or more
 
 
 class SharingErrors(Frozen):
-    """Mean errors (ratios) of predicted latencies next to a co-runner, with the model's family and the background held out."""
+    """Errors (ratios) of the mean, p50 and p95 that are predicted for models that share the GPU. The model's family and the
+    background, or the other model, are held out."""
 
     cases: int
     mean: float
@@ -81,15 +84,15 @@ class Sharing(Frozen):
     paired: SharingErrors | None = None
 
 
-def co_runner_seen(starts_ms: npt.ArrayLike, latencies_ms: npt.ArrayLike, alone_ms: float) -> CoRunner:
-    """The co-runner that explains the latencies of one piece of the probe's work."""
+def co_runner_from_latencies(starts_ms: npt.ArrayLike, latencies_ms: npt.ArrayLike, alone_ms: float) -> CoRunner:
+    """The co-runner that explains the latencies of one piece of the probe's work, which takes `alone_ms` on an idle GPU."""
     latencies = np.asarray(latencies_ms, dtype=float)
     waited = latencies > waiting_from_ms(alone_ms)
-    return _in_phases(*phases_ms(starts_ms, latencies, waited), latencies[waited] - alone_ms)
+    return _with_phases(*phases_ms(starts_ms, latencies, waited), latencies[waited] - alone_ms)
 
 
-def _in_phases(busy_ms: float, quiet_ms: float, waits_ms: Floats) -> CoRunner:
-    """A co-runner with busy and quiet phases; one of the lengths may be 0."""
+def _with_phases(busy_ms: float, quiet_ms: float, waits_ms: Floats) -> CoRunner:
+    """A co-runner with busy and quiet phases, one of which may have the length 0."""
     if not busy_ms:
         return CoRunner(0.0, 1.0, waits_ms)
     return CoRunner(busy_ms, quiet_ms, waits_ms) if quiet_ms else CoRunner(1.0, 0.0, waits_ms)
@@ -101,7 +104,7 @@ def co_runner_probed(reading: ProbeReading, alone_ms: Mapping[str, float]) -> Co
     with the tiny one, with the same constants.) Raises UserError: the GPU was shared in a mode that was not measured."""
     if reading.sharing is not None:
         check_sharing_mode(reading.sharing)
-    return co_runner_seen(reading.long.starts_ms, reading.long.latencies_ms, alone_ms["long"])
+    return co_runner_from_latencies(reading.long.starts_ms, reading.long.latencies_ms, alone_ms["long"])
 
 
 def co_runner_summarised(summary: ProbeSummary, alone_ms: Mapping[str, float]) -> CoRunner:
@@ -113,15 +116,13 @@ def co_runner_summarised(summary: ProbeSummary, alone_ms: Mapping[str, float]) -
     if summary.latencies_ms[0] > waiting_from_ms(alone):  # the co-runner left no gap: even the shortest run waited
         return CoRunner(1.0, 0.0, np.array(summary.latencies_ms) - alone)
     waits = np.maximum(np.array(summary.waited_ms) - alone, 0.0)  # below 0 on a faster GPU than the one learned from
-    return _in_phases(summary.busy_ms, summary.quiet_ms, waits)
+    return _with_phases(summary.busy_ms, summary.quiet_ms, waits)
 
 
 def busy_share(metrics: Mapping[str, float]) -> float | None:
     """The share of time in which the GPU is busy, from the first of BUSY_FIELDS in the metrics; None without any."""
-    for field, always in BUSY_FIELDS.items():
-        if field in metrics:
-            return min(max(metrics[field] / always, 0.0), 1.0)
-    return None
+    return next((min(max(metrics[field] / never_idle, 0.0), 1.0) for field, never_idle in BUSY_FIELDS.items()
+                 if field in metrics), None)
 
 
 def co_runner_guessed(share: float, sharing: Sharing, like: CoRunner | None = None) -> CoRunner:
@@ -133,36 +134,23 @@ def co_runner_guessed(share: float, sharing: Sharing, like: CoRunner | None = No
     return CoRunner(share * cycle_ms, (1.0 - share) * cycle_ms, waits)
 
 
-def in_a_loop(looped: Sequence[TracksAndCosts], model: TracksAndCosts, sharing: Sharing) -> CoRunner:
-    """Models that run without a pause, each in its own process, as the co-runner of `model`. They always have work, so each
-    wait is one turn of each of them plus their switches. Meanwhile the host goes on dispatching."""
+def looped_co_runner(looped: Sequence[TracksAndCosts], model: TracksAndCosts, sharing: Sharing) -> CoRunner:
+    """The co-runner of `model` that consists of models in loops without a pause, each in its own process. They always have
+    work, so each wait is one turn of each of them plus their switches. Meanwhile the host of `model` continues to dispatch."""
     slices_ms = [min(work_ms, sharing.slice_ms) + sharing.switch_ms if index == 0 or work_ms else 0.0
                  for index, work_ms in enumerate(gpu_work_ms(*run) for run in (model, *looped))]
-    longest_ms = max(sharing.longest_wait_ms - sharing.switch_ms, sharing.switch_ms)  # where all waits were short
+    longest_ms = max(sharing.longest_wait_ms - sharing.switch_ms, sharing.switch_ms)  # the latter if all waits were short
     turns = [process_turns + sharing.switch_ms for run, own_ms in zip(looped, slices_ms[1:], strict=True)
              if len(process_turns := turns_ms(*run, longest_ms, sum(slices_ms) - own_ms))]
     if not turns:
         return CoRunner(0.0, 1.0, np.zeros(0))
-    shuffled = np.random.default_rng(SEED)  # where each process is in its run has nothing to do with where the others are
-    longest = max(map(len, turns))
-    first, *others = (np.resize(process_turns, longest) for process_turns in turns)
-    return CoRunner(1.0, 0.0, sum((shuffled.permutation(process_turns) for process_turns in others), first))
-
-MPS_VERSION = 1
-WITHOUT_SHARES, WITH_SHARES = "without shares", "with shares"  # of the threads: a key of errors
-STEM = f"{MPS_PREFIX}width"  # of the file of the estimator of widths
-GPU_BOUND = 0.8  # a model is GPU-bound if its kernels take this share of its latency or more
+    generator = np.random.default_rng(SEED)  # shuffles, since the processes are independent of each other
+    most_turns = max(map(len, turns))
+    first, *others = (np.resize(process_turns, most_turns) for process_turns in turns)
+    return CoRunner(1.0, 0.0, sum((generator.permutation(process_turns) for process_turns in others), first))
 
 
-class MpsErrors(Frozen):
-    """Mean errors (ratios) of latencies beside models in loops, with the model's family and the looped model held out of the
-    fit. Kernel times and the latency alone are measured ones."""
-
-    cases: int
-    mean: float
-    p50: float
-    p95: float
-
+# through MPS -------------------------------------------------------------------------------------------------------------
 
 class MpsSharing(Frozen):
     """`mps.json`: how a target's GPU is shared through MPS.
@@ -171,8 +159,8 @@ class MpsSharing(Frozen):
         learned_on: the target that was measured; it may be another one.
         host_slowdown: the host's time for a run through MPS divided by that in time slices.
         width_error: the mean error (a ratio) of kernel widths with the family held out, weighted by time.
-        gpu_bound, host_bound: errors for models whose kernels take GPU_BOUND of their latency, and for others; keys are
-            `without shares` and `with shares`.
+        gpu_bound, host_bound: errors beside looped models, for models whose kernels take GPU_BOUND of their latency, and for
+            others. Kernel times and the latency alone were measured. Keys are `without shares` and `with shares`.
     """
 
     version: int = MPS_VERSION
@@ -182,10 +170,10 @@ class MpsSharing(Frozen):
     host_slowdown: float = 1.0
     width: Saved
     width_error: float
-    gpu_bound: dict[str, MpsErrors]
-    host_bound: dict[str, MpsErrors]
+    gpu_bound: dict[str, SharingErrors]
+    host_bound: dict[str, SharingErrors]
 
-    def errors_of(self, gpu_ms: float, alone_ms: float, shares: bool) -> MpsErrors | None:
+    def errors_of(self, gpu_ms: float, alone_ms: float, shares: bool) -> SharingErrors | None:
         """The errors for models with this share of kernel time in the latency alone; None if no such model was measured."""
         errors = self.gpu_bound if gpu_ms >= GPU_BOUND * alone_ms else self.host_bound
         return errors.get(WITH_SHARES if shares else WITHOUT_SHARES)
@@ -194,16 +182,17 @@ class MpsSharing(Frozen):
 def write_mps(folder: Path, learned: MpsSharing) -> None:
     """Writes `mps.json`, then removes width estimators that neither it nor the previous file names. The previous estimator
     stays since a process may have read the previous file, but not yet its estimator."""
-    before = files.read_json(target_files.MPS.path(folder)) if target_files.MPS.path(folder).exists() else {}
-    files.write_json(target_files.MPS.path(folder), learned)
+    path = target_files.MPS.path(folder)
+    before = files.read_json(path) if path.exists() else {}
+    files.write_json(path, learned)
     in_use = {learned.width.file, before.get("width", {}).get("file") if isinstance(before, dict) else None}
-    for path in folder.glob(f"{STEM}-*.npz"):
-        if path.name not in in_use:
-            path.unlink()
+    for estimator in folder.glob(f"{STEM}-*.npz"):
+        if estimator.name not in in_use:
+            estimator.unlink()
 
 
 def grids_of(widths: Floats, bytes_moved: Floats, gpu_ms: Floats, bytes_per_ms: float) -> Grids:
-    """The grids of nodes, from their kernels' widths, bytes moved and GPU times."""
+    """The shares of the GPU and of its bandwidth that kernels use, from their widths, bytes moved and GPU times."""
     return Grids(np.clip(widths, 0.0, 1.0), np.minimum(1.0, bytes_moved / bytes_per_ms / np.maximum(gpu_ms, 1e-6)))
 
 
@@ -219,25 +208,27 @@ class LearnedMps:
         return open_estimator(self.sharing.width, KernelModel, self.folder, f"fit again: {FIT_MPS}")
 
     def grids(self, kernels: Sequence[Kernel], features: Floats, gpu_ms: Floats) -> Grids:
-        """The shares of the GPU and of its bandwidth that each kernel uses. `kernels` are in the order of a run's nodes,
-        `features` are kernels × KERNEL_FEATURES."""
+        """The shares of the GPU and of its bandwidth that each kernel uses. `features` are kernels × KERNEL_FEATURES."""
         moved = np.array([float(kernel.bytes_read + kernel.bytes_written) for kernel in kernels])
         widths = predict_kernels(self._width, kernels, features, self._width.idle_load) if len(kernels) else np.zeros(0)
         return grids_of(widths, moved, gpu_ms, self.sharing.bytes_per_ms)
 
 
-def learned_mps(folder: Path) -> LearnedMps | None:
+def read_mps(folder: Path) -> LearnedMps | None:
     """Reads how a target's GPU is shared through MPS, from the folder of its predictors; None if nothing was learned."""
     sharing = target_files.MPS.read(folder)
     return None if sharing is None else LearnedMps(sharing, folder)
 
-SERVING_VERSION = 1
 
+# serving -----------------------------------------------------------------------------------------------------------------
 
 class ServingHost(Frozen):
-    """`serving.json`: how the pace of a host changes while it serves requests. Other attributes are as in `Host`. `pace` is the
-    measured host's by its probe, relative to the target's usual pace. `paces` are evenly spaced quantiles of the pace in
-    back-to-back runs, relative to the probe's."""
+    """`serving.json`: how the pace of a host changes while it serves requests. Not listed: as in `Host`.
+
+    Attributes:
+        pace: of the measured host by its probe, relative to the target's usual pace.
+        paces: evenly spaced quantiles of the pace in back-to-back runs, relative to the probe's.
+    """
 
     version: int = SERVING_VERSION
     learned_on: str
@@ -252,17 +243,17 @@ class ServingHost(Frozen):
     stalls_ms: tuple[float, ...]
 
     @property
-    def middle(self) -> float:
+    def median_pace(self) -> float:
         """The median of `paces`, at which runs are predicted."""
         return float(np.median(self.paces))
 
     def host(self, stalls: Stalls | None = None) -> Host:
-        """The host for the simulation of runs that are predicted at the `middle` pace. `stalls` are those seen by the host's
-        probe on an idle machine. They only count if more frequent than the learned ones: a host that never stalled when idle
-        stalled once a second while it served."""
+        """The host for a simulation of runs that are predicted at `median_pace`. `stalls` are those that the host's probe saw
+        on an idle machine. They only count if more frequent than the learned ones: a host that never stalled when idle stalled
+        once a second while it served."""
         learned = Stalls(self.stalls_per_s, self.stalls_ms)
         per_s, lengths_ms = max(learned, stalls or learned, key=lambda which: which.per_s)
-        return Host(np.array(self.paces) / self.middle, self.lasts_ms, np.array(self.idle_ms), np.array(self.slower),
+        return Host(np.array(self.paces) / self.median_pace, self.lasts_ms, np.array(self.idle_ms), np.array(self.slower),
                     per_s, np.array(lengths_ms))
 
 

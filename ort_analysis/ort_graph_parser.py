@@ -1,8 +1,7 @@
-"""The graph that ONNX Runtime really runs, node by node, with every shape known.
+"""Prints the graph that ONNX Runtime really runs, node by node, with all shapes.
 
-Reads any ONNX file (or a model in memory). ORT optimises it and saves the result to a temporary file, which is read
-back; shapes come from ORT itself, since the saved graph has none and ONNX's own inference stops at ORT's operators.
-Prints the nodes; writes nothing.
+Reads any ONNX file. ONNX Runtime optimises it and saves the result to a temporary file, which is read back. Shapes come from
+ONNX Runtime itself, since the saved graph has none and ONNX's own inference stops at ONNX Runtime's operators. Writes nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--model", type=Path, required=True, help="an ONNX file; a bare name is also looked for in model_zoo")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto",
-                        help="whose graph; cuda also works without a GPU (default: auto)")
+                        help="the provider that runs the graph; cuda also works without a GPU (default: auto)")
     cli.add_dim(parser)
     cli.add_static(parser)
     cli.add_no_weights(parser)
@@ -38,7 +37,7 @@ def main() -> int:
     graph = graph_of(workspace.find_model(args.model), args.device, cli.one_size_dims(args.dim), args.static,
                      args.no_weights)
     if graph["derived"]:
-        log.info("this is the graph that the CUDA provider would run, derived on the CPU provider")
+        log.info("this graph was derived on the CPU provider, as the CUDA provider would run it")
     if args.json:
         cli.print_json(graph)
     else:

@@ -25,7 +25,7 @@ from hase.learned.kernels.predictors import read_predictors
 from hase.records.dataset_files import read_header, read_kernels
 from hase.records.kernel_record import Kernel
 from hase.records.measurement import GPU_LABEL
-from hase.training.fits.data_sheets import adjust, card_of, correction_of, on_base
+from hase.training.fits.data_sheets import adjust_ratios, chosen_card, saved_correction, work_on_base
 from hase.utils import cli, files
 from hase.utils.errors import UserError
 from hase.utils.locks import sole_writer
@@ -57,17 +57,17 @@ def main() -> int:
     parser.add_argument("--most", type=cli.count, default=1000, help="kernels that correct (default: 1000)")
     args = parser.parse_args()
     workspace = cli.start(args)
-    gpu, (model, learned) = card_of(args.gpu, read_header(workspace.dataset(args.target)).target.device_name), read_sheet()
+    gpu, (model, learned) = chosen_card(args.gpu, read_header(workspace.dataset(args.target)).target.device_name), read_sheet()
     base = read_predictors(SHIPPED / model.base)
-    base_gpu = card_of(None, base.sidecar.target.device_name)
+    base_gpu = chosen_card(None, base.sidecar.target.device_name)
     if gpu.slug == base_gpu.slug:
         raise UserError(f"{gpu.name}: was measured itself; predict for it with --target")
     measured = kernels_measured(workspace, args.target, args.most)
     kernels, times_ms = [kernel for kernel, _ in measured.values()], np.array([time for _, time in measured.values()])
-    work, base_ms = on_base(kernels, base)
-    adjusted = adjust(learned, work, base_ms, times_ms, base_gpu, gpu)
+    work, base_ms = work_on_base(kernels, base)
+    adjusted = adjust_ratios(learned, work, base_ms, times_ms, base_gpu, gpu)
     with sole_writer(workspace.data_sheets):
-        files.write_json(correction_path(workspace, gpu), correction_of(adjusted, args.target, model.base, {
+        files.write_json(correction_path(workspace, gpu), saved_correction(adjusted, args.target, model.base, {
             name: time for name, (_, time) in measured.items()}))
     sheet_ms = learned.times_ms(work, base_ms, base_gpu, gpu)
     cli.print_rows([error_row("data sheet alone", sheet_ms, times_ms),

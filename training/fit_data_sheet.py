@@ -23,7 +23,15 @@ import numpy.typing as npt
 from hase.learned.data_sheet.ratios import BASE, FOLDER, OWN, CardRatios, SheetRange
 from hase.learned.data_sheet.work import Floats, Work, peaks_flop_s
 from hase.records.devices import GpuDataSheet
-from hase.training.fits.data_sheets import Table, adjust, card, learn, most_useful, read_tables, write_sheet
+from hase.training.fits.data_sheets import (
+    Table,
+    adjust_ratios,
+    card,
+    fit_card_ratios,
+    most_useful,
+    read_card_tables,
+    write_sheet,
+)
 from hase.utils import cli
 from hase.utils.errors import UserError
 from hase.utils.logger import progress
@@ -76,7 +84,7 @@ def predicted(table: Table, gpu: GpuDataSheet, ratios: CardRatios, counts: Seque
     for count in counts:
         chosen = np.zeros(len(base_ms), dtype=bool)
         chosen[to_measure[:count]] = True
-        adjusted = adjust(ratios, work.rows(chosen), base_ms[chosen], measured_ms[chosen], base, gpu, table.name)
+        adjusted = adjust_ratios(ratios, work.rows(chosen), base_ms[chosen], measured_ms[chosen], base, gpu, table.name)
         replayed[count] = Replayed(measured_ms[~chosen], adjusted.times_ms(work.rows(~chosen), base_ms[~chosen], base, gpu,
                                                                           table.name))
     return LeftOutCard(table.name, gpu, measured_ms, ratios.times_ms(work, base_ms, base, gpu, table.name),
@@ -149,7 +157,7 @@ def main() -> int:
                              "is written (default: card)")
     args = parser.parse_args()
     cli.start(args)
-    tables = read_tables(args.tables)
+    tables = read_card_tables(args.tables)
     names = sorted({name for table in tables if BASE in table.ms for name in table.ms} - {BASE})
     if not names:
         raise UserError(f"{args.tables}: no table has {BASE} and another card")
@@ -158,7 +166,7 @@ def main() -> int:
     for name in progress(names, "cards left out"):
         same_generation = [other for other in all_names
                            if args.by == "generation" and card(other).generation == card(name).generation]
-        ratios = learn(tables, without=(name, *same_generation))
+        ratios = fit_card_ratios(tables, without=(name, *same_generation))
         results += [predicted(table, card(name), ratios, args.replay) for table in tables
                   if BASE in table.ms and name in table.ms]
     own_names = tuple(sorted({BASE, *(name for table in tables if table.name == OWN for name in table.ms)}))
@@ -166,7 +174,7 @@ def main() -> int:
     ranges = [range_of([result for result in results if (result.gpu.compute_capability in capabilities) == known])
               for known in (True, False)]
     if args.by == "card":
-        write_sheet(args.out, learn(tables), BASE_TARGET, (*names, BASE), own_names, *ranges)
+        write_sheet(args.out, fit_card_ratios(tables), BASE_TARGET, (*names, BASE), own_names, *ranges)
     results.sort(key=lambda result: (result.table == OWN, result.table))
     cli.print_rows([row(result, results) for result in results], args.json,
                    f"errors of each {args.by} left out; nine of ten times within {ranges[0].low:.2f} to {ranges[0].high:.2f} "

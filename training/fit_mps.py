@@ -25,7 +25,7 @@ from hase.learned.composition.fitted import read_composition
 from hase.learned.kernels.interface import TrainingConfig
 from hase.learned.kernels.predictors import read_predictors
 from hase.learned.kernels.saved_form import save_estimator
-from hase.learned.sharing import GPU_BOUND, STEM, MpsErrors, MpsSharing, write_mps
+from hase.learned.sharing import GPU_BOUND, STEM, MpsSharing, SharingErrors, write_mps
 from hase.records.dataset_files import collected_targets, read_header
 from hase.records.measurement import GPU_LABEL
 from hase.training.fits.mps import MeasuredWay, MpsFit, bytes_per_ms, fit_widths, host_slowdown, read_way, records_of
@@ -101,9 +101,9 @@ def fit_target(workspace: Workspace, measured: Workspace, target: str, config: T
                       host_bound=host_bound, width=save_estimator(workspace.predictors(target), STEM, width))
 
 
-def table(gpu_bound: Mapping[str, MpsErrors], host_bound: Mapping[str, MpsErrors]) -> list[dict[str, Any]]:
+def table(gpu_bound: Mapping[str, SharingErrors], host_bound: Mapping[str, SharingErrors]) -> list[dict[str, Any]]:
     """The errors in per cent, one row for each kind of model and way."""
-    def row(models: str, way: str, errors: MpsErrors) -> dict[str, Any]:
+    def row(models: str, way: str, errors: SharingErrors) -> dict[str, Any]:
         return {"models": models, "way": way, "cases": errors.cases,
                 **{f"{name}_%": 100 * getattr(errors, name) for name in ("mean", "p50", "p95")}}
 

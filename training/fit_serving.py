@@ -1,10 +1,10 @@
-"""Learns how a host's pace changes while it serves requests: from run to run, and after it was idle.
+"""Learns how a host's pace changes while it serves requests: from run to run, and after idle time.
 
 Reads the predictors and the composition of a GPU target, and a workspace (--served) with models that were served in time slices
-(benchmark/served_sets.py), their kernel records, and, where the servers did not read the host's pace, readings meanwhile in its
-folder `host_pace`. Models that were served alone count; without any, the runs of sets that met no other model's.
-The target whose host it was may be another one. Writes training/predictors/<target>/serving.json, by which
-inference/sharing_advice.py simulates requests. Models count where the host is the slower track.
+(benchmark/served_sets.py), which may be from another target. The workspace has their kernel records, and in its folder
+`host_pace` readings of the host's pace for servers that did not read it themselves. Learns from models that were served alone;
+without any, from those runs in sets during which no other model ran; and only from models for which the host is the slower
+track. Writes training/predictors/<target>/serving.json, by which inference/sharing_advice.py simulates requests.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ python training/fit_serving.py --workspace out/h200 --target nvidia-h200-cuda-or
 """
 
 
-def shown(learned: ServingHost) -> list[dict[str, Any]]:
-    """A row of the table for each learned number."""
-    return [{"of": "pace of the host, to the usual one (probe)", "value": learned.pace},
-            {"of": "pace in runs to the probe's, lowest", "value": min(learned.paces)},
-            {"of": "… median", "value": learned.middle},
+def serving_rows(learned: ServingHost) -> list[dict[str, Any]]:
+    """The learned numbers as table rows."""
+    return [{"of": "pace of the host by its probe, relative to the usual one", "value": learned.pace},
+            {"of": "pace in runs, relative to the probe's: lowest", "value": min(learned.paces)},
+            {"of": "… median", "value": learned.median_pace},
             {"of": "… highest", "value": max(learned.paces)},
-            {"of": "lasts (ms)", "value": learned.lasts_ms},
+            {"of": "a pace lasts (ms)", "value": learned.lasts_ms},
             {"of": "stalls per second", "value": learned.stalls_per_s},
-            {"of": "… median (ms)", "value": median(learned.stalls_ms or (0.0,))},
+            {"of": "median length of a stall (ms)", "value": median(learned.stalls_ms or (0.0,))},
             *({"of": f"slower after {idle_ms:.3g} ms idle", "value": slower}
               for idle_ms, slower in zip(learned.idle_ms, learned.slower, strict=True))]
 
@@ -49,7 +49,7 @@ def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--target", required=True, help="name of a target in training/predictors")
     parser.add_argument("--served", type=Path, required=True, metavar="WORKSPACE",
-                        help="workspace with models that were served, their records, and readings of the host's pace")
+                        help="workspace with served models, their kernel records, and readings of the host's pace")
     args = parser.parse_args()
     workspace = cli.start(args)
     served = Workspace(cli.existing_folder("--served", args.served))
@@ -60,7 +60,7 @@ def main() -> int:
     if args.json:
         cli.print_json(learned.model_dump(mode="json"))
     else:
-        cli.print_table(shown(learned))
+        cli.print_table(serving_rows(learned))
     return 0
 
 

@@ -1,14 +1,15 @@
-"""Formats numbers, names and warnings for people: table cells, shortened lists, grouped warnings."""
+"""Formats values, names and warnings for people: table cells, shortened lists, grouped warnings."""
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
 def cell(value: Any) -> str:
-    """A table cell: four significant digits for floats, a dash for None."""
+    """The text of a table cell: four significant digits (or all before the point) for floats, a dash for None."""
     if value is None:
         return "-"
     if isinstance(value, float):
@@ -22,22 +23,23 @@ def first_and_count(names: Sequence[str]) -> str:
 
 
 def distinct(texts: Iterable[str]) -> list[str]:
-    """The texts without repetitions; texts that differ only in numbers and kernel names count as equal."""
-    first: dict[str, str] = {}
+    """The first of each group of equal texts; texts that differ only in numbers and kernel names count as equal."""
+    firsts: dict[str, str] = {}
     for text in texts:
-        first.setdefault(_without_numbers(text), text)
-    return list(first.values())
+        firsts.setdefault(_without_numbers(text), text)
+    return list(firsts.values())
 
 
 def names_by_warning(warnings: Iterable[tuple[str, Iterable[str]]]) -> dict[str, list[str]]:
-    """The names that each warning concerns, by its text; warnings that `distinct` takes as equal are joined."""
-    texts, names = dict[str, dict[str, None]](), dict[str, dict[str, None]]()
+    """The names that each warning concerns, by its text, from names and their warnings. Warnings that differ only in numbers
+    and kernel names are joined."""
+    texts, names = defaultdict[str, dict[str, None]](dict), defaultdict[str, dict[str, None]](dict)  # used as ordered sets
     for name, texts_of_name in warnings:
         for text in texts_of_name:
-            texts.setdefault(_without_numbers(text), {})[text] = None
-            names.setdefault(_without_numbers(text), {})[name] = None
-    return {first + (f" (and {len(others)} like it)" if others else ""): list(names[alike])
-            for alike, (first, *others) in texts.items()}
+            texts[_without_numbers(text)][text] = None
+            names[_without_numbers(text)][name] = None
+    return {first + (f" (and {len(others)} like it)" if others else ""): list(names[pattern])
+            for pattern, (first, *others) in texts.items()}
 
 
 def _without_numbers(text: str) -> str:
@@ -46,7 +48,7 @@ def _without_numbers(text: str) -> str:
 
 
 def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows as a Markdown table with the columns of the first row. Floats have one decimal; unknown values are a dash."""
+    """A Markdown table of the rows, with the columns of the first one. Floats have one decimal; missing values are a dash."""
     columns = list(rows[0]) if rows else []
     lines = [columns, ["---"] * len(columns), *([_markdown_cell(row.get(column)) for column in columns] for row in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

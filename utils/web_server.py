@@ -1,8 +1,8 @@
 """A metrics server for Prometheus, with TLS and users (`--web-config FILE`) and a deadline per request.
 
-The config uses the keys of exporter-toolkit (docs/web-configuration.md of prometheus/exporter-toolkit, read in November 2026)
-that Hase supports; other keys are errors. As there, relative paths start in the file's folder, passwords are bcrypt hashes, and
-all files are read again for every client, so that new certificates and users count at once.
+The config has the keys of exporter-toolkit (docs/web-configuration.md of prometheus/exporter-toolkit, November 2026) that Hase
+supports; other keys are errors. As there, relative paths start in the file's folder, passwords are bcrypt hashes, and all files
+are read again for every client, so that new certificates and users count at once.
 
 The deadline is needed because a socket's own timeout starts again with every byte: a slow client could hold a thread for ever.
 """
@@ -40,18 +40,18 @@ if TYPE_CHECKING:
 INSTALL = "pip install '.[operating]'"
 PAGE = "docs/operating.md"
 BCRYPT = re.compile(r"\$2[abxy]\$(?:0[4-9]|[12][0-9]|3[01])\$[./A-Za-z0-9]{53}")
-KEPT = 100  # cached password checks, since one takes up to 0.2 s
-_checking = threading.Lock()  # many wrong passwords at a time may take one core, not all of them
+CACHED_CHECKS = 100  # of passwords, since one takes up to 0.2 s
+_one_check = threading.Lock()  # so that many wrong passwords at a time occupy one core, not all of them
 T = TypeVar("T")
 log = get_logger("scrape_server")
 LOCALHOST = "127.0.0.1"  # the default: other addresses show the metrics to the whole network
 REQUEST_S = 30.0  # a client whose request is not complete after this time is disconnected
-TEXT = "text/plain; charset=utf-8"
-LACK_S = 0.1  # pause after a connection that this machine could not take
-STALE = 3  # intervals without anything new after which nothing is served
+TEXT_TYPE = "text/plain; charset=utf-8"
+ACCEPT_PAUSE_S = 0.1  # after a connection that this machine could not accept
+STALE_INTERVALS = 3  # without anything new, after which nothing is served
 
 
-class TooLate(Exception):
+class DeadlineExceeded(Exception):
     """The deadline passed before the whole message arrived."""
 
 
@@ -61,22 +61,22 @@ class DeadlineReader(io.RawIOBase):
     def __init__(self, raw: io.RawIOBase, connection: socket, timeout_s: float | None) -> None:
         """Reads from `raw`, a file of `connection`, for `timeout_s` seconds from now; None for no limit."""
         self._raw, self._connection = raw, connection
-        self._until_s = None if timeout_s is None else time.monotonic() + timeout_s
+        self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: WriteableBuffer, /) -> int | None:
-        """Fills a part of `buffer` and returns the number of bytes; raises `TooLate` after the deadline."""
-        if self._until_s is not None:
-            left_s = self._until_s - time.monotonic()
+        """Fills a part of `buffer` and returns the number of bytes; raises `DeadlineExceeded` after the deadline."""
+        if self._deadline_s is not None:
+            left_s = self._deadline_s - time.monotonic()
             if left_s <= 0:
-                raise TooLate
+                raise DeadlineExceeded
             self._connection.settimeout(left_s)
         try:
             return self._raw.readinto(buffer)
         except TimeoutError:
-            raise TooLate from None
+            raise DeadlineExceeded from None
 
     def close(self) -> None:
         self._raw.close()
@@ -94,7 +94,7 @@ class TlsServer(Config):
 
 
 class WebConfig(Config):
-    """The config file. Without `tls_server_config` the server uses plain HTTP; without users it answers everyone."""
+    """The config file. Without `tls_server_config`, the server uses plain HTTP; without users, it answers everyone."""
 
     tls_server_config: TlsServer | None = None
     basic_auth_users: dict[str, str] = Field(default={}, repr=False)
@@ -110,13 +110,15 @@ class WebConfig(Config):
 
 
 class WebAccess:
-    """Who may scrape a server, from a file that is read again each time. `has_tls`: whether the file asked for TLS at the
-    start. TLS can't be switched off later."""
+    """Who may scrape a server, from a config file that is read again for each client.
+
+    TLS (`has_tls`) and users that the file had at the start can't be removed later.
+    """
 
     def __init__(self, path: Path) -> None:
         """Checks the file, its certificates and keys, and the hashes of passwords."""
         self._path = path
-        self.has_tls = self._has_users = False  # as the file said at the start
+        self.has_tls = self._has_users = False
         config = self._read()
         self.tls()
         self.has_tls, self._has_users = config.tls_server_config is not None, bool(config.basic_auth_users)
@@ -127,7 +129,7 @@ class WebAccess:
         return None if config is None else self._context(config)
 
     def admits(self, authorization: str) -> bool:
-        """Whether a request with this Authorization header ("" without one) is answered."""
+        """Whether the users allow a request with this Authorization header ("" without one)."""
         users = self._read().basic_auth_users
         if not users:
             return True
@@ -138,30 +140,32 @@ class WebAccess:
             return False
         if scheme.lower() != "basic" or not colon:
             return False
-        known = users.get(user.decode(errors="replace"))
+        hashed = users.get(user.decode(errors="replace"))
         # an unknown user takes as long as a wrong password
-        return _is_password(password, (known or next(iter(users.values()))).encode()) and known is not None
+        return _is_password(password, (hashed or next(iter(users.values()))).encode()) and hashed is not None
+
+    def _error(self, what: str) -> UserError:
+        return UserError(f"{self._path}: {what}")
 
     def _read(self) -> WebConfig:
         try:
             config = read_config(self._path, WebConfig)
         except UserError as error:
-            text = str(error)  # a validator's does not name the file
-            raise UserError(text if text.startswith(str(self._path)) else f"{self._path}: {text}") from None
+            # a validator's error does not name the file
+            raise (error if str(error).startswith(str(self._path)) else self._error(str(error))) from None
         except OSError as error:
-            raise UserError(f"{self._path}: {error.strerror}") from None
-        for key, asked in (("tls_server_config", self.has_tls), ("basic_auth_users", self._has_users)):
-            if asked and not getattr(config, key):  # a file that is just being written is empty, too
-                raise UserError(f"{self._path}: {key} is no longer there; put it back, or start again to serve without it")
+            raise self._error(str(error.strerror)) from None
+        for key, required in (("tls_server_config", self.has_tls), ("basic_auth_users", self._has_users)):
+            if required and not getattr(config, key):  # also a file that is just being written: it is empty for a moment
+                raise self._error(f"{key} is no longer there; put it back, or start the server again to serve without it")
         for user, hashed in config.basic_auth_users.items():
             if not BCRYPT.fullmatch(hashed):
-                raise UserError(f"{self._path}: basic_auth_users.{user}: no bcrypt hash of a password; {PAGE} says how to make "
-                                "one")
+                raise self._error(f"basic_auth_users.{user}: no bcrypt hash of a password; {PAGE} says how to make one")
         if config.basic_auth_users:
             try:
                 bcrypt.checkpw  # noqa: B018 - loads it
             except ModuleNotFoundError:
-                raise UserError(f"{self._path}: basic_auth_users needs the package bcrypt; {INSTALL}") from None
+                raise self._error(f"basic_auth_users needs the package bcrypt; {INSTALL}") from None
         return config
 
     def _context(self, config: TlsServer) -> ssl.SSLContext:
@@ -169,43 +173,42 @@ class WebAccess:
         context.minimum_version = ssl.TLSVersion.TLSv1_3 if config.min_version == "TLS13" else ssl.TLSVersion.TLSv1_2
         cert, key = self._file(config.cert_file, "cert_file"), self._file(config.key_file, "key_file")
 
-        def encrypted() -> str:
-            raise UserError(f"{self._path}: tls_server_config.key_file {key}: it is encrypted; give one that needs no "
-                            "passphrase")
+        def ask_passphrase() -> str:
+            raise self._error(f"tls_server_config.key_file {key}: it is encrypted; give one that needs no passphrase")
 
         try:
-            context.load_cert_chain(cert, key, encrypted)
+            context.load_cert_chain(cert, key, ask_passphrase)
         except ssl.SSLError as error:
             why = ("the key is not the certificate's" if error.reason == "KEY_VALUES_MISMATCH" else
                    f"no certificate and key in PEM ({error.reason or 'not readable'})")
-            raise UserError(f"{self._path}: tls_server_config: cert_file {cert} and key_file {key}: {why}") from None
+            raise self._error(f"tls_server_config: cert_file {cert} and key_file {key}: {why}") from None
         if config.client_auth_type == "NoClientCert":
             if config.client_ca_file:
-                raise UserError(f"{self._path}: tls_server_config.client_ca_file goes with client_auth_type: "
-                                "RequireAndVerifyClientCert")
+                raise self._error("tls_server_config.client_ca_file goes with client_auth_type: RequireAndVerifyClientCert; "
+                                  "add that, or remove client_ca_file")
             return context
         if config.client_ca_file is None:
-            raise UserError(f"{self._path}: tls_server_config.client_auth_type: RequireAndVerifyClientCert goes with "
-                            "client_ca_file: who signs the clients' certificates")
+            raise self._error("tls_server_config.client_auth_type: RequireAndVerifyClientCert needs client_ca_file: the "
+                              "certificates of those who sign the clients' certificates")
         authority = self._file(config.client_ca_file, "client_ca_file")
         try:
             context.load_verify_locations(authority)
         except ssl.SSLError:
-            raise UserError(f"{self._path}: tls_server_config.client_ca_file {authority}: no certificates in PEM") from None
+            raise self._error(f"tls_server_config.client_ca_file {authority}: no certificates in PEM") from None
         context.verify_mode = ssl.CERT_REQUIRED
         return context
 
     def _file(self, path: Path, key: str) -> Path:
         path = self._path.parent / path
         if not path.is_file() or not os.access(path, os.R_OK):
-            raise UserError(f"{self._path}: tls_server_config.{key} {path}: no such file, or it can't be read")
+            raise self._error(f"tls_server_config.{key} {path}: no such file, or it can't be read")
         return path
 
 
-@functools.lru_cache(maxsize=KEPT)
+@functools.lru_cache(maxsize=CACHED_CHECKS)
 def _is_password(password: bytes, hashed: bytes) -> bool:
     """Whether a password matches a bcrypt hash."""
-    with _checking:
+    with _one_check:
         try:
             return bool(bcrypt.checkpw(password, hashed))
         except ValueError:  # longer than the 72 bytes that bcrypt takes, or with a zero byte
@@ -213,21 +216,17 @@ def _is_password(password: bytes, hashed: bytes) -> bool:
 
 
 def gauge(name: str, meaning: str, value: float, labels: Mapping[str, str]) -> GaugeMetricFamily:
-    """A metric with one value, and its labels by name."""
+    """A metric with one value; `labels` are values by name."""
     family = prometheus_client.core.GaugeMetricFamily(name, meaning, labels=list(labels))
     family.add_metric(list(labels.values()), value)
     return family
 
 
-def stale(what: str, last_s: float, interval_s: float, error: str) -> str:
-    """Why there is nothing to serve; "" if the latest reading is recent enough.
-
-    Args:
-        last_s: time of the latest reading, seconds since 1970; 0 for never.
-        interval_s: the expected time between readings.
-    """
+def stale_reason(what: str, last_s: float, interval_s: float, error: str) -> str:
+    """Why there is nothing to serve; "" if the latest reading is recent enough. `last_s` is its time (seconds since 1970; 0 for
+    never), `interval_s` the expected time between readings."""
     age_s = time.time() - last_s
-    if age_s <= STALE * interval_s:
+    if age_s <= STALE_INTERVALS * interval_s:
         return ""
     since = f"the last {what} is {age_s:.0f} s old" if last_s else f"no {what} so far"
     return since + (f": {error}" if error else "")
@@ -238,7 +237,7 @@ class ScrapeServer(ThreadingMixIn, WSGIServer):
 
     daemon_threads = True
     access: WebAccess | None = None
-    _trouble = ""  # why the access's files could not be used for the last client
+    _trouble = ""  # why the files of `access` could not be used for the last client; "" if they could
 
     @property
     def url(self) -> str:
@@ -247,11 +246,11 @@ class ScrapeServer(ThreadingMixIn, WSGIServer):
         return f"{scheme}://{self.socket.getsockname()[0]}:{self.server_port}/metrics"
 
     def get_request(self) -> Any:
-        """Accepts a client; waits a little if the machine lacks resources, since an immediate retry would fail again."""
+        """Accepts a client. Waits a little if the machine lacks resources, since an immediate retry would fail again."""
         try:
             return super().get_request()
         except OSError:
-            time.sleep(LACK_S)
+            time.sleep(ACCEPT_PAUSE_S)
             raise
 
     def finish_request(self, request: Any, client_address: Any) -> None:
@@ -270,11 +269,8 @@ class ScrapeServer(ThreadingMixIn, WSGIServer):
         return access is None or self._usable(lambda: access.admits(authorization))
 
     def _usable(self, read: Callable[[], T]) -> T:
-        """The result of reading the access files. If they become unusable, this is logged once, and nobody is admitted.
-
-        Raises:
-            ConnectionAbortedError: a file can't be used.
-        """
+        """The result of `read`, which reads the files of `access`. If they can't be used, this is logged once, and
+        ConnectionAbortedError makes sure that nobody is answered."""
         try:
             result = read()
         except UserError as error:
@@ -287,11 +283,13 @@ class ScrapeServer(ThreadingMixIn, WSGIServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Prints a traceback for bugs only, not for a client that disconnected or never sent a whole request."""
-        if not isinstance(sys.exc_info()[1], (OSError, TooLate)):
+        if not isinstance(sys.exc_info()[1], (OSError, DeadlineExceeded)):
             super().handle_error(request, client_address)
 
 
-class _Quiet(WSGIRequestHandler):
+class _RequestHandler(WSGIRequestHandler):
+    """Limits the time of a whole request, and logs no line for each scrape."""
+
     timeout = REQUEST_S
 
     def setup(self) -> None:
@@ -299,37 +297,35 @@ class _Quiet(WSGIRequestHandler):
         self.rfile = io.BufferedReader(DeadlineReader(self.rfile.detach(), self.connection, self.timeout))
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Logs nothing, to avoid a line for every scrape."""
+        """Logs nothing."""
 
 
 def scrape_server(collector: Collector, trouble: Callable[[], str], host: str, port: int,
                   web_config: Path | None = None) -> ScrapeServer:
-    """A server that answers scrapes once `serve_forever` runs.
+    """A server of the collector's metrics, which answers scrapes once `serve_forever` runs.
 
     Args:
         trouble: why there is nothing to serve (the answer is then HTTP 503); "" if all is well.
         host, port: "" is this machine only, 0.0.0.0 all its addresses; port 0 is a free port.
-        web_config: a file that sets TLS or users.
     """
     registry = prometheus_client.CollectorRegistry(auto_describe=False)
     registry.register(collector)
     prometheus_client.ProcessCollector(registry=registry)  # the server's own cost: process_cpu_seconds_total
     metrics = prometheus_client.make_wsgi_app(registry)
-
     access = WebAccess(web_config) if web_config else None
 
     def app(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         if not server.admits(environ.get("HTTP_AUTHORIZATION", "")):
-            start_response("401 Unauthorized", [("Content-Type", TEXT), ("WWW-Authenticate", 'Basic realm="Hase"')])
-            return [b"user and password are wanted\n"]
+            start_response("401 Unauthorized", [("Content-Type", TEXT_TYPE), ("WWW-Authenticate", 'Basic realm="Hase"')])
+            return [b"give a user and a password\n"]
         why = trouble()
         if not why:
             return metrics(environ, start_response)
-        start_response("503 Service Unavailable", [("Content-Type", TEXT)])
+        start_response("503 Service Unavailable", [("Content-Type", TEXT_TYPE)])
         return [f"{why}\n".encode()]
 
     try:
-        server = make_server(host or LOCALHOST, port, app, server_class=ScrapeServer, handler_class=_Quiet)
+        server = make_server(host or LOCALHOST, port, app, server_class=ScrapeServer, handler_class=_RequestHandler)
     except OSError as error:
         raise UserError(f"port {port}: {error.strerror}; is another exporter running? Choose another port") from None
     server.access = access

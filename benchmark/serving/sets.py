@@ -1,6 +1,6 @@
-"""Sets of models that are served at the same time: configuration, arrival of requests, and results.
+"""Sets of models that are served at the same time: their config, the arrival of requests, and the files of results.
 
-Statistics of a set are one line of JSON; all its requests are in a file beside it.
+Statistics of a set are a line of the results file; all its requests are in a file of their own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from hase.records.devices import Environment
 from hase.utils import files
 from hase.utils.config import Config, Frozen
 from hase.utils.errors import UserError
-from hase.utils.files import content_digest
 from hase.utils.fingerprint import Machine
 from hase.utils.sharing_mode import SetSharing, SetSharingText
 from hase.utils.timing import Floats
@@ -26,11 +25,11 @@ BATCH = "batch"  # the dimension that batches requests, as exporters name it
 
 
 class ServedModel(Config):
-    """A model of a set, and its requests with one input each."""
+    """A model of a set, and its requests, each of which has one input."""
 
     model: Path  # the ONNX file, with a dynamic dimension `batch`; a bare name is also looked for among the exported models
     dims: dict[str, Annotated[int, Field(ge=1)]] = {}  # sizes of its other dynamic dimensions
-    batch: int = Field(ge=1, le=1024)  # the most requests that one run takes; each run has this size, full or not
+    batch: int = Field(ge=1, le=1024)  # the most requests in one run; each run has this size, full or not
     rate_per_s: float = Field(gt=0, le=1e5)  # requests per second, on average
     slo_ms: float = Field(gt=0, le=1e6)  # the latency within which a request should be answered
 
@@ -38,7 +37,7 @@ class ServedModel(Config):
     @classmethod
     def _without_batch(cls, dims: dict[str, int]) -> dict[str, int]:
         if BATCH in dims:
-            raise ValueError("the size of batch has an entry of its own; leave it out")
+            raise ValueError("the size of batch has a key of its own; leave it out here")
         return dims
 
 
@@ -49,29 +48,29 @@ class ServedSetsConfig(Config):
     """The config of served_sets."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    # ways to share the device; one with shares for n models applies to sets of n
+    # ways to share the device; one with a share for each of n models is used for sets of n models
     ways: Annotated[tuple[SetSharingText, ...], Field(min_length=1)] = ("slices",)
-    seconds: float = Field(5.0, gt=0, le=3600)  # period in which requests count
-    warmup_s: float = Field(0.5, ge=0, le=600)  # period of requests before that
+    seconds: float = Field(5.0, gt=0, le=3600)  # how long requests arrive and count
+    warmup_s: float = Field(0.5, ge=0, le=600)  # how long requests arrive before that
     seed: int = Field(0, ge=0)  # of the arrivals
     provider_options: dict[str, str] = {}  # of ONNX Runtime's CUDA provider
     sets: Annotated[tuple[ModelSet, ...], Field(min_length=1)]  # the models that are served at the same time
 
     def check_on(self, device: str) -> None:
-        """Raises UserError if `cpu` or `cuda` cannot be shared in these ways."""
-        for way in self.ways if device == "cpu" else ():
-            if SetSharing.parse(way).mps:
+        """Raises UserError if the device, `cpu` or `cuda`, cannot be shared in these ways."""
+        for way in self.ways:
+            if device == "cpu" and SetSharing.parse(way).mps:
                 raise UserError(f"sharing {way}: this is a way of sharing a GPU, and the target is a CPU; leave it out")
 
 
-def arrivals_s(models: Sequence[ServedModel], number: int, config: ServedSetsConfig) -> Floats:
-    """When one model's requests arrive: ascending seconds from the start of counting (negative: warm-up).
+def arrivals_s(models: Sequence[ServedModel], index: int, config: ServedSetsConfig) -> Floats:
+    """When the requests to a model of a set arrive: ascending seconds from the start of counting (negative: warm-up).
 
     A Poisson process seeded by the config, the set and the model's index, so that each way of sharing gets the same requests.
     """
-    seed_of_set = int(content_digest([model.model_dump(mode="json") for model in models])[:16], 16)
-    generator = np.random.default_rng([config.seed, seed_of_set, number])
-    count = generator.poisson(models[number].rate_per_s * (config.warmup_s + config.seconds))
+    set_seed = int(files.content_digest([model.model_dump(mode="json") for model in models])[:16], 16)
+    generator = np.random.default_rng([config.seed, set_seed, index])
+    count = generator.poisson(models[index].rate_per_s * (config.warmup_s + config.seconds))
     return np.sort(generator.uniform(-config.warmup_s, config.seconds, count))
 
 
@@ -84,11 +83,11 @@ class PaceRead(Frozen):
 
 
 class ServedRuns(Frozen):
-    """Runs while the model was served, in order; none for opening and warm-up."""
+    """A server's answer to a task: the runs while the model was served, in order; none for opening and warm-up."""
 
     error: str = ""  # why it failed; "" if it did not
-    alone_ms: float = 0.0  # median of repeated runs while the other models wait; 0 for other tasks
-    pace: PaceRead | None = None  # the reading of the host's probe in this process after the task; None if it was not read
+    alone_ms: float = 0.0  # of warm-up: the median of repeated runs while the other models wait; 0 for other tasks
+    pace: PaceRead | None = None  # by the host's probe in this process after the task; None if it was not read
     starts_s: tuple[float, ...] = ()  # of each run, in seconds after `begin_s`
     ends_s: tuple[float, ...] = ()
     counts: tuple[int, ...] = ()  # the requests in each run
@@ -97,7 +96,7 @@ class ServedRuns(Frozen):
 # results -----------------------------------------------------------------------------------------------------------------
 
 KEY_DIGITS = 16
-ARRAYS = ("arrivals_s", "starts_s", "ends_s", "counts")  # of ModelRequests, in the file of each result
+ARRAYS = ("arrivals_s", "starts_s", "ends_s", "counts")  # of ModelRequests, in the requests file of each result
 
 
 class TimeStatistics(Frozen):
@@ -150,7 +149,7 @@ class ModelRequests(Frozen):
 
     @classmethod
     def of(cls, arrivals_s: Floats, reply: ServedRuns, warm: ServedRuns | None = None) -> Self:
-        """Requests from a server's answers after serving and after warm-up."""
+        """The requests, from a server's answers after serving and after warm-up."""
         starts_s, ends_s = np.repeat(reply.starts_s, reply.counts), np.repeat(reply.ends_s, reply.counts)
         return cls(arrivals_s=tuple(arrivals_s.tolist()), starts_s=tuple(starts_s.tolist()), ends_s=tuple(ends_s.tolist()),
                    counts=reply.counts, alone_ms=warm.alone_ms if warm else None,
@@ -164,7 +163,7 @@ class ModelRequests(Frozen):
         return np.asarray(self.starts_s)[firsts], np.asarray(self.ends_s)[firsts]
 
     def result(self, slo_ms: float, seconds: float) -> ModelResult:
-        """Statistics over the counted time."""
+        """Statistics of the counted time, which lasts `seconds`."""
         arrivals_s, served = np.asarray(self.arrivals_s), len(self.starts_s)
         counted = arrivals_s >= 0.0
         latencies_s = (np.asarray(self.ends_s) - arrivals_s[:served])[counted[:served]]
@@ -187,7 +186,7 @@ class SetResult(Frozen):
     """A set under one way of sharing."""
 
     version: Literal[2] = 2
-    key: str  # see `key_of`; the requests are in `<key>.npz`
+    key: str  # see `result_key`; the requests are in `<key>.npz`
     models: ModelSet  # the set
     way: SetSharingText  # of sharing
     seconds: float  # as in the config
@@ -202,36 +201,34 @@ class SetResult(Frozen):
     results: tuple[ModelResult, ...] = ()  # one per model; empty if it failed
 
     def rows(self, number: int) -> list[dict[str, Any]]:
-        """Table rows, one per model; `number` is the set's in the config."""
+        """Table rows, one per model, with None for what was not measured; `number` is the set's in the config."""
         rows = []
-        for index, model in enumerate(self.models):
-            row: dict[str, Any] = {"set": number, "way": self.way, "model": model.model.stem, "batch": model.batch,
-                                   "rate_per_s": model.rate_per_s, "slo_ms": model.slo_ms}
-            result = self.results[index] if self.results else None
-            latency = result.latency if result else None
-            row |= {"requests": result and result.requests, "unserved": result and result.unserved,
-                    "mean_ms": latency and latency.mean_ms, "p95_ms": latency and latency.p95_ms,
-                    "p99_ms": latency and latency.p99_ms, "within_slo": result and result.within_slo,
-                    "busy": result and result.busy, "status": self.status}
-            rows.append(row)
+        for model, result in zip(self.models, self.results or [None] * len(self.models), strict=True):
+            latency = result and result.latency
+            rows.append({
+                "set": number, "way": self.way, "model": model.model.stem, "batch": model.batch,
+                "rate_per_s": model.rate_per_s, "slo_ms": model.slo_ms,
+                **{name: result and getattr(result, name) for name in ("requests", "unserved")},
+                **{name: latency and getattr(latency, name) for name in ("mean_ms", "p95_ms", "p99_ms")},
+                **{name: result and getattr(result, name) for name in ("within_slo", "busy")}, "status": self.status})
         return rows
 
 
-def key_of(models: Sequence[ServedModel], way: str, config: ServedSetsConfig) -> str:
-    """A short text that identifies the set, way of sharing and settings."""
-    return content_digest([[model.model_dump(mode="json") for model in models], way, config.seconds, config.warmup_s,
+def result_key(models: Sequence[ServedModel], way: str, config: ServedSetsConfig) -> str:
+    """A short text that identifies the set, the way of sharing and the settings."""
+    return files.content_digest([[model.model_dump(mode="json") for model in models], way, config.seconds, config.warmup_s,
                            config.seed, config.provider_options])[:KEY_DIGITS]
 
 
 def read_results(path: Path) -> dict[str, SetResult]:
-    """Results by key, the latest of each; empty without a file."""
+    """The latest result of each key; none without a file."""
     results = {}
     for number, line in enumerate(files.read_lines(path), 1):
         try:
             result = SetResult.model_validate_json(files.line_without_digest(line))
         except ValidationError as error:
             if error.errors()[0]["loc"] == ("version",):
-                raise UserError(f"{path}, line {number}: of another version of Hase; move the file and its folder "
+                raise UserError(f"{path}, line {number}: written by another version of Hase; move the file and its folder "
                                 f"{path.stem} away, and measure again") from None
             raise UserError(f"{path}, line {number}: damaged ({error.errors()[0]['msg']}); remove the line") from None
         except ValueError as error:
@@ -240,29 +237,29 @@ def read_results(path: Path) -> dict[str, SetResult]:
     return results
 
 
-def samples_path(path: Path, key: str) -> Path:
-    """The file with the requests of one result, beside the results file."""
+def requests_path(path: Path, key: str) -> Path:
+    """The file with the requests of one result, in a folder beside the results file `path`."""
     return path.parent / path.name.removesuffix(".jsonl") / f"{key}.npz"
 
 
 def read_requests(path: Path, result: SetResult) -> list[ModelRequests]:
-    """Requests to each model of a result in the results file `path`. Raises UserError if their file is missing."""
-    samples = samples_path(path, result.key)
+    """The requests to each model of a result in the results file `path`. Raises UserError if their file is missing."""
+    requests = requests_path(path, result.key)
     try:
-        with np.load(samples) as arrays:
+        with np.load(requests) as arrays:
             return [ModelRequests(**{name: tuple(arrays[f"{name}_{index}"].tolist()) for name in ARRAYS},
-                             alone_ms=model_requests.alone_ms) for index, model_requests in enumerate(result.results)]
+                             alone_ms=model.alone_ms) for index, model in enumerate(result.results)]
     except FileNotFoundError:
-        raise UserError(f"{samples}: missing, though {path.name} has a line for it; copy the folder {samples.parent.name}, "
+        raise UserError(f"{requests}: missing, though {path.name} has a line for it; copy the folder {requests.parent.name}, "
                         "too") from None
 
 
-def add_result(path: Path, result: SetResult, requests: Sequence[ModelRequests]) -> None:
+def append_result(path: Path, result: SetResult, requests: Sequence[ModelRequests]) -> None:
     """Writes the requests of a set, then its line; so a set with a line is complete."""
     if requests:
-        arrays = {f"{name}_{index}": np.asarray(getattr(model_requests, name)) for index, model_requests in enumerate(requests)
-                  for name in ARRAYS}
+        arrays = {f"{name}_{index}": np.asarray(getattr(model, name))
+                  for index, model in enumerate(requests) for name in ARRAYS}
         packed = io.BytesIO()
         np.savez_compressed(packed, **arrays)  # type: ignore[arg-type]
-        files.write_bytes(samples_path(path, result.key), packed.getvalue())
+        files.write_bytes(requests_path(path, result.key), packed.getvalue())
     files.append_line(path, files.line_with_digest(result.model_dump_json()))

@@ -22,7 +22,7 @@ from hase.utils.config import Config
 from hase.utils.errors import UserError
 from hase.utils.lazy import requests
 from hase.utils.logger import get_logger
-from hase.utils.web_server import DeadlineReader, TooLate
+from hase.utils.web_server import DeadlineExceeded, DeadlineReader
 
 log = get_logger("prometheus")
 FOREIGN_SERIES = "prometheus.url: the answer holds a series that no Prometheus sends; set the address of a Prometheus"
@@ -201,7 +201,7 @@ class PrometheusServer:
             raise PrometheusError(f"{where}: TLS fails: {_in_words(_cause(error))}; check that it speaks https, ca_file (who "
                                   "signed its certificate, for this name), and client_cert_file and client_key_file if it "
                                   "wants one") from None
-        except (requests.exceptions.Timeout, TooLate):
+        except (requests.exceptions.Timeout, DeadlineExceeded):
             raise PrometheusError(f"{where}: no complete answer within timeout_s {config.timeout_s:g}; is it overloaded, or "
                                   "the port another's?") from None
         except requests.exceptions.RequestException as error:
@@ -311,7 +311,7 @@ def quoted(text: str) -> str:
 
 @functools.cache
 def _timed_session() -> type[requests.Session]:
-    """A session class whose timeout covers the whole answer (status, headers and body); later, reading raises TooLate.
+    """A session class whose timeout covers the whole answer (status, headers and body); later, reading raises DeadlineExceeded.
 
     It follows no redirect, since requests would first read the whole body of the redirect. Defined in a function, so that
     requests is imported only when a server is asked.

@@ -17,7 +17,7 @@ from hase.inference.prediction.under_load import SHOWN_PERCENTILES
 from hase.learned.sharing import busy_share
 from hase.utils.config import Frozen
 from hase.utils.errors import UserError
-from hase.utils.web_server import ScrapeServer, gauge, scrape_server, stale
+from hase.utils.web_server import ScrapeServer, gauge, scrape_server, stale_reason
 
 LATENCY, MEAN = "hase_predicted_latency_seconds", "hase_predicted_latency_mean_seconds"
 ROUGH, HOST_PACE = "hase_prediction_rough_estimate", "hase_prediction_host_pace"
@@ -95,7 +95,7 @@ class Watch:
 
     def trouble(self) -> str:
         """Why there is no current prediction to serve; "" if the last one is fresh."""
-        return stale("prediction", self.predicted_s, self.interval_s, self.error)
+        return stale_reason("prediction", self.predicted_s, self.interval_s, self.error)
 
 
 def _busy_share(prediction: Prediction) -> float | None:

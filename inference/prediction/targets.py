@@ -18,7 +18,7 @@ from hase.learned.data_sheet.ratios import CardRatios, Correction, SheetModel, S
 from hase.learned.data_sheet.work import work_of
 from hase.learned.kernels.predictors import Predictors, leaves_gpu_idle, read_predictors
 from hase.learned.kernels.uncertainty import NOTHING_LEARNED, Uncertainty
-from hase.learned.sharing import LearnedMps, ServingHost, Sharing, learned_mps
+from hase.learned.sharing import LearnedMps, ServingHost, Sharing, read_mps
 from hase.records.devices import GpuDataSheet, catalogue, gpu_named, named_or_in_file
 from hase.records.kernel_record import Kernel, ModelRecord
 from hase.records.measurement import GPU_LABEL, LAUNCHES
@@ -293,7 +293,7 @@ def fitted_for(workspace: Workspace, name: str | None = None, estimators: Sequen
     def load() -> Learned:
         predictors = read_predictors(folder, tuple(estimators))
         composition = read_composition(folder, predictors.sidecar.dataset_sha256)
-        return (predictors, composition, read_host_side(folder), target_files.SHARING.read(folder), learned_mps(folder),
+        return (predictors, composition, read_host_side(folder), target_files.SHARING.read(folder), read_mps(folder),
                 target_files.SERVING.read(folder), target_files.UNCERTAINTY.read(folder) or NOTHING_LEARNED)
 
     predictors, composition, host, sharing, mps, serving, uncertainty = cached(_fitted, key, load, limit=4)

@@ -181,7 +181,7 @@ class SharingQuestion:
         self.models, self.percentile, self.runs = models, percentile, runs
         self.fitted, serving = fitted, fitted.serving
         self.host = serving.host(stalls) if serving else STEADY
-        self.serving = [{batch: run.at_pace(serving.middle) if serving else run for batch, run in runs_by_batch.items()}
+        self.serving = [{batch: run.at_pace(serving.median_pace) if serving else run for batch, run in runs_by_batch.items()}
                         for runs_by_batch in self.runs]  # at the pace of a host that serves requests
         ways = ways_of(self.fitted)
         self.ways = {name: times for name, times in ways.items() if times is not None}

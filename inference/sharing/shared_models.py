@@ -9,7 +9,7 @@ from hase.inference.prediction.answers import PERCENTILE, Slo, check_percentile,
 from hase.inference.prediction.conditions import AS_USUAL
 from hase.inference.prediction.uncertainty import CERTAIN, Span, joined
 from hase.inference.prediction.under_load import LoadSource, NotShared, UnderLoad, check_local_sharing_mode, under_load
-from hase.learned.sharing import Sharing, co_runner_guessed, in_a_loop
+from hase.learned.sharing import Sharing, co_runner_guessed, looped_co_runner
 from hase.utils.config import Frozen
 from hase.utils.sharing_mode import SLICES
 
@@ -53,7 +53,7 @@ class SharedModel:
 
     def co_runner(self, others: Sequence[SharedModel]) -> CoRunner:
         """Other models as the co-runner of this one; each runs without a pause in its own process."""
-        return in_a_loop([(other.tracks, other.costs) for other in others], (self.tracks, self.costs), self.sharing)
+        return looped_co_runner([(other.tracks, other.costs) for other in others], (self.tracks, self.costs), self.sharing)
 
     def beside(self, others: Sequence[SharedModel]) -> UnderLoad:
         """The distribution of its latency while others run without a pause, each in its own process."""

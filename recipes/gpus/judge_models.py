@@ -34,7 +34,7 @@ from hase.records.host_pace import paced_rows
 from hase.records.kernel_record import Kernel, ModelRecord
 from hase.records.kernel_record_files import read_model_record, record_path
 from hase.records.measurement import GPU_LABEL
-from hase.training.fits.data_sheets import adjust, card, learn, most_useful, on_base, read_tables
+from hase.training.fits.data_sheets import adjust_ratios, card, fit_card_ratios, most_useful, read_card_tables, work_on_base
 from hase.utils import cli
 from hase.utils.errors import UserError
 from hase.utils.logger import progress
@@ -80,12 +80,12 @@ def corrected(ratios: CardRatios, models: Sequence[CardModel], workspace: Worksp
     names = sorted(times_ms.keys() - model_kernels.keys())
     candidate_ids = set(generator.choice(names, min(CANDIDATES, len(names)), replace=False).tolist())
     candidates = with_gpu_work([entry.kernel for entry in read_kernels(workspace.dataset(target), candidate_ids)])
-    work, base_ms = on_base(candidates, base, strict)
-    model_work, model_ms = on_base(list(model_kernels.values()), base, strict)
+    work, base_ms = work_on_base(candidates, base, strict)
+    model_work, model_ms = work_on_base(list(model_kernels.values()), base, strict)
     drawn_rows = generator.choice(len(model_ms), WANTED, p=model_ms / model_ms.sum())
     order = most_useful(work, base_ms, model_work.rows(drawn_rows), model_ms[drawn_rows], base_gpu, max(counts))
     seen_ms = np.array([times_ms[kernel.id] for kernel in candidates])
-    return {count: adjust(ratios, work.rows(chosen), base_ms[chosen], seen_ms[chosen], base_gpu, gpu)
+    return {count: adjust_ratios(ratios, work.rows(chosen), base_ms[chosen], seen_ms[chosen], base_gpu, gpu)
             for count in counts if len(chosen := np.array(order[:count]))}
 
 
@@ -131,7 +131,7 @@ def main() -> int:
         raise UserError(f"--gpu {args.gpu}: is the card that times are carried over from; name another one with --base")
     sheet = read_sheet()[0]
     known = sheet.model_copy(update={"cards": tuple(name for name in sheet.cards if name != gpu.slug)})
-    ratios = learn(read_tables(args.tables), without=(gpu.slug,), base=base_gpu.slug)
+    ratios = fit_card_ratios(read_card_tables(args.tables), without=(gpu.slug,), base=base_gpu.slug)
     models, target = measured_models(workspace, args.target, base, args.most), carried_over(base, gpu).target
     from_sheet = replace(base, target=target, predictors=carried_predictors(base.predictors, target, gpu, ratios),
                          sheet_range=sheet_range(gpu, known))

@@ -1,7 +1,8 @@
 """Lists the kernels that the CPU provider runs in CUDA sessions, so that they can be measured on the GPU machine's host.
 
-Reads the records of CUDA graphs in the workspace. Writes an index of those kernels as the host's own CPU flavour into another
-workspace, --into. There `kernel_builder.py`, `kernel_sampler.py` and `collector.py` treat them like any CPU's kernels.
+Reads the records of CUDA graphs in the workspace. Writes an index of those kernels into another workspace, --into, as kernels
+of the host's own CPU flavour. There `kernel_builder.py`, `kernel_sampler.py` and `collector.py` treat them like any CPU's
+kernels.
 """
 
 from __future__ import annotations
@@ -12,16 +13,13 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from collections.abc import Sequence
-
 from hase.learned.composition.cuda_nodes import is_copy, reads_shape
 from hase.records.kernel_costs import is_control_flow
-from hase.records.kernel_record import KernelIndex, ModelRecord
+from hase.records.kernel_record import ModelRecord
 from hase.records.kernel_record_files import build_index, index_path, read_model_record
 from hase.runtimes import flavour_of
 from hase.utils import cli, files
 from hase.utils.errors import UserError
-from hase.utils.fingerprint import Flavour
 from hase.utils.logger import get_logger
 from hase.utils.paths import Workspace
 
@@ -33,39 +31,31 @@ python benchmark/collector.py --workspace out/pool/host --config recipes/h200/co
 """
 
 
-def on_host(record: ModelRecord) -> ModelRecord:
-    """The record with only those kernels that the CPU provider runs and that take time."""
-    placed = {node.kernel_id for node in record.nodes if node.provider == "cpu"}
-    kernels = {name: kernel for name, kernel in record.kernels.items() if name in placed and kernel.moves_data
+def only_host_kernels(record: ModelRecord) -> ModelRecord:
+    """The record of a CUDA graph with only those kernels that the CPU provider runs and that take time."""
+    on_cpu = {node.kernel_id for node in record.nodes if node.provider == "cpu"}
+    kernels = {name: kernel for name, kernel in record.kernels.items() if name in on_cpu and kernel.moves_data
                and not is_copy(kernel) and not is_control_flow(kernel) and not reads_shape(kernel)}
     return record.model_copy(update={"kernels": kernels, "nodes": ()})
 
 
-def host_index(records: Sequence[ModelRecord], flavour: Flavour) -> KernelIndex:
-    """Index of the CPU provider's kernels in some CUDA graphs, as kernels of `flavour`."""
-    held = [record for record in map(on_host, records) if record.kernels]
-    return build_index(flavour, held)
-
-
 def cuda_records(workspace: Workspace) -> list[ModelRecord]:
-    """Records of CUDA graphs in a workspace."""
-    folders = sorted(workspace.kernel_records.glob("cuda-*"))
-    records = [read_model_record(path) for folder in folders for path in sorted(folder.glob("*.json"))
-               if path.name != "index.json"]
-    if not records:
+    """The records of all CUDA graphs in a workspace."""
+    paths = [path for path in sorted(workspace.kernel_records.glob("cuda-*/*.json")) if path.name != "index.json"]
+    if not paths:
         raise UserError(f"{workspace.kernel_records}: no records of CUDA graphs; make them with: "
                         "python recipes/h200/pool_records.py")
-    return records
+    return list(map(read_model_record, paths))
 
 
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
-    parser.add_argument("--into", type=Path, required=True, metavar="DIR", help="the workspace of the host's kernels")
+    parser.add_argument("--into", type=Path, required=True, metavar="DIR", help="the workspace to write the index to")
     args = parser.parse_args()
     workspace = cli.start(args)
-    flavour, into = flavour_of("cpu"), Workspace(args.into)
-    index = host_index(cuda_records(workspace), flavour)
-    files.write_json(index_path(into, flavour), index)
+    flavour = flavour_of("cpu")
+    index = build_index(flavour, [record for record in map(only_host_kernels, cuda_records(workspace)) if record.kernels])
+    files.write_json(index_path(Workspace(args.into), flavour), index)
     log.info("%d kernels of %d models", len(index.entries()), len(index.groups))
     return 0
 

@@ -1,15 +1,16 @@
 """Measures the GPU or CPU at hand for some minutes, and learns to predict your models on it.
 
-Reads ONNX files (--model, or what lies in the workspace's model_zoo/models). Measures first the models and their kernels, then
-kernels of further shapes, the most useful ones first. Trains, fits the composition, and says what error to expect and how to
-predict. On a GPU, training starts from the predictors of another GPU that come with Hase, where that lowers the error.
+Reads ONNX files (--model, or those in the workspace's model_zoo/models). First measures the models and their kernels, then
+kernels of further shapes, the most useful ones first. Then trains, fits the composition, and prints the errors to expect and
+the command that predicts. On a GPU, training starts from the predictors of another GPU that come with Hase, if that lowers the
+error.
 
-With --start-from data-sheet, a minute is enough: kernels that tell most of a GPU are measured, besides those of your models, if
-there are any, and correct what is predicted from its data sheet (`--gpu`).
+With --start-from data-sheet, a minute is enough: the most informative kernels of a GPU are measured, and those of your models
+if there are any. They correct what is predicted from the card's data sheet (`--gpu`).
 
-Writes what the phases write, and in benchmark/this_device/spent.json the time that was used. Stopped by Ctrl-C, it goes on when
-it is started again; --minutes is the time of all calls together. With more minutes than before, it measures more, and prefers
-kernels near those that the last training predicted worst.
+Writes the files of the phases, and in benchmark/this_device/spent.json the time that was used. After Ctrl-C, the next call
+continues; --minutes is the time of all calls together. With more minutes than before, it measures more, and prefers kernels
+near those that the last training predicted worst.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ from hase.utils.logger import get_logger
 from hase.utils.paths import ROOT, SHIPPED, Workspace, model_files
 
 log = get_logger("this device")
-LARGEST_GFLOP = {"cpu": 2.0, "cuda": 100.0}  # of a sampled kernel
-FREE_SHARE = {"cpu": 0.0, "cuda": 0.5}  # of the samples, drawn near no model; not on a CPU, where layouts and fusions differ
+MOST_GFLOP = {"cpu": 2.0, "cuda": 100.0}  # of a sampled kernel
+FREE_SHARE = {"cpu": 0.0, "cuda": 0.5}  # of samples that are near no model; none on a CPU, where layouts and fusions differ
 DATA_SHEET = "data-sheet"
-FEW_MODELS = 8  # below, the composition is fitted as to a handful
+FEW_MODELS = 8  # with fewer, the composition is fitted by --few-models
 EXAMPLES = """
 python recipes/this_device/measure_this_device.py --minutes 20 --model resnet18.onnx --dim batch=1,8
 python recipes/this_device/measure_this_device.py --minutes 20 --workspace out/mine
@@ -56,8 +57,8 @@ python recipes/this_device/measure_this_device.py --minutes 1 --start-from data-
 """
 
 
-def put_models(workspace: Workspace, models: Sequence[Path]) -> list[Path]:
-    """The models to measure: the workspace's, and `models`, linked or copied. UserError if files of one name differ."""
+def link_models(workspace: Workspace, models: Sequence[Path]) -> list[Path]:
+    """Links or copies models into the workspace, and returns all models there. Raises UserError if files of one name differ."""
     for model in models:
         model = workspace.find_model(model)
         for path in (model, *weight_files(model)):
@@ -78,48 +79,47 @@ def put_models(workspace: Workspace, models: Sequence[Path]) -> list[Path]:
 
 def analyse(workspace: Workspace, device: str, args: argparse.Namespace, budget: Budget) -> int:
     """Analyses the models and builds their kernels, unless already done; returns the number of kernels."""
-    models = put_models(workspace, args.model)
-    about = [[path.name, *(files.signature(path) or ())[1:3]] for path in models]
-    done = hashlib.sha256(repr((about, args.dim, args.static, device)).encode()).hexdigest()
-    target = local_target(device)
-    if budget.spent.analysed != done:
+    about = [[path.name, *(files.signature(path) or ())[1:3]] for path in link_models(workspace, args.model)]
+    analysis = hashlib.sha256(repr((about, args.dim, args.static, device)).encode()).hexdigest()
+    index = index_path(workspace, local_target(device).flavour)
+    if budget.spent.analysed != analysis:
         options = [*(f"--dim={size}" for size in args.dim), *(["--static"] if args.static else [])]
         report = run_json(workspace, "ort_analysis/fusion_detector.py", "--device", device, *options)
         if not report["records"]:
-            raise UserError("no model could be analysed; see above")
-        run_json(workspace, "kernel_model/kernel_builder.py", "--record", str(index_path(workspace, target.flavour).absolute()))
-        budget.save(analysed=done)
-    return len(read_index(index_path(workspace, target.flavour)).all_kernels())
+            raise UserError("no model could be analysed; the lines above say why")
+        run_json(workspace, "kernel_model/kernel_builder.py", "--record", str(index.absolute()))
+        budget.save(analysed=analysis)
+    return len(read_index(index).all_kernels())
 
 
 def sampled_before(workspace: Workspace, device: str) -> tuple[int, int]:
-    """How many kernels earlier calls sampled: near those of models, and of no model."""
+    """How many kernels earlier calls sampled near kernels of models, and how many near no model."""
     families = read_seeds(workspace.kernel_onnx / local_target(device).flavour.name).values()
     free = sum(not names for names in families)
     return len(families) - free, free
 
 
 def measure(workspace: Workspace, device: str, own_kernels: int, budget: Budget) -> dict[str, Any] | None:
-    """Samples kernels and measures until time is over; returns the collector's totals, or None if no time was left."""
+    """Samples kernels, and measures until the time is over; returns the collector's totals, or None if no time was left."""
     if not budget.measuring_s():
         return None
     jobs = os.cpu_count() or 1
     if count := budget.samples(device, own_kernels, jobs):
         near, free = sampled_before(workspace, device)
-        further = round(FREE_SHARE[device] * count)
-        run_json(workspace, "kernel_model/kernel_sampler.py", "--count", str(near + count - further), "--free",
-                 str(free + further), "--jobs", str(jobs), "--most-gflop", str(LARGEST_GFLOP[device]), "--seed",
+        new_free = round(FREE_SHARE[device] * count)
+        run_json(workspace, "kernel_model/kernel_sampler.py", "--count", str(near + count - new_free), "--free",
+                 str(free + new_free), "--jobs", str(jobs), "--most-gflop", str(MOST_GFLOP[device]), "--seed",
                  str(near + free))
     return collect(workspace, device, budget)
 
 
 def collect(workspace: Workspace, device: str, budget: Budget) -> dict[str, Any] | None:
-    """Measures what is built until time is over; returns as `measure` does."""
+    """Measures what was built until the time is over; returns as `measure` does."""
     if not (minutes := budget.measuring_s() / 60):
         return None
     log.info("%.1f minutes used; measuring for %.1f, then about %.1f for training", budget.used_s() / 60, minutes,
              TRAINING_SHARE * budget.total_s / 60)
-    begun = header_path(workspace.dataset(local_target(device).name)).exists()  # it keeps its labels if the config names none
+    begun = header_path(workspace.dataset(local_target(device).name)).exists()  # without labels in the config, it keeps its own
     totals: dict[str, Any] = run_json(
         workspace, "benchmark/collector.py", "--config", str(ROOT / "recipes" / "this_device" / f"{device}.yaml"),
         *(["--set", "labels=[]"] if begun else []), "--minutes", str(minutes))
@@ -128,13 +128,13 @@ def collect(workspace: Workspace, device: str, budget: Budget) -> dict[str, Any]
 
 
 def shipped_for(device: str, target: str) -> str | None:
-    """The first target of the same kind of device whose predictors are shipped with Hase."""
-    names = [path.parent.name for path in sorted(SHIPPED.glob(f"*/{target_files.PREDICTORS.name}"))]
-    return next((name for name in names if f"-{device}-" in name and name != target), None)
+    """The first target of this kind of device, other than `target`, whose predictors come with Hase; None without one."""
+    names = [path.parent.name for path in sorted(SHIPPED.glob(f"*-{device}-*/{target_files.PREDICTORS.name}"))]
+    return next((name for name in names if name != target), None)
 
 
 def learn(workspace: Workspace, device: str, args: argparse.Namespace, budget: Budget) -> None:
-    """Trains, and fits the composition."""
+    """Trains the predictors, and fits the composition."""
     target = local_target(device).name
     start = args.start_from or shipped_for(device, target)
     log.info("%.1f minutes used; training", budget.used_s() / 60)
@@ -145,27 +145,26 @@ def learn(workspace: Workspace, device: str, args: argparse.Namespace, budget: B
 
 
 def prediction_command(workspace: Workspace, device: Sequence[str], model: str) -> str:
-    """The command that predicts a model on this device; the options `device` name it."""
+    """The command that predicts a model on this device, which the options `device` name."""
     words = ["python", "inference/predict_model_latency.py", *device, "--model", model]
-    if workspace.root != ROOT:
-        words += ["--workspace", os.path.relpath(workspace.root, ROOT) if workspace.root.is_relative_to(ROOT) else str(
-            workspace.root)]
+    if (root := workspace.root) != ROOT:
+        words += ["--workspace", str(root.relative_to(ROOT) if root.is_relative_to(ROOT) else root)]
     return shlex.join(words)
 
 
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--minutes", type=cli.positive, default=20.0, metavar="N",
-                        help="time for everything, that of earlier calls in this workspace too (default: 20)")
+                        help="time for everything, including earlier calls in this workspace (default: 20)")
     parser.add_argument("--model", type=Path, action="append", default=[],
                         help="an ONNX file (repeatable; default: all in the workspace's model_zoo/models)")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto",
                         help="what is measured (default: the GPU, or the CPU where there is none)")
     parser.add_argument("--start-from", metavar="TARGET",
                         help="the target whose predictors training starts from, or: nothing (default: on a GPU, those of "
-                             "another GPU that come with Hase; on a CPU, nothing); data-sheet: nothing is trained, and "
-                             "what the data sheet says is corrected")
-    parser.add_argument("--gpu", metavar="NAME|FILE", help="with --start-from data-sheet, the card (default: by its name)")
+                             "another GPU that come with Hase; on a CPU, nothing); data-sheet: trains nothing, and corrects "
+                             "what is predicted from the data sheet")
+    parser.add_argument("--gpu", metavar="NAME|FILE", help="with --start-from data-sheet: the card (default: this machine's)")
     cli.add_dim(parser)
     cli.add_static(parser)
     args = parser.parse_args()
@@ -174,7 +173,7 @@ def main() -> int:
     workspace, device = cli.start(args), resolve_device(args.device)
     target, from_sheet = local_target(device), args.start_from == DATA_SHEET
     if from_sheet and device != "cuda":
-        raise UserError("--start-from data-sheet: is for GPUs; on a CPU, leave it out")
+        raise UserError("--start-from data-sheet is for GPUs; on a CPU, leave it out")
     with sole_writer(workspace.this_device.parent):
         budget = Budget(workspace.this_device, args.minutes)
         log.info("%s: %.1f minutes, of which %.1f were used before", target.name, args.minutes, budget.spent.seconds / 60)

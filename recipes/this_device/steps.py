@@ -23,7 +23,7 @@ from hase.learned.composition.fitted import Composition, read_composition
 from hase.learned.kernels.sidecar import Sidecar, read_sidecar
 from hase.records.kernel_record import Kernel
 from hase.records.kernel_record_files import read_model_record, record_path
-from hase.training.fits.data_sheets import card_of
+from hase.training.fits.data_sheets import chosen_card
 from hase.utils import files
 from hase.utils.config import Frozen
 from hase.utils.errors import UserError
@@ -161,7 +161,7 @@ def read_chosen(count: int, path: Path = CHOSEN) -> list[Kernel]:
 
 def build_chosen(workspace: Workspace, target: Target, gpu: str | None, minutes: float) -> int:
     """Builds the most informative kernels of a GPU, as many as can be measured in `minutes`; returns how many."""
-    card_of(gpu, target.device_name)
+    chosen_card(gpu, target.device_name)
     folder = workspace.kernel_onnx / target.flavour.name
     chosen = read_chosen(round(CHOSEN_PER_MINUTE * minutes))
     with sole_writer(workspace.kernel_onnx):
@@ -177,4 +177,4 @@ def correct(workspace: Workspace, target: Target, gpu: str | None) -> tuple[list
     """Corrects a GPU's data sheet by measurements; returns the errors to expect, and the card's name for `--gpu`."""
     rows: list[dict[str, Any]] = run_json(workspace, "training/correct_data_sheet.py", "--target", target.name,
                                           *(["--gpu", gpu] if gpu else []))
-    return rows, gpu or card_of(None, target.device_name).slug
+    return rows, gpu or chosen_card(None, target.device_name).slug

@@ -1,4 +1,4 @@
-"""The description of Apache TVM for the rest of Hase."""
+"""Apache TVM as a runtime of Hase: its record of functions and facts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hase.utils.paths import Workspace
 if TYPE_CHECKING:
     import onnx
 
-ALONE = DeviceLabels(("run",), ("run",))  # kernels are timed alone: TVM fuses and schedules them before
+RUN_ONLY = DeviceLabels(("run",), ("run",))  # each kernel is timed in a session of its own, since TVM has fused it before
 
 
 def version() -> str:
@@ -25,19 +25,19 @@ def version() -> str:
 
 
 def record_model(model: Path | onnx.ModelProto, flavour: Flavour, dims: Mapping[str, int], static: bool) -> ModelRecord:
-    """Analyses a model without writing its record. TVM fixes all sizes, whatever `static` says."""
+    """The record of a model, not written to a file. `static` has no effect, since TVM always fixes all sizes."""
     return parse_at(flavour.optimization, model, dims, flavour.device).record
 
 
 def write_records(workspace: Workspace, model: Path, device: str, dims: Mapping[str, int], static: bool,
                   origin: ModelOrigin) -> list[ModelRecord]:
-    """Writes records of all unsearched levels, and the kernels' functions. `static` has no effect."""
+    """Writes the kernels' functions, and records of the levels that need no tuning. `static` has no effect."""
     return write_parsed(workspace, parse(model, dims, device=device), origin)
 
 
 RUNTIME = Runtime(
     name="tvm", title="TVM", package="apache-tvm", version=version, check=check_tvm, levels=(FUSED, UNFUSED, TUNED),
-    runs_as={TUNED: FUSED}, devices={"cpu": ALONE, "cuda": ALONE}, model_suffixes=(".onnx", TORCH_SUFFIX), kernel_suffix=SUFFIX,
-    analyze=record_model, write_records=write_records, read_kernel=read_kernel, worker="hase.runtimes.tvm.worker",
-    analyze_with="python runtimes/tvm/relax_parser.py", build_with="python runtimes/tvm/relax_parser.py", takes_setting=True,
-    analysis_limit_s=600.0)  # it compiles each kernel
+    runs_as={TUNED: FUSED}, devices=dict.fromkeys(("cpu", "cuda"), RUN_ONLY), model_suffixes=(".onnx", TORCH_SUFFIX),
+    kernel_suffix=SUFFIX, analyze=record_model, write_records=write_records, read_kernel=read_kernel,
+    worker="hase.runtimes.tvm.worker", analyze_with="python runtimes/tvm/relax_parser.py",
+    build_with="python runtimes/tvm/relax_parser.py", takes_setting=True, analysis_limit_s=600.0)  # it compiles each kernel

@@ -28,7 +28,7 @@ from hase.benchmark.metrics.sources import CpuSource
 from hase.benchmark.metrics_exporter import LAST_SAMPLE, PROCESSES, ProbeSampler, ProcessSampler, Sampler, device_labels
 from hase.utils.errors import UserError
 from hase.utils.paths import ROOT
-from hase.utils.web_server import STALE
+from hase.utils.web_server import STALE_INTERVALS
 
 SM, UTIL, CLOCK = "DCGM_FI_PROF_SM_ACTIVE", "DCGM_FI_DEV_GPU_UTIL", "DCGM_FI_DEV_SM_CLOCK"
 POWER = "DCGM_FI_DEV_POWER_USAGE"
@@ -190,7 +190,7 @@ def test_a_reading_that_is_old_is_not_served(export: Export) -> None:
     assert not probe_samples(families(answer(url, 200).text))  # none so far
     probes.read()
     assert probes.latest
-    for age_s, served in ((5.0 * STALE - 2.0, True), (5.0 * STALE + 1.0, False)):
+    for age_s, served in ((5.0 * STALE_INTERVALS - 2.0, True), (5.0 * STALE_INTERVALS + 1.0, False)):
         probes.latest = probes.latest._replace(taken_s=time.time() - age_s)
         served_now = families(answer(url, 200).text)
         assert (bool(probe_samples(served_now)), served_now[SM].samples[0].value) == (served, READING[SM])

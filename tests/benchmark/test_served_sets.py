@@ -105,7 +105,7 @@ def test_sets_are_measured_and_kept(workspace: Workspace, tmp_path: Path) -> Non
     assert len(path.read_text().splitlines()) == len(results) == 2
 
     asked, result = read_config(config, ServedSetsConfig), next(iter(results.values()))
-    with np.load(sets.samples_path(path, result.key)) as samples:
+    with np.load(sets.requests_path(path, result.key)) as samples:
         for place, (model, row) in enumerate(zip(asked.sets[0], result.results, strict=True)):
             arrivals, starts, ends, counts = (samples[f"{name}_{place}"] for name in (
                 "arrivals_s", "starts_s", "ends_s", "counts"))
@@ -142,7 +142,7 @@ def test_a_failing_set_is_recorded_and_the_others_go_on(workspace: Workspace, tm
 
 def test_results_of_another_version_or_damaged(tmp_path: Path) -> None:
     path, line = tmp_path / "cpu.jsonl", files.line_with_digest('{"version":1}')
-    for text, message in ((line, "of another version of Hase; move the file"),
+    for text, message in ((line, "written by another version of Hase; move the file"),
                           (line.replace(":1", ":2", 1), "damaged or changed by hand")):
         path.write_text(text + "\n")
         with pytest.raises(UserError, match=rf"cpu\.jsonl, line 1: {message}"):
@@ -153,7 +153,7 @@ def test_settings_that_do_not_fit(workspace: Workspace, tmp_path: Path) -> None:
     config = write_config(tmp_path / "sets.yaml", [TWO], ways=["slices", "mps:50"])
     done = run_script(SCRIPT, "--workspace", workspace.root, "--config", config)
     assert done.stderr == "error: sharing mps:50: this is a way of sharing a GPU, and the target is a CPU; leave it out\n"
-    with pytest.raises(UserError, match=r"sets\.0\.0\.dims: the size of batch has an entry of its own"):
+    with pytest.raises(UserError, match=r"sets\.0\.0\.dims: the size of batch has a key of its own"):
         config_of([ONE | {"dims": {"batch": 4}}])
     with pytest.raises(UserError, match=r"its file has another batch than 6"):
         open_model(Opening(model=workspace.models / "fixed.onnx", dims={}, batch=6, device="cpu", provider_options={}))

@@ -36,7 +36,7 @@ from hase.utils.cli import EXIT_SLO_MISSED
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import has_cuda
 from hase.utils.paths import ROOT, SHIPPED, Workspace
-from hase.utils.web_server import STALE
+from hase.utils.web_server import STALE_INTERVALS
 
 pytestmark = pytest.mark.slow
 
@@ -238,7 +238,7 @@ def test_the_command_follows_a_prometheus(workspace: Workspace, model: SharedMod
             while (line := process.stdout.readline().rstrip("\n").split("\t"))[8] == "-":
                 pass
             assert line[8].startswith("reading failed (1 so far): prometheus: ")
-            wait_for(lambda: requests.get(address, timeout=5).status_code == 503, seconds=10 * STALE * WATCH_S)
+            wait_for(lambda: requests.get(address, timeout=5).status_code == 503, seconds=10 * STALE_INTERVALS * WATCH_S)
             assert "the last prediction is" in requests.get(address, timeout=5).text
             process.send_signal(signal.SIGINT)
             _, stderr = process.communicate(timeout=20)

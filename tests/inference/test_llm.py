@@ -249,8 +249,8 @@ def test_a_shared_cache_is_as_long_as_max_length(folders: Path, predictor: Predi
         assert memory.activations_mib >= 2 * 100 * TINY.words * 2 / MIB
         parts = memory.model_dump()
         assert parts.pop("peak_mib") == pytest.approx(sum(parts.values()))
-    said = [warning for warning in answer_of(folders / "half", 2).warnings if "makes the cache for max_length" in warning]
-    assert "2048 tokens, and the request needs 160: 1 MiB in place of 0.07812 MiB" in said[0]
+    said = [warning for warning in answer_of(folders / "half", 2).warnings if "allocates the cache for max_length" in warning]
+    assert "2048 tokens, but the request needs 160: 1 MiB instead of 0.07812 MiB" in said[0]
     assert not any("makes the cache" in warning for warning in answer_of(folders / "half", 1, 160).warnings)
     one, pair = (AnalysedModel(predictor, language_model(folders / name)).memory(LlmRequest(2, 100, 60, 160))
                  for name in ("plain", "pair"))
@@ -348,7 +348,7 @@ def test_weights_may_be_missing(tmp_path: Path) -> None:
     """With --no-weights, and the answer says so once; it also says that the config names another provider."""
     folder = genai_folder(tmp_path, provider="cpu")
     whole = answer_of(folder, generate=1)
-    assert any("the config has it run by the cpu provider" in warning for warning in whole.warnings)
+    assert any("the config names the cpu provider" in warning for warning in whole.warnings)
     (folder / "model.onnx.data").unlink()
     without = predict_language_model(folder, prompt=100, generate=1, target=TARGET, no_weights=True)
     assert (without.ttft, without.memory) == (whole.ttft, whole.memory)
@@ -377,9 +377,9 @@ def test_the_command(folders: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("options", "status", "message"), [
     (["--prompt", "0"], 2, "--prompt: '0' is not a whole number, 1 or more"),
-    (["--generate", "1", "--tpot-ms", "3"], 2, "--tpot-ms: a request for one token has no further ones"),
+    (["--generate", "1", "--tpot-ms", "3"], 2, "--tpot-ms: a request for one token has no further tokens"),
     (["--plot", "x.txt"], 2, "x.txt: a .png, .svg or .pdf"),
-    (["--measure-missing", "--strict"], 2, "--measure-missing: measured times are not looked up with --strict"),
+    (["--measure-missing", "--strict"], 2, "--measure-missing: with --strict, measured times are not used"),
     (["--dim", "batch_size=2,3"], 1, "this command takes one size, not 2"),
     (["--measure-missing"], 1, "can only be measured on such a machine")])
 def test_wrong_options(options: list[str], status: int, message: str, folders: Path) -> None:
@@ -411,4 +411,4 @@ def test_kernels_are_measured_at_three_lengths(tmp_path: Path) -> None:
     # Two hundred tokens take about six times as long as one here; twenty may not, on a machine that others disturb.
     assert 0.0 < answer.tpot.ms < answer.ttft.ms
     assert answer.energy is None
-    assert any("does not say how many threads" in warning for warning in answer.warnings)
+    assert any("does not set the number of threads" in warning for warning in answer.warnings)

@@ -39,7 +39,7 @@ from hase.training.estimators.in_use import InUseEstimator
 from hase.training.estimators.neural_network import NeuralNetwork
 from hase.training.estimators.roofline import RooflineEstimator
 from hase.training.estimators.trees import BoostedTrees, RandomForest
-from hase.training.kernels.fitting import fit_kernel_model, learn_classes, learning_problem
+from hase.training.kernels.fitting import fit_class_boosters, fit_kernel_model, learning_problem
 from hase.training.kernels.training_set import read_training_set
 from hase.utils import files
 from hase.utils.errors import UserError
@@ -147,7 +147,7 @@ def test_all_estimators_learn_less_from_unsteady_rows(workspace: Workspace) -> N
         off = [np.median(np.abs(np.log(fit_kernel_model(learned, "run", types, SETTINGS).predict_ms(rows.kernels)
                                        / truth_ms))[is_conv]) for learned in (rows, unmarked)]
         assert off[0] < 0.7 * off[1]
-    weights = learn_classes(rows, learning_problem(rows, "run"), SETTINGS).rows.weights("class other")
+    weights = fit_class_boosters(rows, learning_problem(rows, "run"), SETTINGS).rows.weights("class other")
     assert weights is not None
     assert set((weights / weights.max() < 0.01).tolist()) == {True, False}
 

@@ -20,11 +20,11 @@ from hase.learned.sharing import (
     Sharing,
     TracksAndCosts,
     busy_share,
+    co_runner_from_latencies,
     co_runner_guessed,
     co_runner_probed,
-    co_runner_seen,
     co_runner_summarised,
-    in_a_loop,
+    looped_co_runner,
 )
 from hase.records.dataset_files import DatasetHeader, header_path
 from hase.records.measurement import Background, Block
@@ -87,9 +87,9 @@ def test_waits_of_a_run() -> None:
 
 def test_a_probe_separates_phases() -> None:
     """Four periods of 20 ms, the other process busy in the first 8 ms of each with bursts of 0.74 ms."""
-    never = co_runner_seen(np.arange(100) * 0.02, np.full(100, 0.016), 0.016)
+    never = co_runner_from_latencies(np.arange(100) * 0.02, np.full(100, 0.016), 0.016)
     assert (never.busy_ms, len(never.waits_ms)) == (0.0, 0)
-    without_pause = co_runner_seen(np.arange(50) * 2.45, np.full(50, 2.436), 0.016)
+    without_pause = co_runner_from_latencies(np.arange(50) * 2.45, np.full(50, 2.436), 0.016)
     assert without_pause.quiet_ms == 0
     assert without_pause.waits_ms == pytest.approx(np.full(50, 2.42))
     starts_ms, latencies_ms, now_ms = [], [], 0.0
@@ -98,7 +98,7 @@ def test_a_probe_separates_phases() -> None:
         starts_ms.append(now_ms)
         latencies_ms.append(run_ms)
         now_ms += run_ms
-    phases = co_runner_seen(starts_ms, latencies_ms, 0.016)
+    phases = co_runner_from_latencies(starts_ms, latencies_ms, 0.016)
     assert (phases.busy_ms, phases.quiet_ms) == pytest.approx((8.0, 12.0), abs=0.75)
     assert phases.waits_ms == pytest.approx(np.full(len(phases.waits_ms), 0.724))
 
@@ -196,7 +196,7 @@ def test_a_switch_is_fitted_without_the_looped_model_and_without_the_family() ->
     def next_to(place: int, switch_ms: float) -> npt.NDArray[np.float64]:
         sharing = SHARING.model_copy(update={"switch_ms": switch_ms})
         model, looped_model = models[runs[place].model], models[names[runs[place].background]]
-        return model.next_to(in_a_loop([looped_model.run], model.run, sharing), sharing.slice_ms)
+        return model.next_to(looped_co_runner([looped_model.run], model.run, sharing), sharing.slice_ms)
 
     measured = np.array([next_to(0, 0.1), next_to(1, 0.1), next_to(2, 0.3), next_to(3, 0.3)])
     pairs = Pairs(runs, measured, models, {"a": "a", "b": "b"}, names, [SHARING] * 4)
@@ -210,11 +210,11 @@ def looped(gpu_ms: float) -> TracksAndCosts:
 def test_turns_of_models_in_loops() -> None:
     """A short model has one turn per run. A run longer than the longest turn is cut, and its rest has a turn too."""
     sharing = SHARING.model_copy(update={"switch_ms": 0.2})
-    short, long = (in_a_loop([looped(gpu_ms)], looped(1.0), sharing) for gpu_ms in (0.5, 3.0))
+    short, long = (looped_co_runner([looped(gpu_ms)], looped(1.0), sharing) for gpu_ms in (0.5, 3.0))
     assert (short.busy_ms, short.quiet_ms) == (1.0, 0.0)
     assert short.waits_ms.max() == pytest.approx(0.5 + 0.2, rel=0.05)
     assert (long.waits_ms.min(), long.waits_ms.max()) == pytest.approx((0.8 + 0.2, 2.4), rel=0.05)
     assert gpu_work_ms(*looped(3.0)) == pytest.approx(3.0)
-    both = in_a_loop([looped(0.5), looped(3.0)], looped(1.0), sharing).waits_ms  # a run waits for a turn of each
+    both = looped_co_runner([looped(0.5), looped(3.0)], looped(1.0), sharing).waits_ms  # a run waits for a turn of each
     for of in (np.mean, np.max):
         assert of(both) == pytest.approx(of(short.waits_ms) + of(long.waits_ms), rel=0.02)

@@ -17,7 +17,7 @@ from optional_packages import without
 
 from hase.kernel_model.sampling.draws import read_seeds
 from hase.recipes.this_device import measure_this_device
-from hase.recipes.this_device.measure_this_device import measure, put_models
+from hase.recipes.this_device.measure_this_device import link_models, measure
 from hase.recipes.this_device.steps import (
     LEAST_MEASURING_SHARE,
     TRAINING_SHARE,
@@ -120,13 +120,13 @@ def test_git_ignores_what_is_written() -> None:
 def test_models_are_put_into_the_workspace(tmp_path: Path) -> None:
     workspace, given = Workspace(tmp_path / "out"), models(tmp_path)
     with pytest.raises(UserError, match="no models; name your own with --model"):
-        put_models(workspace, [])
-    assert [path.name for path in put_models(workspace, given)] == ["first.onnx", "second.onnx"]
-    assert put_models(workspace, given[:1]) == put_models(workspace, [])
+        link_models(workspace, [])
+    assert [path.name for path in link_models(workspace, given)] == ["first.onnx", "second.onnx"]
+    assert link_models(workspace, given[:1]) == link_models(workspace, [])
     namesake = tmp_path / "elsewhere" / "first.onnx"
     files.write_bytes(namesake, b"another model")
     with pytest.raises(UserError, match=r"first\.onnx exists and differs from"):
-        put_models(workspace, [namesake])
+        link_models(workspace, [namesake])
 
 
 @pytest.mark.slow
@@ -145,7 +145,7 @@ def test_the_kernels_that_tell_most_of_a_gpu_are_built_in_their_order(tmp_path: 
 @pytest.mark.slow
 def test_what_goes_wrong_is_said(tmp_path: Path) -> None:
     for options, message in (
-            (("--start-from", "data-sheet"), "--start-from data-sheet: is for GPUs; on a CPU, leave it out"),
+            (("--start-from", "data-sheet"), "--start-from data-sheet is for GPUs; on a CPU, leave it out"),
             (("--gpu", "l4"), "--gpu goes with --start-from data-sheet")):
         done = run_script(SCRIPT, "--workspace", tmp_path, "--device", "cpu", "--json", *options)
         assert done.returncode in (1, 2)

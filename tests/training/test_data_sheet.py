@@ -16,7 +16,15 @@ from hase.learned.data_sheet.ratios import BASE, CardRatios, SheetRange, correct
 from hase.learned.data_sheet.work import DTYPES, KINDS, REACHED_PEAK, Work, bounds_of, peaks_flop_s, ratio_of_bounds
 from hase.records.dataset_files import header_path, kernel_table_path, read_header, read_kernels, write_kernels
 from hase.training.fits import data_sheets
-from hase.training.fits.data_sheets import COLUMNS, adjust, card, learn, read_tables, with_carried, write_sheet
+from hase.training.fits.data_sheets import (
+    COLUMNS,
+    adjust_ratios,
+    card,
+    fit_card_ratios,
+    read_card_tables,
+    with_carried,
+    write_sheet,
+)
 from hase.training.kernels.training_set import read_training_set
 from hase.utils import files
 from hase.utils.errors import UserError
@@ -63,8 +71,8 @@ def made_up_tables(folder: Path, efficiency: dict[str, float]) -> Path:
 @pytest.mark.slow
 def test_the_booster_learns_how_far_a_card_stays_behind_its_sheet(tmp_path: Path) -> None:
     share = {"h200": REACHED_PEAK, "h100": REACHED_PEAK, "a100": 0.9, "l40s": 0.5}
-    table, = read_tables(made_up_tables(tmp_path, share))
-    ratios = learn([table], threads=1)
+    table, = read_card_tables(made_up_tables(tmp_path, share))
+    ratios = fit_card_ratios([table], threads=1)
     for name in ("a100", "l40s"):
         carried = ratios.times_ms(table.work, table.ms[BASE], card(BASE), card(name), table.name)
         assert np.abs(carried / table.ms[name] - 1).mean() < 0.02, name
@@ -81,15 +89,15 @@ def test_the_booster_learns_how_far_a_card_stays_behind_its_sheet(tmp_path: Path
 
 @pytest.mark.slow
 def test_some_measured_kernels_correct_the_card_and_only_it(tmp_path: Path) -> None:
-    table, = read_tables(made_up_tables(tmp_path, {"h200": REACHED_PEAK, "h100": REACHED_PEAK, "l40s": 0.5}))
-    ratios = learn([table], without=("l40s",), threads=1)  # so that it takes the L40S to be as good as the others
+    table, = read_card_tables(made_up_tables(tmp_path, {"h200": REACHED_PEAK, "h100": REACHED_PEAK, "l40s": 0.5}))
+    ratios = fit_card_ratios([table], without=("l40s",), threads=1)  # so that it takes the L40S to be as good as the others
 
     def error(of: CardRatios, chosen: np.ndarray) -> float:
         times_ms = of.times_ms(table.work.rows(chosen), table.ms[BASE][chosen], card(BASE), card("l40s"), table.name)
         return float(np.abs(times_ms / table.ms["l40s"][chosen] - 1).mean())
 
     few, others = np.arange(0, 48, 5), np.arange(1, 48, 5)
-    adjusted = adjust(ratios, table.work.rows(few), table.ms[BASE][few], table.ms["l40s"][few], card(BASE), card("l40s"),
+    adjusted = adjust_ratios(ratios, table.work.rows(few), table.ms[BASE][few], table.ms["l40s"][few], card(BASE), card("l40s"),
                       table.name)
     assert error(ratios, others) > 0.2
     assert error(adjusted, others) < 0.03
@@ -99,11 +107,11 @@ def test_some_measured_kernels_correct_the_card_and_only_it(tmp_path: Path) -> N
 
 def test_wrong_tables_are_refused_and_times_that_can_not_be_left_out(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no table of kernels on several cards"):
-        read_tables(tmp_path / "none.csv")
+        read_card_tables(tmp_path / "none.csv")
     (tmp_path / "t.csv").write_text("table,gpu\na,h200\n", encoding="utf-8")
     with pytest.raises(UserError, match="lacks the columns kind, dtype"):
-        read_tables(tmp_path / "t.csv")
-    table, = read_tables(made_up_tables(tmp_path, {"h200": 0.7, "b200": 3.8}))  # almost four times its peak
+        read_card_tables(tmp_path / "t.csv")
+    table, = read_card_tables(made_up_tables(tmp_path, {"h200": 0.7, "b200": 3.8}))  # almost four times its peak
     assert np.isfinite(table.ms["h200"]).all()
     assert np.isnan(table.ms["b200"]).all()
 

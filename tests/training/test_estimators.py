@@ -278,7 +278,7 @@ def test_an_estimator_that_forgets_a_saved_class_is_refused(task: Task, tmp_path
 
 @pytest.mark.parametrize(("text", "message"), [
     ("x = 1\n", "defines no Estimator"), ("import nowhere_to_be_found\n", "can't be run"),
-    (EXAMPLE.replace('    name = "softmax_by_bytes"\n', ""), "does not state its name"),
+    (EXAMPLE.replace('    name = "softmax_by_bytes"\n', ""), "has no `name`"),
     (EXAMPLE.replace(NAME, "../x"), "letters, digits"),
     (EXAMPLE.replace(f'"{NAME}"', '"roofline"'), "two estimators have this name"),
     (EXAMPLE.replace('EnvironmentPattern(device="cpu"), ', ""), "must be a tuple of EnvironmentPattern")])

@@ -17,7 +17,7 @@ from hase.learned.composition.fitted import read_composition
 from hase.learned.kernels.features import KERNEL_FEATURES
 from hase.learned.kernels.sidecar import copy_predictors, read_sidecar, write_sidecar
 from hase.learned.llm import GenerationLoop
-from hase.learned.sharing import learned_mps, write_mps
+from hase.learned.sharing import read_mps, write_mps
 from hase.records.dataset_files import read_header
 from hase.records.generations import PHASES, Phase
 from hase.records.host_pace import Stalls
@@ -142,7 +142,7 @@ def test_another_training_keeps_what_was_learned_of_mps(tmp_path: Path) -> None:
     """Files of widths lie beside those of the predictors, and are not theirs: neither a copy nor a training leaves them out."""
     copy_predictors(SHIPPED / TARGET, tmp_path)
     write_sidecar(tmp_path, read_sidecar(tmp_path))
-    learned = learned_mps(tmp_path)
+    learned = read_mps(tmp_path)
     assert learned
     features = np.array([KERNEL_FEATURES.compute(conv())], dtype=float)
     assert 0.0 < learned.grids([conv()], features, np.array([0.01])).width[0] <= 1.0
@@ -218,7 +218,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 @pytest.mark.slow
 def test_a_host_is_learned_from_an_h100(served: Workspace) -> None:
     learned = learn_serving_host(served, SHIPPED / TARGET)
-    assert 0.9 < learned.middle < 1.3
+    assert 0.9 < learned.median_pace < 1.3
     assert learned.host().paces.mean() == pytest.approx(1.0, abs=0.1)
     assert learned.host(Stalls(9.0, (8.0,))).stalls_ms.tolist() == [8.0]
     # runs take the mean of its paces; of a few readings beside, some of which may be disturbed, the median counts

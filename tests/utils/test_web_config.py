@@ -263,7 +263,7 @@ def test_a_client_that_disconnects_costs_no_traceback_and_no_other_answer(capfd:
 
 def test_a_client_that_drips_its_request_is_disconnected(monkeypatch: pytest.MonkeyPatch,
                                                         capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(web_server._Quiet, "timeout", 0.3)
+    monkeypatch.setattr(web_server._RequestHandler, "timeout", 0.3)
     with served() as server, socket.create_connection(("127.0.0.1", server.server_port)) as client:
         client.sendall(b"GET /metrics HTTP/1.0\r\n")
         assert drips_until_disconnected(client, ConnectionError)

@@ -34,7 +34,7 @@ from hase.training.composition.measured_models import (
     measured_models,
     tracks_of,
 )
-from hase.training.kernels.fitting import fit_kernel_model, learner, parallel_map
+from hase.training.kernels.fitting import correction_trainer, fit_kernel_model, parallel_map
 from hase.training.kernels.targets import trained_targets
 from hase.training.kernels.training_set import read_training_set
 from hase.utils.errors import UserError
@@ -123,7 +123,7 @@ def predict_as_learned(predictors: Predictors, labels: Sequence[str], rows: Trai
     times = {}
     for label in progress(labels, doing):
         chosen = predictors.sidecar.labels[label].chosen
-        learn = learner(predictors.kernel_model(label), label, chosen, config)
+        learn = correction_trainer(predictors.kernel_model(label), label, chosen, config)
         times[label] = predict_out_of_fold(rows, models, groups, left_out, label, chosen, config, learn)
     return times
 

@@ -1,7 +1,7 @@
 """A small neural network that predicts log(time / roofline) from the boosters' features.
 
-It has two hidden layers of 64. Sizes are taken as logarithms and all features are standardised. Only its weights are saved, so
-a prediction needs no scikit-learn.
+It has two hidden layers with 64 neurons each. Its inputs are logarithms of sizes, and all features are standardised. Only its
+weights are saved, so a prediction needs no scikit-learn.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from hase.utils.lazy import sklearn
 
 LAYERS = (64, 64)
 EPOCHS = 150
-FURTHEST = 6.0  # standard deviations from the mean: a feature further out is taken as this, or the network runs off to anywhere
+MOST_DEVIATIONS = 6.0  # standard deviations from the mean at which features are clipped; the network extrapolates badly
 
 
 class NeuralNetwork(OnRoofline, Estimator):
-    """scikit-learn's MLPRegressor with ReLU."""
+    """A multi-layer perceptron with ReLU, fitted by scikit-learn's MLPRegressor."""
 
     name = "neural_network"
     middle: Floats
@@ -35,7 +35,7 @@ class NeuralNetwork(OnRoofline, Estimator):
     def fit(self, measured: Measured) -> None:
         problem = problem_of(measured, measured.times_ms, weights=measured.weights)
         self.roofline, self.type_codes = problem.roofline, problem.type_codes
-        sizes = _as_sizes(problem.matrix)
+        sizes = _log_scaled(problem.matrix)
         self.middle, self.spread = sizes.mean(axis=0), np.maximum(sizes.std(axis=0), 1e-6)
         network = sklearn.neural_network.MLPRegressor(
             hidden_layer_sizes=LAYERS, max_iter=EPOCHS, early_stopping=len(measured) >= 200, n_iter_no_change=15, alpha=1e-3,
@@ -61,10 +61,10 @@ class NeuralNetwork(OnRoofline, Estimator):
         self.weights, self.offsets = saved["weights"], saved["offsets"]
 
     def _standardised(self, matrix: Matrix) -> Floats:
-        return np.clip((_as_sizes(matrix) - self.middle) / self.spread, -FURTHEST, FURTHEST)
+        return np.clip((_log_scaled(matrix) - self.middle) / self.spread, -MOST_DEVIATIONS, MOST_DEVIATIONS)
 
 
-def _as_sizes(matrix: Matrix) -> Floats:
+def _log_scaled(matrix: Matrix) -> Floats:
     """Logarithms of all features that are not yet logarithms; 0 for the code of an unknown type."""
     values = np.nan_to_num(matrix.astype(float))
     is_log = np.append(KERNEL_FEATURES.logarithmic, True)  # the code of the type stays as it is

@@ -19,7 +19,7 @@ from hase.graph_model.simulation.pipeline import PipelineCosts, Tracks, dispatch
 from hase.graph_model.simulation.sharing import Grids, MpsProcess, MpsRules, mps_runs_ms
 from hase.learned.kernels.estimators import KernelModel
 from hase.learned.kernels.interface import XgboostSettings
-from hase.learned.sharing import GPU_BOUND, WITH_SHARES, WITHOUT_SHARES, MpsErrors, grids_of
+from hase.learned.sharing import GPU_BOUND, WITH_SHARES, WITHOUT_SHARES, SharingErrors, grids_of
 from hase.records.dataset_files import read_header
 from hase.records.dataset_tables import read_kernel_table, read_model_table
 from hase.records.kernel_record_files import read_model_record, record_path
@@ -225,7 +225,7 @@ class MpsFit:
     def _have_shares(self) -> npt.NDArray[np.bool_]:
         return np.array([self._ways[case.way].sharing.percent < ALL_THREADS for case in self.cases])
 
-    def fit(self, jobs: int) -> tuple[MpsRules, dict[str, MpsErrors], dict[str, MpsErrors]]:
+    def fit(self, jobs: int) -> tuple[MpsRules, dict[str, SharingErrors], dict[str, SharingErrors]]:
         """The best rules for all cases, and the held-out errors for GPU-bound models and for others.
 
         Each case is predicted by the best rules for GPU-bound models of other families beside other models. The best rules have
@@ -255,12 +255,12 @@ class MpsFit:
         gpu_bound, host_bound = self.errors(left_out)
         return tried[best(np.ones(len(bound), dtype=bool))], gpu_bound, host_bound
 
-    def errors(self, predicted: Floats) -> tuple[dict[str, MpsErrors], dict[str, MpsErrors]]:
+    def errors(self, predicted: Floats) -> tuple[dict[str, SharingErrors], dict[str, SharingErrors]]:
         """The errors for GPU-bound models and for others, by whether they have shares. `predicted`: as from
         `MpsFit.predicted`."""
         bound, shares = np.array([self.is_gpu_bound(case) for case in self.cases]), self._have_shares
 
-        def by_shares(kept: npt.NDArray[np.bool_]) -> dict[str, MpsErrors]:
+        def by_shares(kept: npt.NDArray[np.bool_]) -> dict[str, SharingErrors]:
             return {name: _errors(predicted[kept & of_kind], self.measured[kept & of_kind])
                     for name, of_kind in ((WITHOUT_SHARES, ~shares), (WITH_SHARES, shares)) if (kept & of_kind).any()}
 
@@ -271,9 +271,9 @@ def _predicted(fit: MpsFit, rules: MpsRules) -> Floats:
     return fit.predicted(rules)
 
 
-def _errors(predicted: Floats, measured: Floats) -> MpsErrors:
+def _errors(predicted: Floats, measured: Floats) -> SharingErrors:
     mean, p50, p95 = np.abs(predicted / measured - 1.0).mean(axis=0).tolist()
-    return MpsErrors(cases=len(measured), mean=mean, p50=p50, p95=p95)
+    return SharingErrors(cases=len(measured), mean=mean, p50=p50, p95=p95)
 
 
 def candidates() -> list[MpsRules]:

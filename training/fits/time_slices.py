@@ -31,7 +31,7 @@ from hase.learned.sharing import (
     TracksAndCosts,
     busy_share,
     co_runner_probed,
-    in_a_loop,
+    looped_co_runner,
 )
 from hase.records.dataset_files import kernel_table_path
 from hase.records.dataset_tables import read_kernel_table
@@ -261,7 +261,7 @@ class Pairs:
 
 def _next_to_loop(model: Simulated, looped: Simulated, sharing: Sharing) -> Floats:
     """Statistics of a model's latency (ms) while the other one runs in a loop."""
-    return model.next_to(in_a_loop([looped.run], model.run, sharing), sharing.slice_ms)
+    return model.next_to(looped_co_runner([looped.run], model.run, sharing), sharing.slice_ms)
 
 
 # the baseline ------------------------------------------------------------------------------------------------------------

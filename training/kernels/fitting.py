@@ -1,16 +1,16 @@
-"""Fits predictors of kernel times: rooflines, boosters and forests of log(time / roofline), and boosters of related operators.
+"""Fits predictors of kernel times: rooflines, and boosters and forests that learn log(time / roofline).
 
-Boosters of classes predict operators that were never measured from measured ones of their kind and class. They learn log(time /
-roofline) from bytes, sizes, reduced and contiguous elements, rank, layout and the kind of operator, but not from the kernel
-type or op_class, which tell operators of a kind apart. So they treat an unknown operator like others of its kind. Each operator
-is weighted by the square root of its number of kernels (at most MOST_KERNELS), so that many convolutions or additions do not
-dominate. Operators of other kinds and classes have smaller weights; they help kinds with few operators. On an H200, kinds
+Boosters of classes predict operators that were never measured from measured ones of their kind and class. They learn from
+bytes, sizes, reduced and contiguous elements, rank, layout and the kind of operator, but not from the kernel type or op_class,
+by which operators of a kind differ. So they treat an unknown operator like others of its kind. The total weight of an operator
+is the square root of its number of kernels (at most MOST_KERNELS), so that many convolutions or additions do not dominate.
+Operators of other kinds and classes have smaller weights; they help kinds with few operators. On an H200, learning by kinds
 lowered the mean over 50 operators, each left out in turn, of their median errors from 41 to 33 %, most for Concat, Split and
 Slice.
 
 A type's own booster learns from its rows with weight 1, and from those of related types with weight RELATED_WEIGHT: a MatMul
 with a constant matrix takes about as long as the Gemm of the same size, and many more of these are measured. The type with the
-most rows of its group learns alone. Only the GPU's times are learned like this: related types differ in their numbers of
+most rows of its group learns alone. Only the GPU's times are learned like this, since related types differ in their numbers of
 launches. On an H200, with each collection of models left out in turn, this changed the errors of kernels, weighted by time,
 from 29 to 15 % for MatMul, from 22 to 18 for FusedMatMul, from 82 to 27 for ReduceSum, from 28 to 15 for ReduceMax, from 16 to
 13 for BiasSoftmax, and from 10 to 8 for Split. With weights of 0.03 and 0.3 products gain less.
@@ -18,6 +18,7 @@ from 29 to 15 % for MatMul, from 22 to 18 for FusedMatMul, from 82 to 27 for Red
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -35,13 +36,13 @@ from hase.learned.kernels.estimators import (
     LEAST_LAUNCHES,
     SHARED,
     KernelModel,
+    Matrix,
     OtherPredictors,
     Roofline,
     Transferred,
     class_names,
     design_matrix,
     from_other_device,
-    is_class,
     table_counts,
 )
 from hase.learned.kernels.features import FORM_GROUPS, KernelRows
@@ -51,22 +52,29 @@ from hase.records.kernel_types import operator_in_type
 from hase.records.measurement import GPU_LABEL, LAUNCHES
 from hase.records.operators import operator_row
 from hase.utils.lazy import sklearn, xgboost
+from hase.utils.timing import Floats
 
 if TYPE_CHECKING:
     from hase.learned.kernels.interface import TrainingSet
-
 
 T = TypeVar("T")
 R = TypeVar("R")
 # A GPU's time of a type with so many rows is learned by twice as many trees. With collections left out in turn, that lowers the
 # error of convolutions on an H200 from 8.2 to 7.8 % (weighted by time: 8.9 to 8.6); types with fewer rows gain nothing.
 MANY_ROWS = 10_000
+# Features by which operators of a class differ: those of the operator's name, and of forms.
+TELLTALE = ("op_class", "activation", "adds", *(name for group in FORM_GROUPS.values() for name in group))
+MOST_KERNELS = 400  # of an operator; more have no effect
+LEAST_KERNELS = 20  # of a kind or class; with fewer, the next wider group is used
+OTHER_KINDS, OTHER_CLASSES = 0.3, 0.1  # weights of a kernel of another kind of the class, and of another class
+RELATED_WEIGHT = 0.1
+RELATED_KINDS = ("softmax", "joint", "pool")  # of operators, each of which is a group
 
 
 def fit_roofline(flops: Floats, bytes_moved: Floats, times_ms: Floats, tables: Floats | None = None,
                  weights: Floats | None = None) -> Roofline:
-    """The roofline of measured idle kernels: rates that 2 % of them exceed, and a floor that 2 % stay below. With `tables`,
-    copying a table takes the time of the floor too."""
+    """The roofline of measured idle kernels: rates that 2 % of them exceed, and a floor that 2 % stay below. With `tables` (how
+    many tables each kernel copies to the GPU), copying a table takes the time of the floor, too."""
     rates = flops / times_ms, bytes_moved / times_ms
     flops_per_ms, bytes_per_ms = (
         _percentile(rate[rate > 0], 98, None if weights is None else weights[rate > 0]) if (rate > 0).any() else 1.0
@@ -85,7 +93,7 @@ def _percentile(values: Floats, percent: float, weights: Floats | None) -> float
 
 
 def encode_types(types: Iterable[str], log_ratios: Floats) -> dict[str, float]:
-    """A number for each kernel type, in the order of the median ratio to the roofline, so that trees can split between them."""
+    """A number for each kernel type, in the order of the median ratio to the roofline, so that trees can split by it."""
     by_type: dict[str, list[float]] = {}
     for name, ratio in zip(types, log_ratios, strict=True):
         by_type.setdefault(str(name), []).append(float(ratio))
@@ -117,7 +125,7 @@ def train_booster(matrix: Matrix, log_ratios: Floats, settings: XgboostSettings,
 
 def train_forest(matrix: Matrix, log_ratios: Floats, settings: ForestSettings, seed: int,
                  weights: Floats | None = None) -> xgboost.Booster:
-    """Trains scikit-learn's random forest of unlimited depth on the same numbers; returns it as a booster."""
+    """Trains scikit-learn's random forest of unlimited depth on log(time / roofline), and converts it to a booster."""
     forest = sklearn.ensemble.RandomForestRegressor(
         n_estimators=settings.trees, max_features=settings.column_share, min_samples_leaf=settings.least_in_leaf,
         random_state=seed, n_jobs=1)
@@ -138,8 +146,8 @@ class Problem:
 
 def problem_of(kernels: KernelRows, times_ms: Floats, roofline: Roofline | None = None,
                tables: Floats | float = 0.0, weights: Floats | None = None) -> Problem:
-    """The learning problem of measured kernels, with a `roofline` fitted to them by default. `tables`: how many tables each
-    kernel copies to the GPU."""
+    """The learning problem of measured kernels, by default with a `roofline` that is fitted to them. `tables`: how many tables
+    each kernel copies to the GPU."""
     roofline = roofline or fit_roofline(kernels.flops, kernels.bytes_moved, times_ms, weights=weights)
     log_ratios = np.log(times_ms / roofline.bound_ms(kernels.flops, kernels.bytes_moved, tables))
     types = kernels.types.tolist()
@@ -147,22 +155,20 @@ def problem_of(kernels: KernelRows, times_ms: Floats, roofline: Roofline | None 
     return Problem(roofline, codes, design_matrix(types, kernels.features, kernels.load, codes), log_ratios, weights)
 
 
-def learning_problem(rows: TrainingSet, label: str, roofline: Roofline | None = None) -> Problem:
-    """The learning problem of `label`, from `rows`, which all have the label. `roofline`: None: fit one to the rows (for
-    launches: LEAST_LAUNCHES)."""
+def learning_problem(rows: TrainingSet, label: str) -> Problem:
+    """The learning problem of a label that all rows have. The roofline is fitted to idle rows; for launches it is fixed."""
     times_ms, tables, weights = rows.times_ms[label], table_counts(rows.schema, rows.features), rows.weights(label)
     base = rows.idle if rows.idle.any() else np.ones(len(rows), dtype=bool)
-    if roofline is None:
-        roofline = LEAST_LAUNCHES if label == LAUNCHES else fit_roofline(
-            rows.flops[base], rows.bytes_moved[base], times_ms[base], tables[base] if label == GPU_LABEL else None,
-            None if weights is None else weights[base])
+    roofline = LEAST_LAUNCHES if label == LAUNCHES else fit_roofline(
+        rows.flops[base], rows.bytes_moved[base], times_ms[base], tables[base] if label == GPU_LABEL else None,
+        None if weights is None else weights[base])
     return problem_of(rows.kernels, times_ms, roofline, tables, weights)
 
 
 def fit_kernel_model(rows: TrainingSet, label: str, chosen: Mapping[str, str], config: TrainingConfig,
                      problem: Problem | None = None, steady: frozenset[str] = frozenset(),
                      types: Sequence[str] | None = None) -> KernelModel:
-    """Boosters for `label`: a shared one of all rows, and those of `chosen` types that have rows.
+    """Trains the boosters of a label: a shared one from all rows, those of `chosen` types that have rows, and those of classes.
 
     Args:
         chosen: for kernel types without the shared booster, the type's name for a dedicated one, or FOREST.
@@ -178,18 +184,18 @@ def fit_kernel_model(rows: TrainingSet, label: str, chosen: Mapping[str, str], c
             return train_booster(problem.matrix, problem.log_ratios, settings, config.seed, problem.weights)
         if name == FOREST:
             return train_forest(problem.matrix, problem.log_ratios, config.forest, config.seed, problem.weights)
-        return train_dedicated(name, rows, problem, settings, config.seed, label == GPU_LABEL)
+        return _train_dedicated(name, rows, problem, settings, config.seed, label == GPU_LABEL)
 
     needed = dict.fromkeys([*([SHARED] if types is None else []), *predictor_of.values()])
-    boosters = WithClasses({name: train(name) for name in needed}, learn_classes(rows, problem, config, steady=steady))
-    return KernelModel(rows.schema, problem.roofline, problem.type_codes, predictor_of, boosters,
+    of_types, of_classes = {name: train(name) for name in needed}, fit_class_boosters(rows, problem, config, steady=steady)
+    return KernelModel(rows.schema, problem.roofline, problem.type_codes, predictor_of,
+                       ChainMap(of_types, of_classes),  # type: ignore[arg-type]  # it is only read
                        tuple(rows.idle_load.values()))
 
 
-def train_dedicated(name: str, rows: TrainingSet, problem: Problem, settings: XgboostSettings, seed: int,
-              on_gpu: bool) -> xgboost.Booster:
-    """The booster of one kernel type. If `on_gpu` (for the GPU's time), it also learns from related types (see
-    `related_types`)."""
+def _train_dedicated(name: str, rows: TrainingSet, problem: Problem, settings: XgboostSettings, seed: int,
+                     on_gpu: bool) -> xgboost.Booster:
+    """Trains the booster of one kernel type; for times `on_gpu` also from related types (see `related_types`)."""
     weights = row_weights(name, rows.types) if on_gpu else (rows.types == name).astype(float)
     mask = weights > 0
     if problem.weights is not None:
@@ -200,27 +206,27 @@ def train_dedicated(name: str, rows: TrainingSet, problem: Problem, settings: Xg
     return train_booster(problem.matrix[mask], problem.log_ratios[mask], settings, seed, None if alone else weights[mask])
 
 
-def learn_classes(rows: TrainingSet, problem: Problem, config: TrainingConfig, without: str = "",
-                  steady: frozenset[str] = frozenset()) -> ClassBoosters:
-    """The boosters of the classes of operators, from idle rows, without one operator if given. `steady` classes get the median
-    ratio (see `ClassBoosters`)."""
+def fit_class_boosters(rows: TrainingSet, problem: Problem, config: TrainingConfig, left_out: str = "",
+                       steady: frozenset[str] = frozenset()) -> ClassBoosters:
+    """The boosters of the classes of operators, from idle rows without those of operator `left_out`. `steady` classes get the
+    median ratio (see `ClassBoosters`)."""
     known = class_rows(problem.matrix, problem.log_ratios, rows.types, rows.idle, rows.schema.names, config.seed,
                        problem.weights)
-    return ClassBoosters(known.without(without) if without else known, partial(
+    return ClassBoosters(known.without(left_out) if left_out else known, partial(
         _train_class, settings=config.xgboost_class, seed=config.seed), steady)
 
 
 def _train_class(matrix: Matrix, log_ratios: Floats, weights: Floats, settings: XgboostSettings,
                  seed: int) -> xgboost.Booster:
-    if not len(matrix):
+    if not len(matrix):  # a booster without trees, whose prediction is the mean
         flat = xgboost.DMatrix(np.zeros((1, matrix.shape[1]), dtype=np.float32), np.zeros(1), nthread=1)
         return xgboost.train({"objective": "reg:squarederror", "base_score": float(log_ratios.mean()), "nthread": 1}, flat, 0)
     return train_booster(matrix, log_ratios, settings, seed, weights)
 
 
 def fit_factors(rows: TrainingSet, logs: Floats, settings: XgboostSettings, seed: int) -> KernelModel:
-    """Trains a booster of one factor for each kernel, such as an error or a width. It is for all types together; `logs` are the
-    rows' logarithms."""
+    """Trains a booster for all types together that predicts a factor for each kernel, such as an error or a width. `logs` are
+    the logarithms of the rows' factors."""
     types = rows.types.tolist()
     codes = encode_types(types, logs)
     booster = train_booster(design_matrix(types, rows.features, rows.load, codes), logs, settings, seed)
@@ -229,14 +235,14 @@ def fit_factors(rows: TrainingSet, logs: Floats, settings: XgboostSettings, seed
 
 
 def parallel_map(task: Callable[[T], R], items: Iterable[T], workers: int) -> list[R]:
-    """The results of `task` for each item, in order, computed by `workers` threads. Threads are enough, since the estimators
-    release the interpreter's lock while they compute."""
+    """The results of `task` for each item, in order, computed by `workers` threads. These suffice, since XGBoost and
+    scikit-learn release the interpreter's lock while they compute."""
     with ThreadPoolExecutor(workers) as pool:
         return list(pool.map(task, items))
 
 
 def as_ratios(rows: TrainingSet, label: str, other_model: KernelModel) -> tuple[TrainingSet, Floats]:
-    """The learning problem of a correction: `rows` with the ratio to the other device's time, and the times (ms) there."""
+    """Rows whose times are ratios to those on another device, from which a correction learns, and the times (ms) there."""
     other_ms, extended = from_other_device(other_model, rows.kernels)
     return replace(rows, schema=CORRECTION_FEATURES, features=extended.features, flops=extended.flops,
                    bytes_moved=extended.bytes_moved, times_ms={label: rows.times_ms[label] / other_ms}), other_ms
@@ -244,33 +250,25 @@ def as_ratios(rows: TrainingSet, label: str, other_model: KernelModel) -> tuple[
 
 def fit_transferred(rows: TrainingSet, label: str, chosen: Mapping[str, str], config: TrainingConfig,
                     start: OtherPredictors) -> Transferred:
-    """Fits corrections of another target's predictors; the arguments are those of `fit_kernel_model`."""
+    """Trains corrections of another target's predictors (`start`); other arguments are as in `fit_kernel_model`."""
     return Transferred(start, fit_kernel_model(as_ratios(rows, label, start.model)[0], label, chosen, config))
 
 
-def learner(model: TimePredictor, label: str, chosen: Mapping[str, str],
-            config: TrainingConfig) -> Callable[[TrainingSet], Transferred] | None:
-    """A function that trains `model`'s kind of correction on fewer rows; None if it doesn't start from another target."""
+def correction_trainer(model: TimePredictor, label: str, chosen: Mapping[str, str],
+                       config: TrainingConfig) -> Callable[[TrainingSet], Transferred] | None:
+    """A function that trains the corrections of `model` again from other rows; None if `model` has no corrections."""
     if not isinstance(model, Transferred):
         return None
     start = model.start
     return lambda rows: fit_transferred(rows, label, chosen, config, start)
 
-Floats = npt.NDArray[np.float64]
-Matrix = npt.NDArray[np.float32]
-# Features by which operators of a class can be told apart: those of the operator's name, and of forms.
-TELLTALE = ("op_class", "activation", "adds", *(name for group in FORM_GROUPS.values() for name in group))
-MOST_KERNELS = 400  # of an operator; more have no effect
-LEAST_KERNELS = 20  # of a kind or class; with fewer, the next wider group is used
-OTHER_KINDS, OTHER_CLASSES = 0.3, 0.1  # weights of a kernel of another kind of the class, and of another class
-RELATED_WEIGHT = 0.1
-RELATED_KINDS = ("softmax", "joint", "pool")  # of operators, each of which is a group
 
+# boosters of classes of operators ----------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class ClassRows:
     """The rows that boosters of classes learn from. `matrix` is rows × (features, code of the kind, load), NaN in the load and
-    in columns that tell operators apart; `log_ratios` is log(time / roofline)."""
+    in TELLTALE columns; `log_ratios` is log(time / roofline)."""
 
     matrix: Matrix
     log_ratios: Floats
@@ -289,48 +287,43 @@ class ClassRows:
         weights = counts[operator] ** -0.5 * (1.0 if self.row_weights is None else self.row_weights)
         kinds, classes = self._groups
         if name in kinds:
-            own_class = next(of for kind, of in zip(kinds, classes, strict=True) if kind == name)
-            weights = weights * np.where(kinds == name, 1.0, np.where(classes == own_class, OTHER_KINDS, OTHER_CLASSES))
+            same_class = classes == self.class_of(name)
+            weights = weights * np.where(kinds == name, 1.0, np.where(same_class, OTHER_KINDS, OTHER_CLASSES))
         elif name != ANY:
             weights = weights * np.where(classes == name, 1.0, OTHER_KINDS)
         return np.asarray(weights / weights.mean())
 
     @cached_property
     def _groups(self) -> tuple[npt.NDArray[np.str_], npt.NDArray[np.str_]]:
-        """The boosters of the kind and of the class of each row."""
-        named = [class_names(operator)[:2] for operator in self.operators.tolist()]
-        return np.array([kind for kind, _ in named], dtype=np.str_), np.array([of for _, of in named], dtype=np.str_)
+        """The names of the boosters of each row's kind and of its class."""
+        names = [class_names(operator) for operator in self.operators.tolist()]
+        return np.array([kind for kind, _, _ in names], dtype=np.str_), np.array([of for _, of, _ in names], dtype=np.str_)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The boosters that can be trained: ANY, and one for each kind and each class with enough rows."""
-        names, counts = np.unique(np.concatenate(self._distinct), return_counts=True)
+        kinds, classes = self._groups
+        names, counts = np.unique(np.concatenate([kinds, classes[classes != kinds]]), return_counts=True)
         return tuple(sorted({ANY, *names[counts >= LEAST_KERNELS].tolist()}))
 
     def class_of(self, name: str) -> str:
-        """The class of booster `name`, or the class that its kind belongs to."""
+        """The class of booster `name`, which is that of a kind or of a class."""
         kinds, classes = self._groups
         return str(next((of for kind, of in zip(kinds, classes, strict=True) if kind == name), name))
 
     def median_log_ratio(self, name: str) -> float:
         """The median log ratio of the class of booster `name`; operators are weighted as in `weights`."""
-        of = self.class_of(name)
-        rows = (self._groups[1] == of) if of != ANY else np.ones(len(self.operators), dtype=bool)
+        own_class = self.class_of(name)
+        rows = (self._groups[1] == own_class) if own_class != ANY else np.ones(len(self.operators), dtype=bool)
         order = np.argsort(self.log_ratios[rows])
         summed = np.cumsum(self.weights(ANY)[rows][order])
         return float(self.log_ratios[rows][order][np.searchsorted(summed, summed[-1] / 2)])
 
-    @property
-    def _distinct(self) -> tuple[npt.NDArray[np.str_], npt.NDArray[np.str_]]:
-        """The boosters of the kinds, and of those classes that are no kinds."""
-        kinds, classes = self._groups
-        return kinds, classes[classes != kinds]
-
 
 def class_rows(matrix: Matrix, log_ratios: Floats, types: npt.NDArray[np.str_], idle: npt.NDArray[np.bool_],
                columns: tuple[str, ...], seed: int, weights: Floats | None = None) -> ClassRows:
-    """At most MOST_KERNELS idle rows of each operator. `columns` names the features in the `design_matrix`; the type code and
-    the load follow."""
+    """At most MOST_KERNELS idle rows of each operator, drawn at random. `columns` names the features in the `design_matrix`;
+    the type code and the load follow."""
     generator = np.random.default_rng(seed)
     operators = np.array([operator_in_type(name) for name in types.tolist()], dtype=np.str_)
     base = idle if idle.any() else np.ones(len(idle), dtype=bool)
@@ -347,9 +340,9 @@ def class_rows(matrix: Matrix, log_ratios: Floats, types: npt.NDArray[np.str_], 
 
 @dataclass(frozen=True)
 class ClassBoosters(Mapping[str, "xgboost.Booster"]):
-    """The boosters of the classes by name, each trained at its first look-up: most trainings need few of them. `train` takes a
-    matrix, a target and weights; with an empty matrix, the booster predicts the mean. `steady` classes only use the median
-    ratio, since sizes tell less (see `steady_classes`)."""
+    """The boosters of the classes by name, each trained at its first look-up, since most trainings need few of them. `train`
+    takes a matrix, a target and weights; with an empty matrix, the booster predicts the mean. `steady` classes only use the
+    median ratio, since their sizes predict less (see `steady_classes`)."""
 
     rows: ClassRows
     train: Callable[[Matrix, Floats, Floats], xgboost.Booster]
@@ -360,13 +353,12 @@ class ClassBoosters(Mapping[str, "xgboost.Booster"]):
         if name not in self._trained:
             if name not in self:
                 raise KeyError(name)
-            self._trained[name] = self._steady(name) if self.rows.class_of(name) in self.steady else self.train(
-                self.rows.matrix, self.rows.log_ratios, self.rows.weights(name))
+            rows = self.rows
+            if rows.class_of(name) in self.steady:
+                self._trained[name] = self.train(rows.matrix[:0], np.array([rows.median_log_ratio(name)]), np.ones(1))
+            else:
+                self._trained[name] = self.train(rows.matrix, rows.log_ratios, rows.weights(name))
         return self._trained[name]
-
-    def _steady(self, name: str) -> xgboost.Booster:
-        ratio = self.rows.median_log_ratio(name)
-        return self.train(self.rows.matrix[:0], np.array([ratio]), np.ones(1))
 
     def __contains__(self, name: object) -> bool:
         return name in self.rows.names  # does not train the booster
@@ -378,26 +370,9 @@ class ClassBoosters(Mapping[str, "xgboost.Booster"]):
         return len(self.rows.names)
 
 
-class WithClasses(Mapping[str, "xgboost.Booster"]):
-    """The boosters of types, and those of classes, as one mapping."""
+# related types -----------------------------------------------------------------------------------------------------------
 
-    def __init__(self, of_types: Mapping[str, xgboost.Booster], of_classes: Mapping[str, xgboost.Booster]) -> None:
-        self._of_types, self._of_classes = of_types, of_classes
-
-    def __getitem__(self, name: str) -> xgboost.Booster:
-        return (self._of_classes if is_class(name) else self._of_types)[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._of_types or name in self._of_classes
-
-    def __iter__(self) -> Iterator[str]:
-        return iter([*self._of_types, *self._of_classes])
-
-    def __len__(self) -> int:
-        return len(self._of_types) + len(self._of_classes)
-
-
-def group_of(operator: str) -> str:
+def related_group(operator: str) -> str:
     """The group of operators that learn from each other: one of RELATED_KINDS, all products, all reductions, or "" for none."""
     row = operator_row(operator)
     if row.kind in RELATED_KINDS:
@@ -407,12 +382,12 @@ def group_of(operator: str) -> str:
 
 
 def related_types(name: str, types: npt.NDArray[np.str_]) -> frozenset[str]:
-    """The types that the booster of type `name` learns from besides its own; `types` is the type of each row."""
-    group = group_of(operator_in_type(name))
+    """The other types that the booster of type `name` learns from; `types` is the type of each row."""
+    group = related_group(operator_in_type(name))
     if not group:
         return frozenset()
     counts = {str(kernel_type): int(count) for kernel_type, count in zip(*np.unique(types, return_counts=True), strict=True)
-              if group_of(operator_in_type(str(kernel_type))) == group}
+              if related_group(operator_in_type(str(kernel_type))) == group}
     related = frozenset(counts) - {name}
     return related if max((counts[kernel_type] for kernel_type in related), default=0) > counts.get(name, 0) else frozenset()
 

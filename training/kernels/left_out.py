@@ -30,9 +30,9 @@ from hase.records.operators import OperatorClass, operator_row
 from hase.training.kernels.fitting import (
     LEAST_KERNELS,
     assign_folds,
+    fit_class_boosters,
     fit_factors,
     fit_kernel_model,
-    learn_classes,
     learning_problem,
     parallel_map,
 )
@@ -98,7 +98,7 @@ def leave_operators_out(rows: TrainingSet, label: str, config: TrainingConfig,
 
     def leave_out(operator: str) -> LeftOutOperator:
         own_rows = row_operators == operator
-        boosters = learn_classes(known, problem, config, operator)
+        boosters = fit_class_boosters(known, problem, config, operator)
         name = next(name for name in class_names(operator) if name in boosters)
         seen = problem.matrix[own_rows]
         seen[:, len(known.schema.names)] = kind_code(operator)

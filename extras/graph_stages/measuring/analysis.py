@@ -20,7 +20,7 @@ import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from hase.extras.graph_stages.measuring.layer import STAGES, GraphSize
-from hase.extras.graph_stages.measuring.records import RawMeasurements, StageRecord, raw_path, read_raw
+from hase.extras.graph_stages.measuring.records import RawMeasurements, StageRecord, read_raw
 from hase.utils import files
 from hase.utils.config import Frozen
 from hase.utils.errors import UserError, first_problem
@@ -418,7 +418,8 @@ def generate_report(folder: Path, raw: RawMeasurements, analysis: Analysis) -> N
 
 def analyze(workspace: Workspace, plain: bool = False) -> list[dict[str, Any]]:
     """Analyses the raw measurements, writes the results beside them, and returns a row per unit and stage."""
-    folder, raw = workspace.stage_results, read_raw(raw_path(workspace))
+    folder = workspace.stage_results
+    raw = read_raw(folder)
     analysis = estimate_bandwidth_and_compute_time(raw, plain)
     save_results(folder, analysis)
     generate_report(folder, raw, analysis)

@@ -12,12 +12,12 @@ from hase.benchmark.measuring.blocks import Bench, PlannedBlock, Steadiness
 from hase.benchmark.measuring.driver import measure_loads, pending
 from hase.extras.graph_stages.measuring.layer import TENSORS
 from hase.extras.graph_stages.measuring.records import (
+    RAW,
     TRANSFERS,
     RawMeasurements,
     StageRecord,
     TransferRecord,
     UnitReport,
-    raw_path,
     write_transfers,
 )
 from hase.extras.graph_stages.measuring.units import OPENVINO, PACKAGES, TORCH, StageTask, runtime_version
@@ -61,7 +61,7 @@ class StageJournal(JournalFile):
 
     def __init__(self, workspace: Workspace, profile: Profile, here: Machine) -> None:
         super().__init__(workspace.stage_results / JOURNAL)
-        self._raw, self._profile, self._here = raw_path(workspace), profile, here
+        self._raw, self._profile, self._here = workspace.stage_results / RAW, profile, here
 
     def append(self, block: Block) -> None:
         super().append(block)

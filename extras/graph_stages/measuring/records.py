@@ -1,5 +1,5 @@
-"""Records of each stage on each unit (`results/raw_measurements.json`), and of copies between the host's memory and a unit's
-own (`results/transfer_table.json`).
+"""Files of measured stages (`results/raw_measurements.json`), and of copies between the memories of the host and of a unit
+(`results/transfer_table.json`).
 """
 
 from __future__ import annotations
@@ -16,33 +16,25 @@ from hase.extras.graph_stages.measuring.layer import STAGES, GraphSize, LayerSta
 from hase.records.measurement import Status
 from hase.utils import files
 from hase.utils.config import Frozen
-from hase.utils.paths import Workspace
 
 VERSION = 1
 REMAKE = "python extras/graph_stages/profile_stages.py --measure"
 RAW = "raw_measurements.json"
-DERIVED = ("statistics", "resident_statistics")
+COMPUTED_FIELDS = ("statistics", "resident_statistics")
 TRANSFERS = "transfer_table.json"
 Direction: TypeAlias = Literal["to_device", "to_host"]
 DIRECTIONS: tuple[Direction, ...] = ("to_device", "to_host")
 
 
 class UnitReport(Frozen):
-    """A processing unit that was looked for.
+    """A processing unit, whether this machine has it, and how it was measured."""
 
-    Attributes:
-        name: OpenVINO's name (`CPU`, `GPU`, `GPU.1`, `NPU`), or `CUDA` for an NVIDIA GPU.
-        why: why it cannot be measured here; "" if it can.
-        runtime: tried first for its stages: `openvino`, `ort` or `torch`.
-        inference_precision: of the computation: `f32` or `f16`.
-    """
-
-    name: str
+    name: str  # OpenVINO's (`CPU`, `GPU`, `GPU.1`, `NPU`), or `CUDA` for an NVIDIA GPU
     present: bool
-    why: str = ""
+    why: str = ""  # the reason that it cannot be measured here; "" if it can
     device_name: str = ""
-    runtime: str = ""
-    inference_precision: str = ""
+    runtime: str = ""  # that was tried first for its stages: `openvino`, `ort` or `torch`
+    inference_precision: str = ""  # of the computation: `f32` or `f16`
 
 
 class StageRecord(Frozen):
@@ -86,8 +78,8 @@ class StageRecord(Frozen):
     @model_validator(mode="before")
     @classmethod
     def _without_statistics(cls, data: Any) -> Any:
-        """Drops the statistics, which the file has for its readers; they are computed from the samples."""
-        return {key: value for key, value in data.items() if key not in DERIVED} if isinstance(data, dict) else data
+        """Ignores the statistics in the file, which are there for other readers; they are computed from the samples."""
+        return {key: value for key, value in data.items() if key not in COMPUTED_FIELDS} if isinstance(data, dict) else data
 
     @property
     def size(self) -> GraphSize:
@@ -106,7 +98,6 @@ class StageRecord(Frozen):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def resident_statistics(self) -> dict[str, float]:
-        """Statistics of `resident_samples_ms`, in ms."""
         return statistics(self.resident_samples_ms)
 
 
@@ -130,7 +121,7 @@ class RawMeasurements(Frozen):
 
 
 def statistics(samples_ms: Sequence[float]) -> dict[str, float]:
-    """`mean`, `std` (of the sample, n − 1), `min`, `max` and `median`, in the unit of the samples; empty without samples."""
+    """`mean`, `std` (n − 1 degrees of freedom), `min`, `max` and `median` of samples, in ms; empty without samples."""
     if not samples_ms:
         return {}
     values = np.asarray(samples_ms)
@@ -139,13 +130,9 @@ def statistics(samples_ms: Sequence[float]) -> dict[str, float]:
             "median": float(np.median(values))}
 
 
-def raw_path(workspace: Workspace) -> Path:
-    return workspace.stage_results / RAW
-
-
-def read_raw(path: Path) -> RawMeasurements:
-    """Reads the measurements in a file."""
-    return files.read_record(path, RawMeasurements, VERSION, REMAKE)
+def read_raw(folder: Path) -> RawMeasurements:
+    """Reads the measured stages in a results folder."""
+    return files.read_record(folder / RAW, RawMeasurements, VERSION, REMAKE)
 
 
 class TransferRecord(Frozen):
@@ -165,17 +152,14 @@ class TransferTable(Frozen):
 
     @cached_property
     def medians_ms(self) -> dict[tuple[str, Direction], list[tuple[int, float]]]:
-        """By memory and direction, pairs of bytes (ascending) and median copy time."""
+        """Pairs of bytes (ascending) and the median time of copying them, by memory and direction."""
         points: dict[tuple[str, Direction], dict[int, float]] = {}
         for record in self.records:
             points.setdefault((record.memory, record.direction), {})[record.bytes] = statistics(record.samples_ms)["median"]
         return {key: sorted(medians.items()) for key, medians in points.items()}
 
     def copy_ms(self, memory: str, direction: Direction, moved_bytes: int) -> float:
-        """The time of a copy, interpolated linearly.
-
-        Below the measured sizes it is that of the smallest; above them it grows in proportion from the largest.
-        """
+        """The time of a copy: linear between measured sizes, constant below them, and in proportion to the bytes above."""
         if (memory, direction) not in self.medians_ms:
             raise KeyError(memory)
         moved, times_ms = zip(*self.medians_ms[memory, direction], strict=True)
@@ -191,6 +175,6 @@ def write_transfers(folder: Path, records: Iterable[TransferRecord]) -> Path:
 
 
 def read_transfers(folder: Path) -> TransferTable | None:
-    """The copies in a results folder; None if none were measured, as when all units share the host's memory."""
+    """Reads the copies in a results folder; None if none were measured, as when all units share the host's memory."""
     path = folder / TRANSFERS
     return files.read_record(path, TransferTable, VERSION, REMAKE) if path.exists() else None

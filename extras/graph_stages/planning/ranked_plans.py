@@ -13,17 +13,17 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from hase.extras.graph_stages.measuring.layer import GRAPH_KINDS, OUTPUT, Array, GraphSource
-from hase.extras.graph_stages.measuring.records import RAW, read_raw
+from hase.extras.graph_stages.measuring.records import read_raw
 from hase.extras.graph_stages.measuring.units import Refused, StageTask, difference, open_stage
 from hase.extras.graph_stages.planning.chains import (
     ChainSamples,
     ChainTimes,
     OpenedStages,
     Plan,
+    chain_of,
     chain_times,
     run_chain,
     sample_chains,
-    time_chains,
     time_round,
 )
 from hase.extras.graph_stages.planning.plans import Objective, PlanCost, PlanningProblem, best_plan, plan_cost
@@ -203,7 +203,7 @@ def stage_tasks(folders: Sequence[tuple[str, Path]]) -> dict[tuple[str, int, Siz
     """The tasks that open what was measured, by unit, stage (from 0) and size."""
     tasks = {}
     for label, folder in folders:
-        raw = read_raw(folder / RAW)
+        raw = read_raw(folder)
         for record in raw.records:
             if record.graph not in GRAPH_KINDS:
                 raise UserError(f"{folder}: measured on the graph {record.graph}; plans run on drawn graphs alone "
@@ -244,7 +244,10 @@ def run_plans(plans: Sequence[RankedPlan], tasks: Mapping[tuple[str, int, Size],
               warmup: int, runs: int, rounds: int) -> list[PlanRun]:
     """Runs plans at a measured size. Raises UserError if a plan's output differs from the reference."""
     opened, tensors = open_stages(tasks, size)
-    times_ms = time_chains(opened, [plan.cost.assignment for plan in plans], tensors, warmup, runs, rounds)
+    times_ms: dict[Plan, list[list[float]]] = {plan.cost.assignment: [] for plan in plans}
+    order = random.Random(0)
+    for _ in range(rounds):
+        time_round(opened, times_ms, tensors, warmup, runs, order)
     return _plan_runs(plans, times_ms, opened, tensors, size)
 
 
@@ -271,7 +274,7 @@ def run_with_chains(tables: StageTables, tasks: Mapping[tuple[str, int, Size], S
 
 
 def _output_error(opened: OpenedStages, plan: Plan, tensors: Mapping[str, Array]) -> float:
-    output = run_chain([opened[unit, stage] for stage, unit in enumerate(plan)], tensors)
+    output = run_chain(chain_of(opened, plan), tensors)
     error = difference(output, tensors[OUTPUT])
     if not error <= TOLERANCE:
         raise UserError(f"the plan {plan_text(plan)} computes something else: off by {error:.2g} of the largest value")

@@ -16,7 +16,7 @@ import numpy as np
 
 from hase.extras.graph_stages.measuring.analysis import LookupKey, LookupRecord, read_lookup
 from hase.extras.graph_stages.measuring.layer import GRAPH_INPUTS, HOST, OUTPUT, STAGES, TENSORS, GraphSize
-from hase.extras.graph_stages.measuring.records import RAW, REMAKE, TransferTable, read_raw, read_transfers
+from hase.extras.graph_stages.measuring.records import REMAKE, TransferTable, read_raw, read_transfers
 from hase.extras.graph_stages.planning.chains import ChainRecord, ChainTimes, CopyKey, CopyRecord, read_chains
 from hase.extras.graph_stages.planning.plans import PlanningProblem, StageCost, StageData
 from hase.utils.errors import UserError
@@ -279,7 +279,7 @@ def _read_folder(label: str, folder: Path) -> StageTables:
     if copies is None or (missing := memories - {record.memory for record in copies.records}):
         uncopied = ", ".join(sorted(memories if copies is None else missing))
         raise UserError(f"{folder}: copies between the host and {uncopied} were not measured; run: {REMAKE}")
-    widths = {(record.features, record.hidden) for record in read_raw(folder / RAW).records}
+    widths = {(record.features, record.hidden) for record in read_raw(folder).records}
     if len(widths) > 1:
         raise UserError(f"{folder}: layers of several widths; plans need one")
     return StageTables(times, widths.pop(), copies)

@@ -1,7 +1,7 @@
 """Draws operators in forms that are rare in networks: any rank, axes, groups, windows, odd and huge sizes.
 
-A library may use another algorithm for such forms, so that a kernel takes many times as long as a similar one. All operators
-are drawn equally often; what ONNX Runtime refuses is drawn again. Outputs follow from the operators' schemas.
+A library may use another algorithm for such forms, so that a kernel takes many times as long as a similar one. A form that ONNX
+Runtime refuses is drawn again. Outputs follow from the operators' schemas.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ LEAST_ELEMENTS, MOST_ELEMENTS = 16.0, 2.0**25  # of a tensor
 ODD = (1, 2, 3, 5, 7, 11, 13, 17, 31, 33, 63, 65, 127, 129, 255, 257, 1000, 1023, 1025, 4095, 4097)
 EVEN = (4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
 FLOATS = ("float32", "float16", "bfloat16", "float64")
-WHOLE = ("int64", "int32", "int8", "uint8")
+INTEGERS = ("int64", "int32", "int8", "uint8")
 LOGICAL = ("And", "Or", "Xor", "Not")
-COMPARED = ("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual")
-BINARY = ("Add", "Sub", "Mul", "Div", "Pow", "Mod", "Max", "Min", "Sum", "Mean", "PRelu", *COMPARED, "And", "Or", "Xor")
+COMPARISONS = ("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual")
+BINARY = ("Add", "Sub", "Mul", "Div", "Pow", "Mod", "Max", "Min", "Sum", "Mean", "PRelu", *COMPARISONS, "And", "Or", "Xor")
 REDUCTIONS = ("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2", "ReduceSumSquare",
               "ReduceLogSum", "ReduceLogSumExp")
 
 
 def any_size(generator: Generator, most: float = 8192.0) -> int:
-    """A log-uniform size: odd, round or any."""
+    """A log-uniform size up to `most`: an odd one, a round one, or any."""
     kind = generator.random()
     if kind < 0.6:
         fitting = [size for size in (ODD if kind < 0.3 else EVEN) if size <= most]
@@ -58,7 +58,7 @@ def any_shape(rank: int, generator: Generator, most: float = MOST_ELEMENTS) -> t
         return ()
     logs = np.log(log_uniform(LEAST_ELEMENTS, most, generator)) * generator.dirichlet([pick([1, 4], generator)] * rank)
     sizes = np.maximum(1, np.round(np.exp(logs))).astype(int)
-    if generator.random() < 0.5:  # round numbers, as most are
+    if generator.random() < 0.5:  # to round numbers, as most sizes are
         sizes = np.where(sizes > 3, np.array(EVEN)[np.abs(np.log(np.divide.outer(sizes, EVEN))).argmin(axis=1)], sizes)
     if generator.random() < 0.2:
         sizes[generator.integers(rank)] = 1
@@ -73,6 +73,11 @@ def any_axis(shape: Sequence[int], generator: Generator) -> int:
     return int(generator.integers(len(shape)))
 
 
+def any_axes(shape: Sequence[int], generator: Generator) -> list[int]:
+    """One or more different axes, ascending."""
+    return sorted(generator.choice(len(shape), int(generator.integers(1, len(shape) + 1)), replace=False).tolist())
+
+
 def other_type(dtype: str, generator: Generator, others: Sequence[str], chance: float = 0.3) -> str:
     """`dtype`, or with probability `chance` one of `others`."""
     return str(generator.choice(others)) if generator.random() < chance else dtype
@@ -81,7 +86,7 @@ def other_type(dtype: str, generator: Generator, others: Sequence[str], chance: 
 # convolutions and pools ----------------------------------------------------------------------------------------------------
 
 def _window(rank: int, generator: Generator) -> list[int]:
-    """The window of a convolution or pool, up to 128 wide along a signal, 31 along an image and 9 along a volume."""
+    """The window of a convolution or pool, at most 128 wide in a signal, 31 in an image and 9 in a volume."""
     most = {1: 128, 2: 31, 3: 9}[rank]
     wide = round(log_uniform(1, most, generator))
     kind = str(generator.choice(["square", "flat", "any"], p=[0.6, 0.25, 0.15])) if rank > 1 else "square"
@@ -94,8 +99,8 @@ def _window(rank: int, generator: Generator) -> list[int]:
     return [round(log_uniform(1, most, generator)) for _ in range(rank)]
 
 
-def _moved(window: Sequence[int], generator: Generator) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Strides, dilations and pads of a window, and the minimum image size for it, per axis."""
+def _strides_and_pads(window: Sequence[int], generator: Generator) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Strides, dilations, pads and reach (the minimum image size) of a window, per axis."""
     rank = len(window)
     strides = list(window) if generator.random() < 0.1 else [pick([1, 1, 1, 1, 2, 2, 3, 4], generator)] * rank
     dilations = [pick([1, 1, 1, 1, 1, 2, 3, 4, 8, 16], generator)] * rank
@@ -104,7 +109,7 @@ def _moved(window: Sequence[int], generator: Generator) -> tuple[list[int], list
     return strides, dilations, [*pads, *pads], reach
 
 
-def _spatial(least: Sequence[int], generator: Generator) -> list[int]:
+def _image_sizes(least: Sequence[int], generator: Generator) -> list[int]:
     """The sizes of a signal, image or volume, often equal along all axes."""
     most = {1: 65536.0, 2: 512.0, 3: 64.0}[len(least)]
     if generator.random() < 0.6:
@@ -112,8 +117,8 @@ def _spatial(least: Sequence[int], generator: Generator) -> list[int]:
     return [max(any_size(generator, most), size) for size in least]
 
 
-def _groups(generator: Generator) -> tuple[int, int, int]:
-    """Input and output channels of a convolution, and its groups: dense, grouped or depthwise."""
+def _channels_and_groups(generator: Generator) -> tuple[int, int, int]:
+    """Input channels, output channels and groups of a dense, grouped or depthwise convolution."""
     kind = str(generator.choice(["dense", "grouped", "depthwise", "several from each"], p=[0.2, 0.4, 0.3, 0.1]))
     if kind == "dense":
         return any_size(generator, 2048), any_size(generator, 2048), 1
@@ -129,9 +134,9 @@ def convolution(dtype: str, batch: int, generator: Generator) -> Kernel:
     """A convolution of a signal, image or volume, with any groups and windows."""
     rank = int(generator.choice([1, 2, 3], p=[0.35, 0.4, 0.25]))
     window = _window(rank, generator)
-    strides, dilations, pads, reach = _moved(window, generator)
-    before, after, group = _groups(generator)
-    image = tensor(dtype, batch, before, *_spatial(reach, generator))
+    strides, dilations, pads, reach = _strides_and_pads(window, generator)
+    before, after, group = _channels_and_groups(generator)
+    image = tensor(dtype, batch, before, *_image_sizes(reach, generator))
     inputs = with_weight(image, (after, before // group, *window), after, 0.5, generator)
     return inferred("Conv", inputs, kernel_shape=window, strides=strides, pads=pads, dilations=dilations, group=group)
 
@@ -140,35 +145,35 @@ def transposed_convolution(dtype: str, batch: int, generator: Generator) -> Kern
     """A transposed convolution of a signal, image or volume, with any groups."""
     rank = any_rank(generator, 1, 3)
     window = _window(rank, generator)
-    before, after, group = _groups(generator)
+    before, after, group = _channels_and_groups(generator)
     strides = [min(size, pick([1, 2, 2, 4], generator)) for size in window]
-    inputs = [tensor(dtype, batch, before, *_spatial([1] * rank, generator)),
+    inputs = [tensor(dtype, batch, before, *_image_sizes([1] * rank, generator)),
               tensor(dtype, before, after // group, *window, constant=True)]
     return inferred("ConvTranspose", inputs, kernel_shape=window, strides=strides, pads=[0] * 2 * rank, dilations=[1] * rank,
                     output_padding=[0] * rank, group=group)
 
 
 def pool(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """A pool of any window, or of the whole image."""
+    """A maximum or mean over windows of any size, or over the whole image."""
     rank = any_rank(generator, 1, 3)
     op = str(generator.choice(["MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool"], p=[0.35, 0.35, 0.15, 0.15]))
     channels = any_size(generator, 2048)
     if op.startswith("Global"):
-        return inferred(op, [tensor(dtype, batch, channels, *_spatial([1] * rank, generator))])
+        return inferred(op, [tensor(dtype, batch, channels, *_image_sizes([1] * rank, generator))])
     window = _window(rank, generator)
-    strides, dilations, pads, reach = _moved(window, generator)
+    strides, dilations, pads, reach = _strides_and_pads(window, generator)
     if op == "AveragePool":
         dilations, reach = [1] * rank, window
     pads = [min(pad, size // 2) for pad, size in zip(pads, [*window, *window], strict=True)]
     more: dict[str, Any] = {"count_include_pad": int(generator.integers(2))} if op == "AveragePool" else {}
-    return inferred(op, [tensor(dtype, batch, channels, *_spatial(reach, generator))], kernel_shape=window, strides=strides,
+    return inferred(op, [tensor(dtype, batch, channels, *_image_sizes(reach, generator))], kernel_shape=window, strides=strides,
                     pads=pads, dilations=dilations, **more)
 
 
 # normalisations and reductions ---------------------------------------------------------------------------------------------
 
 def channel_norm(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """A normalisation per channel, also with huge numbers of rows or channels."""
+    """A batch or instance normalisation, also with huge numbers of rows or channels."""
     op = str(generator.choice(["BatchNormalization", "InstanceNormalization"], p=[0.65, 0.35]))
     shape = any_shape(any_rank(generator, 2 if op == "BatchNormalization" else 3, 5), generator)
     scale = tensor(dtype, shape[1], constant=True)
@@ -187,7 +192,7 @@ def layer_norm(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def other_norm(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """A normalisation that is rare in networks."""
+    """One of the normalisations that are rare in networks."""
     op = str(generator.choice(["LRN", "LpNormalization", "MeanVarianceNormalization", "GroupNormalization"]))
     shape = any_shape(any_rank(generator, 3, 5) if op != "LRN" else 4, generator)
     if op == "GroupNormalization":
@@ -210,7 +215,7 @@ def softmax(dtype: str, batch: int, generator: Generator) -> Kernel:
 def reduction(dtype: str, batch: int, generator: Generator) -> Kernel:
     """A reduction along any axes, or all of them."""
     shape = any_shape(any_rank(generator), generator)
-    axes = sorted(generator.choice(len(shape), int(generator.integers(1, len(shape) + 1)), replace=False).tolist())
+    axes = any_axes(shape, generator)
     return inferred(str(generator.choice(REDUCTIONS)),
                     [tensor(other_type(dtype, generator, ["int32", "bfloat16", "float64"], 0.2), *shape), numbers(*axes)],
                     keepdims=int(generator.integers(2)))
@@ -244,62 +249,61 @@ def unary_operators() -> tuple[str, ...]:
 def unary(dtype: str, batch: int, generator: Generator) -> Kernel:
     """An elementwise operator on one tensor of any rank."""
     op = str(generator.choice(unary_operators()))
-    dtype = "bool" if op in LOGICAL else other_type(dtype, generator, [*FLOATS, *WHOLE])
+    dtype = "bool" if op in LOGICAL else other_type(dtype, generator, [*FLOATS, *INTEGERS])
     return inferred(op, [tensor(dtype, *any_shape(any_rank(generator, 0, 6), generator))])
 
 
 def binary(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """An elementwise operator on two tensors of equal shapes, or broadcast along any axes."""
+    """An elementwise operator on two tensors that have equal shapes or are broadcast along any axes."""
     op = str(generator.choice(BINARY))
-    dtype = "bool" if op in LOGICAL else other_type(dtype, generator, [*FLOATS, *WHOLE])
+    dtype = "bool" if op in LOGICAL else other_type(dtype, generator, [*FLOATS, *INTEGERS])
     shape = any_shape(any_rank(generator), generator)
     kind = str(generator.choice(["same", "one", "both", "fewer axes", "number"], p=[0.3, 0.25, 0.15, 0.2, 0.1]))
 
-    def thinned() -> tuple[int, ...]:
+    def with_ones() -> tuple[int, ...]:
         return tuple(size if generator.random() < 0.6 else 1 for size in shape)
 
-    seconds = {"same": shape, "one": thinned(), "both": thinned(), "fewer axes": shape[any_axis(shape, generator):]}
-    first, second = shape if kind != "both" else thinned(), seconds.get(kind, ())
+    seconds = {"same": shape, "one": with_ones(), "both": with_ones(), "fewer axes": shape[any_axis(shape, generator):]}
+    first, second = shape if kind != "both" else with_ones(), seconds.get(kind, ())
     operands = [tensor(dtype, *first), tensor(dtype, *second, constant=bool(generator.random() < 0.3 and kind != "same"))]
     return inferred(op, operands[::-1] if generator.random() < 0.2 and op != "PRelu" else operands)
 
 
-def choice(dtype: str, batch: int, generator: Generator) -> Kernel:
+def where(dtype: str, batch: int, generator: Generator) -> Kernel:
     """Where, with its tensors broadcast along any axes."""
     shape = any_shape(any_rank(generator), generator)
     shapes = [tuple(size if generator.random() < chance else 1 for size in shape) for chance in (0.8, 0.8, 0.5)]
-    dtype = other_type(dtype, generator, [*FLOATS, *WHOLE])
+    dtype = other_type(dtype, generator, [*FLOATS, *INTEGERS])
     return inferred("Where", [tensor("bool", *shapes[0]), *(tensor(dtype, *each) for each in shapes[1:])])
 
 
 def cast(dtype: str, batch: int, generator: Generator) -> Kernel:
     """A cast between any two types."""
-    names = [*FLOATS, *WHOLE, "bool"]
+    names = [*FLOATS, *INTEGERS, "bool"]
     before, after = generator.choice(names, 2, replace=False).tolist()
-    return inferred("Cast", [tensor(before, *any_shape(any_rank(generator), generator))],
-                    to=type_code(after))
+    return inferred("Cast", [tensor(before, *any_shape(any_rank(generator), generator))], to=type_code(after))
 
 
 # movement ------------------------------------------------------------------------------------------------------------------
 
 def transpose(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """A transpose to any order of up to six axes."""
+    """A transpose of up to six axes to any order."""
     shape = any_shape(any_rank(generator, 2, 6), generator)
-    return inferred("Transpose", [tensor(other_type(dtype, generator, [*WHOLE, "bfloat16"]), *shape)],
+    return inferred("Transpose", [tensor(other_type(dtype, generator, [*INTEGERS, "bfloat16"]), *shape)],
                     perm=generator.permutation(len(shape)).tolist())
 
 
-def join(dtype: str, batch: int, generator: Generator) -> Kernel:
+def concat(dtype: str, batch: int, generator: Generator) -> Kernel:
     """Concat of two to twelve tensors along any axis."""
-    shape, dtype = any_shape(any_rank(generator), generator, 2.0**22), other_type(dtype, generator, [*WHOLE, "bfloat16"])
+    shape, dtype = any_shape(any_rank(generator), generator, 2.0**22), other_type(dtype, generator, [*INTEGERS, "bfloat16"])
     axis, count, equal = any_axis(shape, generator), pick([2, 2, 3, 4, 8, 12], generator), generator.random() < 0.5
     parts = [shape[axis] if equal else any_size(generator, 2 * shape[axis]) for _ in range(count)]
     return inferred("Concat", [tensor(dtype, *shape[:axis], part, *shape[axis + 1:]) for part in parts], axis=axis)
 
 
-def cut(dtype: str, batch: int, generator: Generator) -> Kernel:
+def split(dtype: str, batch: int, generator: Generator) -> Kernel:
     """Split into equal or unequal parts along any axis."""
-    shape, dtype = any_shape(any_rank(generator), generator, 2.0**22), other_type(dtype, generator, [*WHOLE, "bfloat16"])
+    shape, dtype = any_shape(any_rank(generator), generator, 2.0**22), other_type(dtype, generator, [*INTEGERS, "bfloat16"])
     axis, count, equal = any_axis(shape, generator), pick([2, 2, 3, 4, 8], generator), generator.random() < 0.5
     parts = [shape[axis] if equal else any_size(generator, 2 * shape[axis]) for _ in range(count)]
     whole = (*shape[:axis], sum(parts), *shape[axis + 1:])
@@ -307,15 +311,15 @@ def cut(dtype: str, batch: int, generator: Generator) -> Kernel:
                   [(*shape[:axis], part, *shape[axis + 1:]) for part in parts], axis=axis)
 
 
-def part(dtype: str, batch: int, generator: Generator) -> Kernel:
+def slice_axes(dtype: str, batch: int, generator: Generator) -> Kernel:
     """Slice along some axes, with steps, perhaps backwards."""
     shape = any_shape(any_rank(generator), generator)
-    axes = sorted(generator.choice(len(shape), int(generator.integers(1, len(shape) + 1)), replace=False).tolist())
+    axes = any_axes(shape, generator)
     steps = [pick([1, 1, 2, 3, -1], generator) for _ in axes]
     starts = [pick([0, 0, 1], generator) if step > 0 else -1 for step in steps]
     ends = [pick([shape[axis], max(shape[axis] // 2, 2), -1], generator) if step > 0 else -(2**62)
             for axis, step in zip(axes, steps, strict=True)]
-    return inferred("Slice", [tensor(other_type(dtype, generator, WHOLE), *shape), numbers(*starts), numbers(*ends),
+    return inferred("Slice", [tensor(other_type(dtype, generator, INTEGERS), *shape), numbers(*starts), numbers(*ends),
                               numbers(*axes), numbers(*steps)])
 
 
@@ -327,9 +331,10 @@ def pad(dtype: str, batch: int, generator: Generator) -> Kernel:
                     mode=str(generator.choice(["constant", "reflect", "edge"])))
 
 
-def repeat(dtype: str, batch: int, generator: Generator) -> Kernel:
+def expand_or_tile(dtype: str, batch: int, generator: Generator) -> Kernel:
     """Expand or Tile along any axes."""
-    shape, dtype = any_shape(any_rank(generator, 1, 5), generator, 2.0**20), other_type(dtype, generator, [*WHOLE, "bfloat16"])
+    shape = any_shape(any_rank(generator, 1, 5), generator, 2.0**20)
+    dtype = other_type(dtype, generator, [*INTEGERS, "bfloat16"])
     times = [pick([1, 1, 2, 5, 16], generator) for _ in shape]
     if generator.random() < 0.5:
         return inferred("Tile", [tensor(dtype, *shape), numbers(*times)])
@@ -337,23 +342,23 @@ def repeat(dtype: str, batch: int, generator: Generator) -> Kernel:
     return inferred("Expand", [tensor(dtype, *thin), numbers(*shape)])
 
 
-def taken(dtype: str, batch: int, generator: Generator) -> Kernel:
+def gather_or_scatter(dtype: str, batch: int, generator: Generator) -> Kernel:
     """Gather, GatherElements or ScatterElements along any axis."""
     op = str(generator.choice(["Gather", "GatherElements", "ScatterElements"]))
     shape, dtype = any_shape(any_rank(generator, 1, 5), generator, 2.0**22), other_type(dtype, generator, ["int64"], 0.15)
     axis = any_axis(shape, generator)
     if op == "Gather":
-        taken_shape = any_shape(any_rank(generator, 0, 2), generator, 4096.0)
-        return inferred(op, [tensor(dtype, *shape), indices(taken_shape, shape[axis])], axis=axis)
-    wanted = tuple(any_size(generator, size) if index == axis else size for index, size in enumerate(shape))
-    more = [tensor(dtype, *wanted)] if op == "ScatterElements" else []
-    return inferred(op, [tensor(dtype, *shape), indices(wanted, shape[axis]), *more], axis=axis)
+        index_shape = any_shape(any_rank(generator, 0, 2), generator, 4096.0)
+        return inferred(op, [tensor(dtype, *shape), indices(index_shape, shape[axis])], axis=axis)
+    index_shape = tuple(any_size(generator, size) if index == axis else size for index, size in enumerate(shape))
+    updates = [tensor(dtype, *index_shape)] if op == "ScatterElements" else []
+    return inferred(op, [tensor(dtype, *shape), indices(index_shape, shape[axis]), *updates], axis=axis)
 
 
 def resize(dtype: str, batch: int, generator: Generator) -> Kernel:
     """A Resize of a signal, an image or a volume, in any of the modes."""
     rank = any_rank(generator, 1, 3)
-    shape = (batch, any_size(generator, 512), *_spatial([1] * rank, generator))
+    shape = (batch, any_size(generator, 512), *_image_sizes([1] * rank, generator))
     times = pick([1, 2, 2, 3, 4], generator)
     sizes = [max(1, size * times if generator.random() < 0.7 else size // (times + 1)) for size in shape[2:]]
     mode = str(generator.choice(["nearest", "linear", "cubic"] if rank == 2 else ["nearest", "linear"]))
@@ -366,7 +371,7 @@ def resize(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 def matrix_product(dtype: str, batch: int, generator: Generator) -> Kernel:
     """A product of one to five axes, perhaps of vectors, with odd depths and batches broadcast along any axis."""
-    rows, depth, columns = (any_size(generator, most) for most in (8192, 8192, 8192))
+    rows, depth, columns = (any_size(generator, 8192) for _ in range(3))
     lead = any_shape(any_rank(generator, 0, 3), generator, 512.0)
     dtype = other_type(dtype, generator, ["bfloat16", "float64"], 0.25)
     left, right = (*lead, rows, depth), (*lead, depth, columns)
@@ -383,23 +388,23 @@ def matrix_product(dtype: str, batch: int, generator: Generator) -> Kernel:
 def gemm(dtype: str, batch: int, generator: Generator) -> Kernel:
     """A Gemm of odd sizes, with either operand transposed, and a bias of any shape that fits."""
     rows, depth, columns = (any_size(generator, 8192) for _ in range(3))
-    dtype, turned = other_type(dtype, generator, ["bfloat16", "float64"], 0.25), generator.random(2) < 0.5
-    inputs = [tensor(dtype, *((depth, rows) if turned[0] else (rows, depth))),
-              tensor(dtype, *((columns, depth) if turned[1] else (depth, columns)), constant=bool(generator.random() < 0.7))]
-    bias: list[tuple[int, ...]] = [(columns,), (1, columns), (rows, 1), (rows, columns), ()]
+    dtype, (trans_a, trans_b) = other_type(dtype, generator, ["bfloat16", "float64"], 0.25), generator.random(2) < 0.5
+    inputs = [tensor(dtype, *((depth, rows) if trans_a else (rows, depth))),
+              tensor(dtype, *((columns, depth) if trans_b else (depth, columns)), constant=bool(generator.random() < 0.7))]
+    biases: list[tuple[int, ...]] = [(columns,), (1, columns), (rows, 1), (rows, columns), ()]
     if generator.random() < 0.7:
-        inputs.append(tensor(dtype, *bias[int(generator.integers(len(bias)))], constant=True))
-    return inferred("Gemm", inputs, transA=int(turned[0]), transB=int(turned[1]))
+        inputs.append(tensor(dtype, *biases[int(generator.integers(len(biases)))], constant=True))
+    return inferred("Gemm", inputs, transA=int(trans_a), transB=int(trans_b))
 
 
 def recurrent(dtype: str, batch: int, generator: Generator) -> Kernel:
     """A recurrent layer of any width, forwards, backwards or both."""
     op, direction = str(generator.choice(list(GATES))), str(generator.choice(["forward", "reverse", "bidirectional"]))
-    steps, rows, wide, hidden = (any_size(generator, most) for most in (256, 128, 1024, 1024))
-    ways, gates = 2 if direction == "bidirectional" else 1, GATES[op] * hidden
-    inputs = [tensor(dtype, steps, rows, wide), tensor(dtype, ways, gates, wide, constant=True),
-              tensor(dtype, ways, gates, hidden, constant=True)]
+    steps, rows, width, hidden = (any_size(generator, most) for most in (256, 128, 1024, 1024))
+    directions, gates = 2 if direction == "bidirectional" else 1, GATES[op] * hidden
+    inputs = [tensor(dtype, steps, rows, width), tensor(dtype, directions, gates, width, constant=True),
+              tensor(dtype, directions, gates, hidden, constant=True)]
     if generator.random() < 0.7:
-        inputs.append(tensor(dtype, ways, 2 * gates, constant=True))
-    more: dict[str, Any] = {"GRU": {"linear_before_reset": 1}, "RNN": {"activations": ["Tanh"] * ways}}
+        inputs.append(tensor(dtype, directions, 2 * gates, constant=True))
+    more: dict[str, Any] = {"GRU": {"linear_before_reset": 1}, "RNN": {"activations": ["Tanh"] * directions}}
     return inferred(op, inputs, direction=direction, hidden_size=hidden, layout=0, **more.get(op, {}))

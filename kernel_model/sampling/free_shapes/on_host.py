@@ -38,8 +38,8 @@ WHOLE = ("uint8", "uint8", "int8")  # quantisers mostly round activations to the
 UNARY = ("Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Celu", "Cosh", "Hardmax", "Mish", "Sinh", "Tan")
 FRAME_LENGTHS = (64, 128, 256, 400, 512, 1024, 2048)  # of short-time Fourier transforms
 TRIES = 100  # forms; CUDA lacks some
-SOME_FORMS = (forms.unary, forms.binary, forms.choice, forms.cast, forms.reduction, forms.along_an_axis, forms.transpose,
-              forms.join, forms.pad, forms.repeat, forms.part)
+SOME_FORMS = (forms.unary, forms.binary, forms.where, forms.cast, forms.reduction, forms.along_an_axis, forms.transpose,
+              forms.concat, forms.pad, forms.expand_or_tile, forms.slice_axes)
 
 
 def _whole(generator: Generator) -> str:

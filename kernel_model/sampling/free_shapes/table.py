@@ -48,8 +48,9 @@ LANGUAGE: tuple[tuple[Draw, float], ...] = (  # by the time that these operators
 FORMS: tuple[tuple[Draw, float], ...] = (  # by the number of algorithms in libraries
     (forms.convolution, 340), (forms.transposed_convolution, 60), (forms.pool, 80), (forms.channel_norm, 60),
     (forms.layer_norm, 45), (forms.other_norm, 15), (forms.softmax, 50), (forms.reduction, 110), (forms.along_an_axis, 50),
-    (forms.unary, 110), (forms.binary, 130), (forms.choice, 25), (forms.cast, 50), (forms.transpose, 50), (forms.join, 30),
-    (forms.cut, 30), (forms.part, 40), (forms.pad, 30), (forms.repeat, 30), (forms.taken, 40), (forms.resize, 35),
+    (forms.unary, 110), (forms.binary, 130), (forms.where, 25), (forms.cast, 50), (forms.transpose, 50), (forms.concat, 30),
+    (forms.split, 30), (forms.slice_axes, 40), (forms.pad, 30), (forms.expand_or_tile, 30), (forms.gather_or_scatter, 40),
+    (forms.resize, 35),
     (forms.matrix_product, 90), (forms.gemm, 60), (forms.recurrent, 40))
 RARE: tuple[tuple[Draw, float], ...] = (  # by the errors of predictions for held-out models
     (layers.convolution, 180), (layers.rare_convolution, 280), (layers.rare_transposed_convolution, 60),

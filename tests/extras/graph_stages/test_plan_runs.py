@@ -23,7 +23,6 @@ from hase.extras.graph_stages.measuring.records import (
     StageRecord,
     TransferTable,
     UnitReport,
-    raw_path,
     read_raw,
     read_transfers,
     write_transfers,
@@ -59,7 +58,7 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         records = tuple(record_of(task, measure_stage(task)) for task in work)
         assert {(record.runtime, record.status) for record in records} == {(runtime, "ok")}
         raw = RawMeasurements(machine={}, versions={}, warmup=1, runs=5, seed=0, units=(), records=records)
-        files.write_json(raw_path(workspace), raw)
+        files.write_json(workspace.stage_results / RAW, raw)
         analyze(workspace)
         results[runtime] = workspace.stage_results
     return results
@@ -204,6 +203,6 @@ def test_the_file_holds_samples_and_statistics(tmp_path: Path) -> None:
                           units=(UnitReport(name="NPU", present=False, why="no driver"),))
     files.write_json(tmp_path / RAW, raw)
     assert files.read_json(tmp_path / RAW)["records"][0]["statistics"]["median"] == 2.0
-    assert read_raw(tmp_path / RAW) == raw
+    assert read_raw(tmp_path) == raw
     with pytest.raises(UserError, match=r"profile_stages\.py --measure"):
-        read_raw(tmp_path / "none.json")
+        read_raw(tmp_path / "none")

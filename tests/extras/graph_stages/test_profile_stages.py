@@ -33,7 +33,7 @@ from hase.extras.graph_stages.measuring.analysis import (
 )
 from hase.extras.graph_stages.measuring.layer import STAGES, GraphSize, GraphSource, LayerStage
 from hase.extras.graph_stages.measuring.models import export_stages, model_files
-from hase.extras.graph_stages.measuring.records import RawMeasurements, StageRecord, UnitReport, raw_path, read_raw
+from hase.extras.graph_stages.measuring.records import RAW, RawMeasurements, StageRecord, UnitReport, read_raw
 from hase.extras.graph_stages.measuring.units import OpenedStage, Refused, StageTask, choose_units, find_units, open_stage
 from hase.extras.graph_stages.measuring.worker import measure_stage
 from hase.utils import files
@@ -54,7 +54,7 @@ def cases(tmp_path: Path) -> Path:
 
 
 def raw_of(folder: Path) -> RawMeasurements:
-    return read_raw(Workspace(folder).stage_results / "raw_measurements.json")
+    return read_raw(Workspace(folder).stage_results)
 
 
 @pytest.mark.parametrize("runtime", ["torch", "ort", "openvino"])
@@ -202,8 +202,8 @@ def timed(stage: LayerStage, size: GraphSize, **more: object) -> StageRecord:
 
 def written(folder: Path, records: list[StageRecord]) -> Workspace:
     workspace = Workspace(folder)
-    files.write_json(raw_path(workspace), RawMeasurements(machine={}, versions={"openvino": "1"}, warmup=1, runs=3, seed=0,
-                                                          units=UNITS, records=tuple(records)))
+    files.write_json(workspace.stage_results / RAW, RawMeasurements(
+        machine={}, versions={"openvino": "1"}, warmup=1, runs=3, seed=0, units=UNITS, records=tuple(records)))
     return workspace
 
 
