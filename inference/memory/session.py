@@ -87,15 +87,15 @@ class Memory(Frozen):
 
 
 def peak_memory(record: ModelRecord, workspace_mib: float | None = None, layouts: Mapping[str, Layout] | None = None,
-                apart: Collection[str] = ()) -> Memory:
+                excluded: Collection[str] = ()) -> Memory:
     """The peak memory of a session of a model.
 
-    `workspace_mib` (estimated by default) and `layouts` (computed by default) may be given; `apart` as for `buffers_of_run`.
+    `workspace_mib` (estimated by default) and `layouts` (computed by default) may be given; `excluded` as for `buffers_of_run`.
     """
     if layouts is None:
         layouts = layouts_of(record, record.flavour.device)
-    run = buffers_of_run(record, layouts, apart, keeps=runtime_named(record.flavour.runtime).keeps_arena)
-    activations, of_nodes = live_activations(record, run, apart), [layouts[node.kernel_id] for node in record.nodes]
+    run = buffers_of_run(record, layouts, excluded, keeps_dead=runtime_named(record.flavour.runtime).keeps_arena)
+    activations, of_nodes = live_activations(record, run, excluded), [layouts[node.kernel_id] for node in record.nodes]
     arena, workspace, loading = _surplus(record, activations, run, of_nodes)
     if workspace_mib is None:
         workspace_mib = workspace / MIB
@@ -113,7 +113,7 @@ def _surplus(record: ModelRecord, activations: Activations, run: Sequence[NodeBu
         inputs = sum(tensor.bytes for tensor in record.inputs.values())
         taken = taken_bytes(record, run, of_nodes) + inputs
         return max(taken - record.weight_bytes - activations.peak_bytes, 0.0), LIBRARIES_MIB * MIB, 0.0
-    used = activations.lent_bytes + used_by_runs(run, [layout.scratch_bytes for layout in of_nodes])
+    used = activations.caller_bytes + used_by_runs(run, [layout.scratch_bytes for layout in of_nodes])
     return (max(used - activations.peak_bytes, 0),
             SESSION_BYTES + NODE_BYTES * len(record.nodes),
             LOADED_BASE_BYTES + sum(layout.loading_bytes for layout in of_nodes))
@@ -128,7 +128,7 @@ def used_by_runs(run: Sequence[NodeBuffers], scratch_bytes: Sequence[int]) -> in
         arena.allocate(block.size)
     if largest := max(scratch_bytes, default=0):
         arena.allocate(largest)
-    return arena.used
+    return arena.used_bytes
 
 
 GPU_MEMORY_MIB = {"NVIDIA H200": 143771.0}  # by device name, as nvidia-smi shows it
@@ -192,21 +192,21 @@ def taken_bytes(record: ModelRecord, run: Sequence[NodeBuffers], layouts: Sequen
     lay_out(block, run)
     changes, scratch = [], []  # at nodes that change the arena
     for index, (buffers, layout) in enumerate(zip(run, layouts, strict=True)):
-        if buffers.lent_bytes:
-            changes.append(buffers._replace(made=[*buffers.made, (f"output {index}", buffers.lent_bytes)]))
+        if buffers.caller_bytes:
+            changes.append(buffers._replace(created=[*buffers.created, (f"output {index}", buffers.caller_bytes)]))
             scratch.append(layout.scratch_bytes)
-        elif buffers.made or buffers.freed or layout.scratch_bytes:
+        elif buffers.created or buffers.freed or layout.scratch_bytes:
             changes.append(buffers)
             scratch.append(layout.scratch_bytes)
-    second_run = [size for size in (block.size, max(scratch, default=0), *(buffers.lent_bytes for buffers in run)) if size]
+    second_run = [size for size in (block.size, max(scratch, default=0), *(buffers.caller_bytes for buffers in run)) if size]
     taken: list[int] = []
     for order in _orders(len(weights)):
         arena = Arena()
-        arena.keep(map(weights.__getitem__, order))
+        arena.allocate_weights(map(weights.__getitem__, order))
         lay_out(arena, changes, scratch)
         for size in second_run:
             arena.allocate(size)
-        bisect.insort(taken, arena.taken)
+        bisect.insort(taken, arena.reserved_bytes)
         left = ORDERS - len(taken)
         if left <= ORDERS // 2 and taken[ORDERS // 2 - left] == taken[ORDERS // 2]:
             break  # this is the median, whatever the other orders take

@@ -267,7 +267,7 @@ def test_an_arenas_regions(sizes_mib: list[int], regions_mib: int) -> None:
     arena = Arena()
     for size in sizes_mib:
         arena.allocate(size * MIB)
-    assert arena.taken == regions_mib * MIB
+    assert arena.reserved_bytes == regions_mib * MIB
 
 
 @pytest.mark.parametrize("grows_mib", [lambda n: 3.0 * n, lambda n: 0.001 * n * n, lambda n: 3.0 * (n // 64 * 64)])
