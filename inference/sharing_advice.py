@@ -22,7 +22,7 @@ from hase.benchmark.serving.sets import ServedModel
 from hase.inference.library.predictor import Predictor
 from hase.inference.prediction.answers import PERCENTILE
 from hase.inference.prediction.conditions import AS_USUAL, PaceAsked
-from hase.inference.sharing.advice import MOST_MODELS, ServedSet, advise, rows, verdict
+from hase.inference.sharing.advice import MOST_MODELS, ServedSet, advice_rows, advice_verdict, advise
 from hase.utils import cli
 from hase.utils.config import read_config, validate
 from hase.utils.logger import get_logger
@@ -85,8 +85,8 @@ def main() -> int:
     if args.json:
         cli.print_json(advice)
     else:
-        cli.print_table(rows(advice), f"several models on one {advice.target}")
-        print(verdict(advice))
+        cli.print_table(advice_rows(advice), f"several models on one {advice.target}")
+        print(advice_verdict(advice))
     return 0 if advice.meets else cli.EXIT_SLO_MISSED
 
 

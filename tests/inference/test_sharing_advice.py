@@ -23,7 +23,7 @@ from hase.inference.prediction.run import PredictedRun
 from hase.inference.prediction.uncertainty import CERTAIN, Span
 from hase.inference.prediction.under_load import NotShared, UnderLoad
 from hase.inference.reporting.comparisons import share_chart
-from hase.inference.sharing.advice import SharingAdvice, advise, rows, verdict
+from hase.inference.sharing.advice import SharingAdvice, advice_rows, advice_verdict, advise
 from hase.inference.sharing.shared_models import Pair
 from hase.inference.sharing.ways import MIG, MPS, MPS_SHARES, NotThroughMps, WayTimes
 from hase.learned import target_files
@@ -190,7 +190,7 @@ def test_the_advice_knows_mps_and_instances(through_mps: Predictor) -> None:
     last = advice.ways[-1]
     assert (last.way, {model.percent for model in last.models}) == (MIG, {57, 43})
     assert all(model.rough_estimate for model in last.models)
-    assert [row["note"] for row in rows(advice)][-2:] == ["never measured"] * 2
+    assert [row["note"] for row in advice_rows(advice)][-2:] == ["never measured"] * 2
     assert any("instances (MIG) were never measured" in warning for warning in advice.warnings)
     for model in last.models:  # nobody else is in its instance
         assert model.run_ms == pytest.approx(model.alone_ms, rel=0.2)  # the pace of a host that serves changes it
@@ -201,7 +201,7 @@ def test_the_batch_that_keeps_up_is_chosen(predictor: Predictor) -> None:
     only, alone = advice.ways[0].models[0], single.ways[0].models[0]
     assert (advice.meets, only.stable, single.meets, alone.stable) == (True, True, False, False)
     assert (alone.latency_ms, single.ways[0].headroom) == (None, None)
-    assert "gets more than it can serve" in verdict(single)
+    assert "gets more than it can serve" in advice_verdict(single)
 
 
 def test_the_way_with_the_most_headroom_wins(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +247,7 @@ def test_the_command(workspace: Workspace, tmp_path: Path) -> None:
     table = printed(*options, "--set", path).splitlines()
     assert [line.split("\t")[:2] for line in table[1:3]] == [[SLICES, "resnet18"]] * 2
     assert all(line.endswith("not learned for this target") for line in table[3:6])
-    assert table[6] == verdict(advice)
+    assert table[6] == advice_verdict(advice)
     assert table[6].startswith("slices meets all objectives, with ")
     missed = run_script(*options, "--model", NET, "--rate", "10", "--slo-ms", "0.5")
     assert missed.returncode == EXIT_SLO_MISSED
