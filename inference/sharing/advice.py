@@ -349,9 +349,9 @@ def _shared_way(question: SharingQuestion, plan: SharingPlan, results: Sequence[
         latency_ms, (low_ms, high_ms) = result.percentile_ms(question.percentile), question.between_ms(low, high, plan.way)
         chance = chance_within(latency_ms, (low_ms, high_ms), model.slo_ms) if math.isfinite(latency_ms) else 0.0
         models.append(AdvisedModel(
-            model=model.model.stem, dims=run.dims, batch=batch,
-            percent=percent if sharing.mps or sharing.instances else None, rate_per_s=model.rate_per_s,
-            alone_ms=question.alone_ms(plan.way, index, batch, percent), run_ms=result.run_ms, mean_ms=_if_finite(result.mean_ms),
+            model=model.model.stem, dims=run.dims, batch=batch, percent=percent if sharing.mps or sharing.instances else None,
+            rate_per_s=model.rate_per_s, alone_ms=question.alone_ms(plan.way, index, batch, percent), run_ms=result.run_ms,
+            mean_ms=_if_finite(result.mean_ms),
             **{f"p{number}_ms": _if_finite(result.percentile_ms(number)) for number in (50, 95, 99)},
             slo_ms=model.slo_ms, latency_ms=_if_finite(latency_ms), between_ms=(_if_finite(low_ms), _if_finite(high_ms)),
             headroom=_if_finite(1.0 - latency_ms / model.slo_ms), chance=chance, chance_in_words=chance_word(chance),
