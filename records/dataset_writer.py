@@ -28,14 +28,7 @@ from hase.records.dataset_files import (
     write_journal,
     write_kernels,
 )
-from hase.records.dataset_tables import (
-    add_rows,
-    kernel_columns,
-    measured_kernel_ids,
-    model_columns,
-    model_sessions,
-    write_tables,
-)
+from hase.records.dataset_tables import kernel_columns, measured_kernel_ids, model_columns, model_sessions, write_tables
 from hase.records.kernel_record import ModelOrigin
 from hase.records.kernel_record_files import join_by_name, merge_records
 from hase.records.measurement import Block, Journal, append_block
@@ -86,7 +79,7 @@ class DatasetWriter(Journal):
         if old and not new:
             return
         if old and measured_kernel_ids(old).isdisjoint(measured_kernel_ids(new)):
-            add_rows(self.folder, self.header, new)
+            write_tables(self.folder, self.header, new, add=True)
         else:
             write_tables(self.folder, self.header, self.blocks)
         self._blocks_in_tables, self._noted = len(self.blocks), noted_digests(self.folder)

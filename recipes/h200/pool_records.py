@@ -1,8 +1,8 @@
 """Analyses the exported models of the pool at the sizes that they are measured at.
 
-Like ort_analysis/fusion_detector.py, but at sizes of each model's own: its file says at which sizes of its dynamic dimensions it
-is measured (model_zoo/exporting/network_export.py), and the number of boxes of a detector is what it finds in random images.
-Files that other exporters wrote are left out. Writes ort_analysis/ort_kernel_record/, with its index.
+Like ort_analysis/fusion_detector.py, but at each model's own sizes: its file names those of its dynamic dimensions
+(model_zoo/exporting/network_export.py), and the number of boxes of a detector is what it finds in random images. Files that
+other exporters wrote are left out. Writes ort_analysis/ort_kernel_record/, with its index.
 """
 
 from __future__ import annotations
