@@ -112,7 +112,7 @@ def kernel_rows(blocks: Iterable[Block], described: dict[str, DatasetKernel],
                 first_label: str = "run", device: str = "cpu") -> list[dict[str, Any]]:
     """One row per kernel, level, background and machine, with a kernel's labels from all contexts.
 
-    In-model times win over a carrier's. A label's time is the median of its samples, or their mean if `means_add_up`. Of several
+    In-model times win over a carrier's. A label's time is the median of its samples, or the mean if `means_add_up`. Of several
     blocks the `steadiest` count; column Unsteady names labels without a steady one. If a time depends on values, given inputs
     win over made-up ones; column Inputs names them by label. `Latency_ms` is the mean of label `run`, as the user defined it. A
     row without `first_label` is unfinished.
