@@ -20,10 +20,11 @@ from typing import NamedTuple
 
 from hase.inference.llm.answers import LlmMemory
 from hase.inference.llm.language_model import DecoderFile
-from hase.inference.memory.buffers import MIB, Arena, buffers_of_run, lay_out, layouts_of
+from hase.inference.memory.buffers import Arena, buffers_of_run, lay_out, layouts_of
 from hase.inference.memory.session import LIBRARIES_MIB, peak_memory, weight_bytes_of
 from hase.records.attention import kernel_grouped_query_sizes
 from hase.records.kernel_record import ModelRecord
+from hase.utils.processes import MIB
 
 MOST_SEQUENCES = 2**20  # limit of the search for the largest batch
 TOLERANCE = 0.01  # relative, of the longest context

@@ -19,8 +19,8 @@ from hase.ort_analysis.cuda.kernel_choice import PART_COLUMNS, product_algorithm
 from hase.records.attention import intermediate_bytes, kernel_grouped_query_sizes
 from hase.records.kernel_record import DTYPE_BYTES, Kernel, ModelRecord, Node
 from hase.records.operators import IN_PLACE_ON_CUDA, operator_row
+from hase.utils.processes import MIB
 
-MIB = 2**20
 ALIGNMENT = 256  # bytes, of a chunk's size and address
 FIRST_REGION, LAST_REGION = MIB, 1024 * MIB  # DEFAULT_INITIAL_CHUNK_SIZE_BYTES, DEFAULT_MAX_POWER_OF_TWO_EXTEND_BYTES
 REGION_BITS = 120  # of an address within a region: a region is smaller than that, so none touch

@@ -28,7 +28,6 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache, partial
 
 from hase.inference.memory.buffers import (
-    MIB,
     Activations,
     Arena,
     Block,
@@ -48,6 +47,7 @@ from hase.runtimes import runtime_named
 from hase.utils.config import Frozen
 from hase.utils.files import cached
 from hase.utils.fingerprint import FROM_SHEET, Machine, Target
+from hase.utils.processes import MIB
 
 SESSION_BYTES, NODE_BYTES = 2.4 * MIB, 0.011 * MIB  # a CPU session's own memory, and per node
 LOADED_BASE_BYTES = 2 * MIB  # left in the heap after loading the graph itself
