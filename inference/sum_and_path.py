@@ -50,7 +50,7 @@ python inference/sum_and_path.py --target amd-epyc-2t-cpu-avx512-tvm0.27-fused -
 """
 
 
-def kernel_times(record: ModelRecord, measured: Mapping[str, Mapping[str, float]], label: str) -> dict[str, float]:
+def record_times_ms(record: ModelRecord, measured: Mapping[str, Mapping[str, float]], label: str) -> dict[str, float]:
     """The measured times (ms) of a record's kernels by id; 0 for those that only rename a tensor."""
     known = {name: measured.get(name, {}) for name in record.kernels}
     if missing := [name for name, kernel in record.kernels.items() if kernel.moves_data and label not in known[name]]:
@@ -116,7 +116,7 @@ def target_rows(workspace: Workspace, target: str, families: Sequence[str] = ())
         path = record_path(workspace, header.target.flavour, str(name))
         try:
             record = read_model_record(path)
-            row = model_row(record, float(times["median_ms"]), kernel_times(record, measured, label))
+            row = model_row(record, float(times["median_ms"]), record_times_ms(record, measured, label))
         except UserError as error:
             log.warning("%s: left out: %s", target, error)
             continue
@@ -134,7 +134,7 @@ def target_rows(workspace: Workspace, target: str, families: Sequence[str] = ())
     return rows
 
 
-def summary(rows: Sequence[Mapping[str, Any]], families: Sequence[str] = ()) -> dict[str, Any]:
+def mean_errors(rows: Sequence[Mapping[str, Any]], families: Sequence[str] = ()) -> dict[str, Any]:
     """The mean absolute errors of a target over models of other families; over all models if there are no others."""
     rows = [row for row in rows if row["family"] not in families] or rows
     statistics: dict[str, Any] = {"target": rows[0]["target"], "models": len(rows)}
@@ -146,7 +146,7 @@ def summary(rows: Sequence[Mapping[str, Any]], families: Sequence[str] = ()) -> 
 
 def by_scale(rows: Sequence[Mapping[str, Any]], families: Sequence[str] = ()) -> list[dict[str, Any]]:
     """The mean errors of a target for small, medium and large networks."""
-    return [{"target": rows[0]["target"], "scale": scale} | summary(part, families)
+    return [{"target": rows[0]["target"], "scale": scale} | mean_errors(part, families)
             for scale in SCALES if (part := [row for row in rows if row["scale"] == scale])]
 
 
@@ -186,7 +186,7 @@ def main() -> None:
     if missing := set(args.choose_by) - families:
         raise UserError(f"--choose-by: no target has measured models of {', '.join(sorted(missing))}; there are: "
                         f"{', '.join(sorted(families))}")
-    summaries = [summary(rows, args.choose_by) for rows in tables]
+    summaries = [mean_errors(rows, args.choose_by) for rows in tables]
     scales = [row for rows in tables for row in by_scale(rows, args.choose_by)]
     targets = [read_header(workspace.dataset(rows[0]["target"])).target for rows in tables]
     compared = comparison(dict(zip(short_names(targets), tables, strict=True)))

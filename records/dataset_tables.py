@@ -108,7 +108,7 @@ def _metric_cells(block: Block) -> dict[str, float]:
     return block.background | {f"{name}_during": value for name, value in block.during.items()}
 
 
-def kernel_rows(blocks: Iterable[Block], described: dict[str, DatasetKernel],
+def kernel_table_rows(blocks: Iterable[Block], described: dict[str, DatasetKernel],
                 first_label: str = "run", device: str = "cpu") -> list[dict[str, Any]]:
     """One row per kernel, level, background and machine, with a kernel's labels from all contexts.
 
@@ -145,7 +145,7 @@ def kernel_rows(blocks: Iterable[Block], described: dict[str, DatasetKernel],
         block = firsts.get(first_label, parts[0])[0]
         row |= _metric_cells(block) | {
             "Context": "|".join(sorted(f"{label}:{m.place}" for label, (_, m) in firsts.items())),
-            "Canary_ms": (block.canary_before_ms + block.canary_after_ms) / 2,
+            "Canary_ms": block.canary_ms,
             "Drift": round(block.drift, 4),
             "Unsteady": format_unsteady({label: block.drift for label, (block, _) in firsts.items() if block.unsteady}),
             "Inputs": "|".join(sorted(f"{label}:{m.inputs}" for label, (_, m) in firsts.items() if m.inputs)),
@@ -242,7 +242,7 @@ def _energy_cells(measured: Measurement, latency: Measurement) -> dict[str, Any]
         "energy_doubts": energy_warnings(measured, latency)}
 
 
-def model_rows(sessions: Iterable[ModelSession], groups: Mapping[str, str]) -> list[dict[str, Any]]:
+def model_table_rows(sessions: Iterable[ModelSession], groups: Mapping[str, str]) -> list[dict[str, Any]]:
     """One row per session that timed a model: latency statistics, medians of other labels, and the model's group."""
     rows = []
     for model, block, labels in sessions:
@@ -253,7 +253,7 @@ def model_rows(sessions: Iterable[ModelSession], groups: Mapping[str, str]) -> l
                                "Machine": block.machine, "Started": m.started, "Ended": m.ended, "Status": m.status,
                                "Error": m.error, "Drift": round(block.drift, 4), "Groups": groups.get(model, ""),
                                "Unsteady": format_unsteady(dict.fromkeys(labels, block.drift) if block.unsteady else {}),
-                               "Canary_ms": (block.canary_before_ms + block.canary_after_ms) / 2}
+                               "Canary_ms": block.canary_ms}
         row |= _metric_cells(block)
         if m.status == "ok":
             s = summarize(m.samples_ms)
@@ -275,7 +275,7 @@ def measured_kernel_ids(blocks: Iterable[Block]) -> set[str]:
     return {m.id for block in blocks for m in block.measurements if m.subject == "kernel"}
 
 
-def write_tables(folder: Path, header: DatasetHeader, blocks: Sequence[Block], add: bool = False) -> None:
+def write_dataset_tables(folder: Path, header: DatasetHeader, blocks: Sequence[Block], add: bool = False) -> None:
     """Writes both CSV tables from all blocks of the journal, and the digests of their sources.
 
     With `add`, rows of new blocks are added to tables that already hold all others.
@@ -283,9 +283,9 @@ def write_tables(folder: Path, header: DatasetHeader, blocks: Sequence[Block], a
     described = {entry.kernel.id: entry for entry in read_kernels(folder, measured_kernel_ids(blocks))}
     for path, columns, rows in (
             (kernel_table_path(folder), kernel_columns(header.metrics, header.labels),
-             kernel_rows(blocks, described, header.labels[0], header.target.flavour.device)),
+             kernel_table_rows(blocks, described, header.labels[0], header.target.flavour.device)),
             (model_table_path(folder), model_columns(header.metrics, header.labels, header.energy),
-             model_rows(model_sessions(blocks), header.groups))):
+             model_table_rows(model_sessions(blocks), header.groups))):
         if unknown := {name for row in rows for name in row}.difference(columns):
             raise UserError(f"{journal_path(folder)}: damaged: it has {', '.join(sorted(unknown))}, which {path.name} has no "
                             f"column for; measure anew: {COLLECT}")
@@ -335,7 +335,7 @@ def refresh_tables(folder: Path) -> None:
             log.warning("%s: its tables can't be checked without %s; they are used as they are", folder, " and ".join(missing))
             return
         log.warning("%s: the tables are not those of the journal (changed, copied, or never checked) and are made anew", folder)
-        write_tables(folder, read_header(folder), blocks)
+        write_dataset_tables(folder, read_header(folder), blocks)
 
 
 class OperatorCoverage(Frozen):

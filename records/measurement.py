@@ -255,6 +255,10 @@ class Block(Frozen):
         """The load: level and background."""
         return self.level, self.background_name
 
+    @property
+    def canary_ms(self) -> float:
+        return (self.canary_before_ms + self.canary_after_ms) / 2
+
     @cached_property
     def drift(self) -> float:
         """How unsteady the machine was, as a ratio: the largest of four.
@@ -405,7 +409,7 @@ def _unit_row(key: tuple[str, str, float, str, str], measured: list[BlockMeasure
     row |= {name: round(float(np.mean(values)), 6) for name, values in quantities.items() if values}
     block, failures = parts[-1][0], [m for _, m in parts if m.status != "ok"]
     return row | block.background | {
-        "Runs": max(map(len, samples.values())), "Canary_ms": (block.canary_before_ms + block.canary_after_ms) / 2,
+        "Runs": max(map(len, samples.values())), "Canary_ms": block.canary_ms,
         "Drift": round(block.drift, 4),
         "Unsteady": format_unsteady({m.label: block.drift for block, m in parts if block.unsteady}),
         "Started": min(m.started for _, m in parts), "Ended": max(m.ended for _, m in parts),

@@ -256,15 +256,14 @@ class MpsProcess(NamedTuple):
     grids: Grids
     share: float = 1.0
 
+    def tracks_alone(self, rules: MpsRules) -> Tracks:
+        """The tracks of a run while nothing else uses the GPU, with the process's share of the threads."""
+        return self.tracks._replace(gpu_ms=times_at_share(self.tracks.gpu_ms, self.grids.width, self.share, rules))
+
 
 def times_at_share(gpu_ms: Floats, width: Floats, share: float, rules: MpsRules) -> Floats:
-    """The GPU's time of kernels (ms) whose process may use a share of the threads."""
+    """How long kernels take on the GPU (ms) if their process may use a share of the threads; `gpu_ms` is without shares."""
     return gpu_ms * (1.0 + rules.share_slowdown * (np.maximum(1.0, width / share) - 1.0))
-
-
-def with_share(tracks: Tracks, grids: Grids, share: float, rules: MpsRules) -> Tracks:
-    """The tracks of a process that may use a share of the threads and has the GPU to itself."""
-    return tracks._replace(gpu_ms=times_at_share(tracks.gpu_ms, grids.width, share, rules))
 
 
 class _Launches(NamedTuple):

@@ -36,7 +36,7 @@ FAST_REDUCTIONS = ("ReduceMean", "ReduceSum")
 BufferKind = tuple[float, tuple[int, ...]]  # bytes of an element, and shape: one buffer fits all tensors of a kind
 
 
-def aligned(size: int) -> int:
+def chunk_bytes(size: int) -> int:
     """The bytes of the chunk that holds a tensor of `size` bytes."""
     return -(-size // ALIGNMENT) * ALIGNMENT or ALIGNMENT
 
@@ -63,7 +63,7 @@ class Arena:
 
     def allocate(self, size: int) -> tuple[int, int]:
         """Takes a chunk of at least `size` bytes; returns the handle for `free`."""
-        size = aligned(size)
+        size = chunk_bytes(size)
         whole, at = self._free.pop(self._find(size))
         end = at + whole
         del self._free_from[at], self._free_up_to[end]
@@ -75,7 +75,7 @@ class Arena:
 
     def use_scratch(self, size: int) -> None:
         """Takes a chunk of at least `size` bytes and frees it at once."""
-        size = aligned(size)
+        size = chunk_bytes(size)
         _, at = self._free[self._find(size)]
         self._use(at, at + size)
 
@@ -134,7 +134,7 @@ class Arena:
         self._free_from[start], self._free_up_to[end] = end - start, start
 
 
-class Block:
+class PlannedBlock:
     """The block in which a session lays out a run's tensors in advance, from the second run of a shape on.
 
     Each tensor is placed in the smallest gap between live tensors that is large enough, else at the end
@@ -302,7 +302,7 @@ def buffers_of_run(record: ModelRecord, layouts: Mapping[str, Layout], excluded:
     return _Plan(record, layouts, frozenset(excluded), keeps_dead).nodes
 
 
-def lay_out(store: Arena | Block, run: Sequence[NodeBuffers], scratch_bytes: Sequence[int] | None = None,
+def lay_out(store: Arena | PlannedBlock, run: Sequence[NodeBuffers], scratch_bytes: Sequence[int] | None = None,
             factor: float = 1.0) -> None:
     """Allocates and frees the buffers of a run, node by node, with their sizes multiplied by `factor`. Scratch is only taken
     from an arena.

@@ -30,11 +30,11 @@ from functools import lru_cache, partial
 from hase.inference.memory.buffers import (
     Activations,
     Arena,
-    Block,
     Layout,
     NodeBuffers,
-    aligned,
+    PlannedBlock,
     buffers_of_run,
+    chunk_bytes,
     lay_out,
     layouts_of,
     live_activations,
@@ -121,7 +121,7 @@ def _surplus(record: ModelRecord, activations: Activations, run: Sequence[NodeBu
 
 def used_by_runs(run: Sequence[NodeBuffers], scratch_bytes: Sequence[int]) -> int:
     """Bytes of a CPU's arena that were ever in use: by a first run, tensor by tensor, and a second one in one block."""
-    arena, block = Arena(), Block()
+    arena, block = Arena(), PlannedBlock()
     lay_out(arena, run, scratch_bytes)
     lay_out(block, run)
     if block.size:
@@ -187,8 +187,8 @@ def taken_bytes(record: ModelRecord, run: Sequence[NodeBuffers], layouts: Sequen
     previous run stay until a run ends. Weights are loaded in the order of a hash table, which differs between sessions and
     changes what fits into a region. So the result is the median of several orders.
     """
-    weights = [aligned(size) for size in weight_bytes_of(record).values()]
-    block = Block()
+    weights = [chunk_bytes(size) for size in weight_bytes_of(record).values()]
+    block = PlannedBlock()
     lay_out(block, run)
     changes, scratch = [], []  # at nodes that change the arena
     for index, (buffers, layout) in enumerate(zip(run, layouts, strict=True)):

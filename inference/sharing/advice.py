@@ -273,7 +273,7 @@ class SharingQuestion:
         return under_load.slowdowns(alone_ms)
 
 
-def advise(predictor: RunPredictor, models: Sequence[ServedModel], batches: Sequence[Sequence[int]],
+def advise_sharing(predictor: RunPredictor, models: Sequence[ServedModel], batches: Sequence[Sequence[int]],
            percentile: float = PERCENTILE, host_pace: float | HostPace | None = None) -> SharingAdvice:
     """Finds the way of sharing the target's GPU in which models meet their objectives, and the best of the given `batches`.
 

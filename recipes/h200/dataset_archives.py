@@ -37,7 +37,7 @@ from hase.records.dataset_files import (
     write_journal,
     write_kernels,
 )
-from hase.records.dataset_tables import write_tables
+from hase.records.dataset_tables import write_dataset_tables
 from hase.records.dataset_writer import merge_dataset
 from hase.records.kernel_record_files import index_path, record_path
 from hase.records.measurement import Block
@@ -84,7 +84,7 @@ def unpack_archives(archives: list[Path], workspace: Workspace, target: str) -> 
             blocks = read_journal(folder)
             write_journal(folder, blocks)
             write_kernels(folder, kernel_lines(folder).values())
-            write_tables(folder, read_header(folder), blocks)
+            write_dataset_tables(folder, read_header(folder), blocks)
     for archive in further:
         with temporary_folder() as unpacked:
             unpack(archive, unpacked)

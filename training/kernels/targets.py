@@ -18,10 +18,10 @@ Show = Callable[[Sequence[Mapping[str, Any]], str], None]  # prints rows as a ta
 def add_options(parser: argparse.ArgumentParser, target: str = "a target in training/predictors (default: all)") -> None:
     """Adds `--target`, with the help text `target`, `--config` and `--set`."""
     parser.add_argument("--target", help=target)
-    add_config(parser)
+    add_training_config(parser)
 
 
-def add_config(parser: argparse.ArgumentParser) -> None:
+def add_training_config(parser: argparse.ArgumentParser) -> None:
     """Adds `--config` and `--set`, for a TrainingConfig."""
     cli.add_config(parser, CONFIG, "xgboost.trees=100", "how to train")
 
