@@ -27,7 +27,7 @@ from hase.records.measurement import (
 )
 from hase.utils import files
 from hase.utils.config import Frozen
-from hase.utils.errors import UserError
+from hase.utils.errors import UserError, first_problem
 from hase.utils.fingerprint import Machine, Target
 from hase.utils.lazy import pandas as pd
 from hase.utils.paths import FileName, Workspace, targets_in
@@ -227,9 +227,7 @@ def read_kernels(folder: Path, ids: Collection[str] | None = None) -> list[Datas
         kernels = [DatasetKernel.model_validate_json(line) for name, line in kernel_lines(folder).items()
                    if ids is None or name in ids]
     except ValidationError as error:
-        first = error.errors()[0]
-        raise UserError(f"{kernels_path(folder)}: damaged at {'.'.join(map(str, first['loc']))}: {first['msg']}; measure anew: "
-                        f"{COLLECT}") from None
+        raise UserError(f"{kernels_path(folder)}: damaged at {first_problem(error)}; measure anew: {COLLECT}") from None
     return [described.model_copy(update={"kernel": with_current_costs(described.kernel)}) for described in kernels]
 
 

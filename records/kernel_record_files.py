@@ -21,7 +21,7 @@ from hase.records.kernel_record import (
     ModelRecord,
 )
 from hase.utils import files
-from hase.utils.errors import UserError
+from hase.utils.errors import UserError, first_problem
 from hase.utils.fingerprint import Flavour
 from hase.utils.paths import Workspace
 
@@ -106,8 +106,7 @@ def kernels_in_file(path: Path) -> tuple[Flavour | None, list[Kernel]]:
         try:
             return None, [Kernel.model_validate(data)]
         except ValidationError as error:
-            first = error.errors()[0]
-            raise UserError(f"{path}: not a kernel: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+            raise UserError(f"{path}: not a kernel: {first_problem(error)}") from None
     index: KernelIndex = read_index(path)
     return index.flavour, index.all_kernels()
 

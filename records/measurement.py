@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator, mo
 from hase.records.probe_reading import ProbeReading
 from hase.utils import files
 from hase.utils.config import Config, Frozen
-from hase.utils.errors import UserError
+from hase.utils.errors import UserError, first_problem
 from hase.utils.logger import get_logger
 from hase.utils.paths import FileName
 
@@ -370,10 +370,8 @@ def read_blocks(path: Path) -> list[Block]:
             if text not in blocks:
                 blocks[text] = Block.model_validate_json(text)
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise UserError(f"{path}, line {number}: not a block of version {DATASET_VERSION} "
-                            f"({where}: {first['msg']}); remove the line or start a new dataset") from None
+            raise UserError(f"{path}, line {number}: not a block of version {DATASET_VERSION} ({first_problem(error)}); remove "
+                            "the line or start a new dataset") from None
         except ValueError as error:
             raise UserError(f"{path}, line {number}: {error}; remove the line or start a new dataset") from None
     if repeated := len(lines) - len(blocks):

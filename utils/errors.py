@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import errno
 import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 MACHINE_LACKS = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # disk space, open files, memory
 OS_ERROR_ADVICE = {
@@ -63,3 +67,9 @@ def explain(error: OSError) -> str:
 def user_can_mend(error: BaseException) -> bool:
     """Whether `explain` can turn an error of the operating system into one line: it has advice, or names a file."""
     return isinstance(error, OSError) and (error.errno in OS_ERROR_ADVICE or error.filename is not None)
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first problem of a record that does not fit its schema: where, and what."""
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"

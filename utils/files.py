@@ -27,7 +27,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from hase.utils.errors import UserError
+from hase.utils.errors import UserError, first_problem
 from hase.utils.locks import try_lock
 
 M = TypeVar("M", bound=BaseModel)
@@ -245,9 +245,7 @@ def read_record(path: Path, schema: type[M], version: int, remake: str) -> M:
     try:
         record = schema.model_validate(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise UserError(f"{path}: damaged at {where}: {first['msg']}; make it anew: {remake}") from None
+        raise UserError(f"{path}: damaged at {first_problem(error)}; make it anew: {remake}") from None
     if digest != content_digest(data):
         raise UserError(f"{path}: damaged or changed by hand: its {DIGEST} does not match its contents; make it anew: {remake}")
     return record

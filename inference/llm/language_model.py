@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from hase.ort_analysis.isolated import analysis
 from hase.records.kernel_record import Interface, OpenTensor
 from hase.utils import files
-from hase.utils.errors import UserError
+from hase.utils.errors import UserError, first_problem
 from hase.utils.paths import Workspace, model_files
 
 FILE = "genai_config.json"
@@ -237,9 +237,7 @@ def read_genai_config(folder: Path) -> GenaiConfig:
     try:
         return GenaiConfig.model_validate(files.read_json(path))
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise UserError(f"{path}: not a config of onnxruntime-genai: {where}: {first['msg']}") from None
+        raise UserError(f"{path}: not a config of onnxruntime-genai: {first_problem(error)}") from None
 
 
 class InputAxis(NamedTuple):

@@ -134,7 +134,7 @@ class Arena:
         self._free_from[start], self._free_up_to[end] = end - start, start
 
 
-class PlannedBlock:
+class TensorBlock:
     """The block in which a session lays out a run's tensors in advance, from the second run of a shape on.
 
     Each tensor is placed in the smallest gap between live tensors that is large enough, else at the end
@@ -302,7 +302,7 @@ def buffers_of_run(record: ModelRecord, layouts: Mapping[str, Layout], excluded:
     return _Plan(record, layouts, frozenset(excluded), keeps_dead).nodes
 
 
-def lay_out(store: Arena | PlannedBlock, run: Sequence[NodeBuffers], scratch_bytes: Sequence[int] | None = None,
+def lay_out(store: Arena | TensorBlock, run: Sequence[NodeBuffers], scratch_bytes: Sequence[int] | None = None,
             factor: float = 1.0) -> None:
     """Allocates and frees the buffers of a run, node by node, with their sizes multiplied by `factor`. Scratch is only taken
     from an arena.

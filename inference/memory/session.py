@@ -32,7 +32,7 @@ from hase.inference.memory.buffers import (
     Arena,
     Layout,
     NodeBuffers,
-    PlannedBlock,
+    TensorBlock,
     buffers_of_run,
     chunk_bytes,
     lay_out,
@@ -121,7 +121,7 @@ def _surplus(record: ModelRecord, activations: Activations, run: Sequence[NodeBu
 
 def used_by_runs(run: Sequence[NodeBuffers], scratch_bytes: Sequence[int]) -> int:
     """Bytes of a CPU's arena that were ever in use: by a first run, tensor by tensor, and a second one in one block."""
-    arena, block = Arena(), PlannedBlock()
+    arena, block = Arena(), TensorBlock()
     lay_out(arena, run, scratch_bytes)
     lay_out(block, run)
     if block.size:
@@ -188,7 +188,7 @@ def taken_bytes(record: ModelRecord, run: Sequence[NodeBuffers], layouts: Sequen
     changes what fits into a region. So the result is the median of several orders.
     """
     weights = [chunk_bytes(size) for size in weight_bytes_of(record).values()]
-    block = PlannedBlock()
+    block = TensorBlock()
     lay_out(block, run)
     changes, scratch = [], []  # at nodes that change the arena
     for index, (buffers, layout) in enumerate(zip(run, layouts, strict=True)):

@@ -23,7 +23,7 @@ from hase.extras.graph_stages.measuring.layer import STAGES, GraphSize
 from hase.extras.graph_stages.measuring.records import RawMeasurements, StageRecord, raw_path, read_raw
 from hase.utils import files
 from hase.utils.config import Frozen
-from hase.utils.errors import UserError
+from hase.utils.errors import UserError, first_problem
 from hase.utils.lazy import matplotlib, scipy, sklearn
 from hase.utils.logger import get_logger
 from hase.utils.paths import Workspace
@@ -238,9 +238,7 @@ def read_lookup(folder: Path) -> dict[LookupKey, LookupRecord]:
     try:
         table = TypeAdapter(dict[str, LookupRecord]).validate_python(files.read_json(path))
     except ValidationError as error:
-        first = error.errors()[0]
-        location = ".".join(map(str, first["loc"]))
-        raise UserError(f"{path}: damaged at {location}: {first['msg']}; make it anew: {REMAKE}") from None
+        raise UserError(f"{path}: damaged at {first_problem(error)}; make it anew: {REMAKE}") from None
     return {_key(path, text): record for text, record in table.items()}
 
 
