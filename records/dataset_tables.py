@@ -108,8 +108,8 @@ def _metric_cells(block: Block) -> dict[str, float]:
     return block.background | {f"{name}_during": value for name, value in block.during.items()}
 
 
-def kernel_table_rows(blocks: Iterable[Block], described: dict[str, DatasetKernel],
-                first_label: str = "run", device: str = "cpu") -> list[dict[str, Any]]:
+def kernel_table_rows(blocks: Iterable[Block], described: Mapping[str, DatasetKernel], first_label: str = "run",
+                      device: str = "cpu") -> list[dict[str, Any]]:
     """One row per kernel, level, background and machine, with a kernel's labels from all contexts.
 
     In-model times win over a carrier's. A label's time is the median of its samples, or the mean if `means_add_up`. Of several
@@ -119,8 +119,8 @@ def kernel_table_rows(blocks: Iterable[Block], described: dict[str, DatasetKerne
     """
     measured: dict[tuple[str, tuple[float, str], str], list[BlockMeasurement]] = defaultdict(list)
     kernel_measurements = [(block, m) for block in blocks for m in block.measurements if m.subject == "kernel"]
-    for measured_in, m in without_superseded(kernel_measurements):
-        measured[m.id, measured_in.load, measured_in.machine].append((measured_in, m))
+    for block, m in without_superseded(kernel_measurements):
+        measured[m.id, block.load, block.machine].append((block, m))
     rows = []
     for (kernel_id, (level, background), machine), parts in measured.items():
         if (entry := described.get(kernel_id)) is None:
@@ -134,9 +134,8 @@ def kernel_table_rows(blocks: Iterable[Block], described: dict[str, DatasetKerne
         for label, label_parts in counted.items():
             samples = [sample for _, m in label_parts for sample in m.samples_ms]
             if label == "run":
-                row["Latency_ms"] = round(float(np.mean(samples)), 6)
-                row["run_median_ms"] = round(float(np.median(samples)), 6)
-                row["Runs"] = len(samples)
+                row |= {"Latency_ms": round(float(np.mean(samples)), 6), "run_median_ms": round(float(np.median(samples)), 6),
+                        "Runs": len(samples)}
             else:
                 row[f"{label}_ms"] = round(float(typical(samples)), 6)
         if traced := [m for _, m in parts if m.launches is not None]:
@@ -145,14 +144,12 @@ def kernel_table_rows(blocks: Iterable[Block], described: dict[str, DatasetKerne
         block = firsts.get(first_label, parts[0])[0]
         row |= _metric_cells(block) | {
             "Context": "|".join(sorted(f"{label}:{m.place}" for label, (_, m) in firsts.items())),
-            "Canary_ms": block.canary_ms,
-            "Drift": round(block.drift, 4),
+            "Canary_ms": block.canary_ms, "Drift": round(block.drift, 4),
             "Unsteady": format_unsteady({label: block.drift for label, (block, _) in firsts.items() if block.unsteady}),
             "Inputs": "|".join(sorted(f"{label}:{m.inputs}" for label, (_, m) in firsts.items() if m.inputs)),
             "Started": min(m.started for _, m in parts), "Ended": max(m.ended for _, m in parts),
             "Status": failures[0].status if failures else "ok" if first_label in counted else UNFINISHED,
-            "Error": "; ".join(sorted({m.error for m in failures})),
-        }
+            "Error": "; ".join(sorted({m.error for m in failures}))}
         rows.append(row)
     return rows
 
@@ -246,26 +243,26 @@ def model_table_rows(sessions: Iterable[ModelSession], groups: Mapping[str, str]
     """One row per session that timed a model: latency statistics, medians of other labels, and the model's group."""
     rows = []
     for model, block, labels in sessions:
-        if "latency" not in labels:
+        if (latency := labels.get("latency")) is None:
             continue
-        m = labels["latency"]
         row: dict[str, Any] = {"Model": model, "Level": block.level, "Background": block.background_name,
-                               "Machine": block.machine, "Started": m.started, "Ended": m.ended, "Status": m.status,
-                               "Error": m.error, "Drift": round(block.drift, 4), "Groups": groups.get(model, ""),
-                               "Unsteady": format_unsteady(dict.fromkeys(labels, block.drift) if block.unsteady else {}),
-                               "Canary_ms": block.canary_ms}
+                               "Machine": block.machine, "Started": latency.started, "Ended": latency.ended,
+                               "Status": latency.status, "Error": latency.error, "Groups": groups.get(model, ""),
+                               "Canary_ms": block.canary_ms, "Drift": round(block.drift, 4),
+                               "Unsteady": format_unsteady(dict.fromkeys(labels, block.drift) if block.unsteady else {})}
         row |= _metric_cells(block)
-        if m.status == "ok":
-            s = summarize(m.samples_ms)
-            row |= {"Latency_ms": round(s.mean_ms, 6), "median_ms": round(s.median_ms, 6), "p95_ms": round(s.p95_ms, 6),
-                    "std_ms": round(s.std_ms, 6), "Runs": s.runs, "Disturbance": m.disturbance, "Probe_us": m.probe_us}
-        for label, labelled in labels.items():
-            if label != "latency" and labelled.status == "ok":
-                row[f"{label}_ms"] = round(float(np.median(labelled.samples_ms)), 6)
+        if latency.status == "ok":
+            times = summarize(latency.samples_ms)
+            row |= {"Latency_ms": round(times.mean_ms, 6), "median_ms": round(times.median_ms, 6),
+                    "p95_ms": round(times.p95_ms, 6), "std_ms": round(times.std_ms, 6), "Runs": times.runs,
+                    "Disturbance": latency.disturbance, "Probe_us": latency.probe_us}
+        for label, m in labels.items():
+            if label != "latency" and m.status == "ok":
+                row[f"{label}_ms"] = round(float(np.median(m.samples_ms)), 6)
                 if label == ENERGY:
-                    row |= _energy_cells(labelled, m)
-                if labelled.launches is not None:
-                    row["gpu_launches"] = labelled.launches
+                    row |= _energy_cells(m, latency)
+                if m.launches is not None:
+                    row["gpu_launches"] = m.launches
         rows.append(row)
     return rows
 
