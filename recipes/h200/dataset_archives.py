@@ -13,10 +13,7 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-import io
-import lzma
 import re
-import tarfile
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import NamedTuple
@@ -50,7 +47,7 @@ from hase.utils.paths import Workspace
 log = get_logger("archives")
 HERE = Path(__file__).resolve().parent
 TARGET = "nvidia-h200-cuda-ort1.31-all"
-DICTIONARY_BYTES = 512 << 20  # unpacking takes as much memory, packing eleven times as much
+DICTIONARY_BYTES = 512 << 20  # large, since names recur hundreds of megabytes apart
 EXAMPLES = """
 python recipes/h200/dataset_archives.py unpack --workspace out/h200
 python recipes/h200/dataset_archives.py pack --workspace out/h200
@@ -148,19 +145,6 @@ def packed_files(workspace: Workspace, target: str) -> Iterator[tuple[str, bytes
             yield str(path.relative_to(workspace.root)), contents
 
 
-def pack_first(archive: Path, workspace: Workspace, target: str) -> None:
-    """Packs a dataset as the first archive, with a large dictionary, since names recur hundreds of megabytes apart."""
-    members = list(packed_files(workspace, target))
-    dictionary = min(DICTIONARY_BYTES, max(sum(len(contents) for _, contents in members), 1 << 20))
-    filters = [{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": dictionary}]
-    with files.replacing(archive) as part, lzma.open(part, "wb", filters=filters) as packed, \
-            tarfile.open(fileobj=packed, mode="w|") as tar:
-        for name, contents in members:
-            header = tarfile.TarInfo(name)
-            header.size = len(contents)
-            tar.addfile(header, io.BytesIO(contents))
-
-
 def pack_addition(workspace: Workspace, folder: Path, target: str) -> Path | None:
     """Packs what a dataset holds beyond the archives in `folder`, and returns the new archive; None if there is nothing more.
 
@@ -168,8 +152,8 @@ def pack_addition(workspace: Workspace, folder: Path, target: str) -> Path | Non
     """
     archives = archives_in(folder, target)
     if not archives:
-        archive = folder / f"{target}.tar.xz"
-        pack_first(archive, workspace, target)
+        archive, members = folder / f"{target}.tar.xz", list(packed_files(workspace, target))
+        pack(archive, members, min(DICTIONARY_BYTES, max(sum(len(contents) for _, contents in members), 1 << 20)))
         return archive
     with temporary_folder() as packed, temporary_folder() as more:
         unpack_archives(archives, Workspace(packed), target)
