@@ -440,9 +440,9 @@ def _operator_coverage(name: str, members: Sequence[DatasetKernel], idle_ms: dic
 
 def _load_coverage(times: pd.DataFrame, models: pd.DataFrame) -> list[LoadCoverage]:
     """What was measured successfully at each level and under each background."""
-    kernels, networks = (
-        table[table["Status"] == "ok"].groupby(["Level", "Background"])[key].nunique().to_dict()
-        for table, key in ((times, "Kernel_ID"), (models, "Model")))
+    counts: list[Any] = [table[table["Status"] == "ok"].groupby(["Level", "Background"])[key].nunique().to_dict()
+                         for table, key in ((times, "Kernel_ID"), (models, "Model"))]
+    kernels, networks = counts
     return [LoadCoverage(level=float(level), background=str(background), kernels=kernels.get((level, background), 0),
                          models=networks.get((level, background), 0))
             for level, background in sorted(kernels.keys() | networks.keys())]

@@ -174,9 +174,12 @@ class Evaluator:
         gflop = sum(record.kernel_of(node).flops * node.runs for node in record.nodes) / 1e9
         weights_mib = record.weight_bytes / MIB
         name = record.model if is_model_choice(choice) else choice_name(choice)
-        energies_j = (None, None, None) if energy is None else (energy.energy_j, *energy.interval_j)
-        return SearchCandidate(name, answer.latency_ms, *answer.interval_ms, answer.rough_estimate, *energies_j, gflop=gflop,
-                               weights_mib=weights_mib, score=self._score(choice, name, gflop, weights_mib), chance=chance)
+        candidate = SearchCandidate(name, answer.latency_ms, *answer.interval_ms, answer.rough_estimate, gflop=gflop,
+                                    weights_mib=weights_mib, score=self._score(choice, name, gflop, weights_mib), chance=chance)
+        if energy is None:
+            return candidate
+        low_j, high_j = energy.interval_j
+        return candidate._replace(energy_j=energy.energy_j, energy_low_j=low_j, energy_high_j=high_j)
 
     def _score(self, choice: Choice, name: str, gflop: float, weights_mib: float) -> float:
         if self._score_by in (FLOPS, WEIGHTS):

@@ -161,7 +161,7 @@ class SharingPlan(NamedTuple):
 class PlannedModel(NamedTuple):
     """A model of a plan: its index among the models, its batch, and its share of the GPU's threads in per cent."""
 
-    index: int
+    number: int
     batch: int
     percent: int
 
@@ -222,11 +222,11 @@ class SharingQuestion:
         for model in planned:
             others = [other for other in planned if other != model]
             for some in chain.from_iterable(combinations(others, count) for count in range(1, len(planned))):
-                number = set_of(other.index for other in some)
+                number = set_of(other.number for other in some)
                 sets = [(other,) for other in some] if adding else [some]
                 together = [1.0 + sum(self.slowdowns(plan.way, model, one_set, pace) - 1.0 for one_set in sets)
                             for pace in paces]
-                slowdowns[model.index, [number, number | set_of([model.index])]] = together
+                slowdowns[model.number, [number, number | set_of([model.number])]] = together
         return Case([model.rate_per_s for model in self.models], plan.batches, runs_ms, slowdowns)
 
     def simulate(self, cases: Sequence[Case], effort: tuple[int, int]) -> list[list[Served]]:
@@ -268,7 +268,7 @@ class SharingQuestion:
         """SAMPLES equally likely ratios of a run's time while the others run in loops to its time alone. `pace` is relative to
         the usual one of a host that serves.
         """
-        (run, percent), *beside = ((self.serving[one.index][one.batch].at_pace(pace), one.percent) for one in (model, *others))
+        (run, percent), *beside = ((self.serving[one.number][one.batch].at_pace(pace), one.percent) for one in (model, *others))
         alone_ms, under_load = self.ways[way].beside(run, percent, beside)
         return under_load.slowdowns(alone_ms)
 
