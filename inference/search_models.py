@@ -69,8 +69,8 @@ def options() -> argparse.ArgumentParser:
                         help="how likely a candidate has to keep to the limits, 0 to 1 (default: 0.5, so the predicted numbers "
                              "themselves keep to them)")
     parser.add_argument("--score", type=score, metavar="SCORE",
-                        help=f"what makes a candidate good: {OWN} (the space's), {FLOPS}, {WEIGHTS}, or a {TABLE_SUFFIX} with the "
-                             f"columns {NAME} and {SCORE} (default: {OWN}, else {FLOPS})")
+                        help=f"what makes a candidate good: {OWN} (the space's), {FLOPS}, {WEIGHTS}, or a {TABLE_SUFFIX} with "
+                             f"the columns {NAME} and {SCORE} (default: {OWN}, else {FLOPS})")
     parser.add_argument("--energy", action="store_true", help="also predict energies where they have no limit")
     cli.add_host_pace(parser, "what benchmark/host_pace.py measured here in the last ten minutes; else intervals are wide")
     parser.add_argument("--top", type=cli.count, default=10, metavar="N", help="how many of the best to print (default: 10)")
