@@ -1,8 +1,8 @@
 """Adds the datasets of other workspaces to this one, so that what several machines measured is one dataset.
 
 Reads benchmark/dataset/<target>/ and the kernel records of its flavour from each workspace that --from names, and writes what
-is new in them to --workspace, which may be empty; so a merge can be repeated. Datasets of different targets, with other labels,
-or without a metric that --workspace has are refused, as are two models of one name that differ.
+is new in them to --workspace, which may be empty; so a merge can be repeated. Refuses datasets of different targets, with other
+labels, or without a metric that --workspace has, and two models of one name that differ.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ from hase.records.dataset_writer import merge_dataset
 from hase.records.kernel_record import ModelOrigin
 from hase.utils import cli, files
 from hase.utils.errors import UserError
-from hase.utils.logger import get_logger
 from hase.utils.paths import Workspace
 
-log = get_logger("merge")
 EXAMPLES = """
 python benchmark/merge_datasets.py --from out/h200 --collection torchvision --workspace out/all
 python benchmark/merge_datasets.py --from out/pool --workspace out/all
@@ -31,7 +29,7 @@ python benchmark/merge_datasets.py --from out/pool --workspace out/all
 
 
 def read_origins(path: Path) -> dict[str, ModelOrigin]:
-    """Groups and collections of models by file stem, from JSON: `{"resnet18": {"group": …, "collection": …}, …}`."""
+    """The groups and collections of models in a JSON file, by the models' file stems."""
     try:
         return {str(stem): ModelOrigin(**{key: str(value) for key, value in origin.items()})
                 for stem, origin in files.read_json(path).items()}
@@ -56,10 +54,7 @@ def main() -> int:
             merged = merge_dataset(source, workspace, target, origins, args.collection)
             rows.append({"from": str(source.root), "target": target, **{
                 f"{name}_added" if name != "blocks_there" else name: value for name, value in merged._asdict().items()}})
-    if args.json:
-        cli.print_json(rows)
-    else:
-        cli.print_table(rows, f"added to {workspace.root}")
+    cli.print_rows(rows, args.json, f"added to {workspace.root}")
     return 0
 
 

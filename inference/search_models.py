@@ -33,7 +33,7 @@ from hase.inference.search.evaluating import (
     NAME,
     OWN,
     SCORE,
-    TABLE,
+    TABLE_SUFFIX,
     WEIGHTS,
     SearchCandidate,
     SearchLimits,
@@ -69,8 +69,8 @@ def options() -> argparse.ArgumentParser:
                         help="how likely it must be that a candidate keeps to the limits, 0 to 1 (default: 0.5, so that the "
                              "predicted numbers themselves keep to them)")
     parser.add_argument("--score", type=score, metavar="SCORE",
-                        help=f"what makes a candidate good: {OWN} (the space's), {FLOPS}, {WEIGHTS}, or a {TABLE} with the "
-                             f"columns {NAME} and {SCORE} (default: {OWN}, else {FLOPS})")
+                        help=f"what makes a candidate good: {OWN} (the space's), {FLOPS}, {WEIGHTS}, or a {TABLE_SUFFIX} with "
+                             f"the columns {NAME} and {SCORE} (default: {OWN}, else {FLOPS})")
     parser.add_argument("--energy", action="store_true", help="also predict energies where they have no limit")
     cli.add_host_pace(parser, "what benchmark/host_pace.py measured here in the last ten minutes; else intervals are wide")
     parser.add_argument("--top", type=cli.count, default=10, metavar="N", help="how many of the best to print (default: 10)")
@@ -99,9 +99,9 @@ def share(text: str) -> float:
 
 def score(text: str) -> str:
     """Parses the option that says which score candidates have."""
-    if text in (OWN, FLOPS, WEIGHTS) or (text.endswith(TABLE) and Path(text).is_file()):
+    if text in (OWN, FLOPS, WEIGHTS) or (text.endswith(TABLE_SUFFIX) and Path(text).is_file()):
         return text
-    raise argparse.ArgumentTypeError(f"{text}: give {OWN}, {FLOPS}, {WEIGHTS} or a table ({TABLE}) that exists")
+    raise argparse.ArgumentTypeError(f"{text}: give {OWN}, {FLOPS}, {WEIGHTS} or a table ({TABLE_SUFFIX}) that exists")
 
 
 def candidate_row(rank: int, candidate: SearchCandidate) -> dict[str, Any]:

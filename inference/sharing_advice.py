@@ -22,7 +22,7 @@ from hase.benchmark.serving.sets import ServedModel
 from hase.inference.library.predictor import Predictor
 from hase.inference.prediction.answers import PERCENTILE
 from hase.inference.prediction.conditions import AS_USUAL, PaceAsked
-from hase.inference.sharing.advice import MOST_MODELS, ServedSet, advise, rows, verdict
+from hase.inference.sharing.advice import MOST_MODELS, ServedSet, advice_rows, advice_verdict, advise_sharing
 from hase.utils import cli
 from hase.utils.config import read_config, validate
 from hase.utils.logger import get_logger
@@ -79,14 +79,14 @@ def main() -> int:
     workspace = cli.start(args)
     predictor = Predictor(workspace, args.target, strict=args.strict, force=args.force, any_device=True)
     pace = PaceAsked(args.host_pace, args.machine).now(predictor.fitted, AS_USUAL)
-    advice = advise(predictor, models, batches, args.percentile, pace)
+    advice = advise_sharing(predictor, models, batches, args.percentile, pace)
     for warning in advice.warnings:
         log.warning("%s", warning)
     if args.json:
         cli.print_json(advice)
     else:
-        cli.print_table(rows(advice), f"several models on one {advice.target}")
-        print(verdict(advice))
+        cli.print_table(advice_rows(advice), f"several models on one {advice.target}")
+        print(advice_verdict(advice))
     return 0 if advice.meets else cli.EXIT_SLO_MISSED
 
 

@@ -31,6 +31,7 @@ from hase.records.dataset_tables import read_model_table
 from hase.records.host_pace import idle_models
 from hase.records.kernel_record import ModelRecord
 from hase.records.kernel_record_files import read_model_record, record_path
+from hase.records.measurement import Label
 from hase.records.operators import SCALES, network_kind, network_scale
 from hase.runtimes import runtime_named
 from hase.utils import cli
@@ -40,7 +41,7 @@ from hase.utils.logger import get_logger
 from hase.utils.paths import Workspace
 
 log = get_logger("sum_and_path")
-IN_MODEL = "kernel_time"  # on a CPU, times with this label add up to the model's, if they were taken
+IN_MODEL: Label = "kernel_time"  # on a CPU, times with this label add up to the model's; datasets may lack it
 KINDS: tuple[Kind, ...] = ("sum", "critical_path")
 EXAMPLES = """
 python inference/sum_and_path.py
@@ -49,19 +50,18 @@ python inference/sum_and_path.py --target amd-epyc-2t-cpu-avx512-tvm0.27-fused -
 """
 
 
-def kernel_times(record: ModelRecord, measured: Mapping[str, Mapping[str, float]], label: str) -> dict[str, float]:
+def record_times_ms(record: ModelRecord, measured: Mapping[str, Mapping[str, float]], label: str) -> dict[str, float]:
     """The measured times (ms) of a record's kernels by id; 0 for those that only rename a tensor."""
-    times = {name: measured.get(name, {}).get(label, 0.0 if not kernel.moves_data else None)
-             for name, kernel in record.kernels.items()}
-    if missing := [name for name, time_ms in times.items() if time_ms is None]:
-        raise UserError(f"{record.model}: {len(missing)} of {len(times)} kernels were not measured, {missing[0]} for instance")
-    return {name: time_ms for name, time_ms in times.items() if time_ms is not None}
+    known = {name: measured.get(name, {}) for name in record.kernels}
+    if missing := [name for name, kernel in record.kernels.items() if kernel.moves_data and label not in known[name]]:
+        raise UserError(f"{record.model}: {len(missing)} of {len(known)} kernels were not measured, {missing[0]} for instance")
+    return {name: times.get(label, 0.0) for name, times in known.items()}
 
 
 def times_without_search(workspace: Workspace, target: Target) -> dict[str, dict[str, float]]:
     """The measured times (ms), by kernel id and label, of kernels that no schedule was searched for yet.
 
-    A target of searched schedules runs these kernels unchanged; they were measured under the target without search.
+    A target with searched schedules runs these kernels as the target without search does, under which they were measured.
     """
     flavour, runtime = target.flavour, runtime_named(target.flavour.runtime)
     if (level := runtime.runs_as.get(flavour.optimization)) is None:
@@ -75,9 +75,9 @@ def times_without_search(workspace: Workspace, target: Target) -> dict[str, dict
 
 
 def chosen_by_others(rows: Sequence[Mapping[str, Any]], index: int, families: Sequence[str] = ()) -> str:
-    """The composition with the smaller mean error on the models of other families than that of one row.
+    """The composition with the smaller mean error on models of other families than that of the row `index`.
 
-    It is the sum if there are none, or if both are equally good. `families` are those that count; none: all.
+    It is the sum if there are no such models, or if both are equally good. Only `families` count, or all if none are named.
     """
     other_families = [row for row in rows
                       if row["family"] != rows[index]["family"] and (not families or row["family"] in families)]
@@ -85,8 +85,8 @@ def chosen_by_others(rows: Sequence[Mapping[str, Any]], index: int, families: Se
     return min(KINDS, key=errors.__getitem__)
 
 
-def error_percent(found_ms: float, whole_ms: float) -> float:
-    return 100 * (found_ms / whole_ms - 1)
+def error_percent(composed_ms: float, whole_ms: float) -> float:
+    return 100 * (composed_ms / whole_ms - 1)
 
 
 def model_row(record: ModelRecord, whole_ms: float, times_ms: Mapping[str, float]) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def model_row(record: ModelRecord, whole_ms: float, times_ms: Mapping[str, float
 
 
 def target_rows(workspace: Workspace, target: str, families: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """A row for each model of a target; `families` are those whose models choose the composition, by default all."""
+    """A row for each model of a target. The models of `families`, by default of all, choose the composition."""
     folder = workspace.dataset(target)
     header, searched = read_header(folder), measured_times(workspace, target)
     unsearched = {name: times for name, times in times_without_search(workspace, header.target).items() if name not in searched}
@@ -116,7 +116,7 @@ def target_rows(workspace: Workspace, target: str, families: Sequence[str] = ())
         path = record_path(workspace, header.target.flavour, str(name))
         try:
             record = read_model_record(path)
-            row = model_row(record, float(times["median_ms"]), kernel_times(record, measured, label))
+            row = model_row(record, float(times["median_ms"]), record_times_ms(record, measured, label))
         except UserError as error:
             log.warning("%s: left out: %s", target, error)
             continue
@@ -134,46 +134,35 @@ def target_rows(workspace: Workspace, target: str, families: Sequence[str] = ())
     return rows
 
 
-def check_families(tables: Sequence[Sequence[Mapping[str, Any]]], families: Sequence[str]) -> None:
-    """Raises UserError unless each of `families` has models under some target; `tables` has the rows of each target."""
-    measured = {row["family"] for rows in tables for row in rows}
-    if missing := set(families) - measured:
-        raise UserError(f"--choose-by: no target has measured models of {', '.join(sorted(missing))}; there are: "
-                        f"{', '.join(sorted(measured))}")
-
-
-def summary(rows: Sequence[Mapping[str, Any]], families: Sequence[str] = ()) -> dict[str, Any]:
-    """The mean absolute errors of a target over the models of families that are not named, or over all if there are no others.
-    """
+def mean_errors(rows: Sequence[Mapping[str, Any]], families: Sequence[str] = ()) -> dict[str, Any]:
+    """The mean absolute errors of a target over models of other families; over all models if there are no others."""
     rows = [row for row in rows if row["family"] not in families] or rows
-    errors_by_column: dict[str, Any] = {"target": rows[0]["target"], "models": len(rows)}
+    statistics: dict[str, Any] = {"target": rows[0]["target"], "models": len(rows)}
     for column in ("sum", "critical_path", "used", "predicted"):
         errors = [abs(row[f"{column}_error_%"]) for row in rows if f"{column}_error_%" in row]
-        errors_by_column[f"{column}_MAPE_%"] = fmean(errors) if errors else None
-        errors_by_column[f"{column}_max_%"] = max(errors, default=None)
-    return errors_by_column
+        statistics |= {f"{column}_MAPE_%": fmean(errors) if errors else None, f"{column}_max_%": max(errors, default=None)}
+    return statistics
 
 
 def by_scale(rows: Sequence[Mapping[str, Any]], families: Sequence[str] = ()) -> list[dict[str, Any]]:
     """The mean errors of a target for small, medium and large networks."""
-    return [{"target": rows[0]["target"], "scale": scale, **{name: value for name, value in summary(part, families).items()
-                                                            if name != "target"}}
+    return [{"target": rows[0]["target"], "scale": scale} | mean_errors(part, families)
             for scale in SCALES if (part := [row for row in rows if row["scale"] == scale])]
 
 
 def comparison(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
     """A row for each model that several targets have: its measured and its predicted latency under each.
 
-    The prediction has the model's family held out. `tables` are the targets' rows, by a short name.
+    The prediction has the model's family held out. `tables` are the targets' rows, by the targets' short names.
     """
     by_model: dict[str, dict[str, Any]] = {}
-    targets = Counter(row["model"] for rows in tables.values() for row in rows)
+    target_counts = Counter(row["model"] for rows in tables.values() for row in rows)
     for name, rows in tables.items():
         for row in rows:
             by_model.setdefault(row["model"], {"model": row["model"]}).update({
                 f"{name}_ms": row["whole_ms"], f"{name}_predicted_ms": row.get("predicted_ms"),
                 f"{name}_error_%": row.get("predicted_error_%")})
-    return [row for name, row in sorted(by_model.items()) if targets[name] > 1]
+    return [row for model, row in sorted(by_model.items()) if target_counts[model] > 1]
 
 
 def short_names(targets: Sequence[Target]) -> list[str]:
@@ -193,8 +182,11 @@ def main() -> None:
               if (rows := target_rows(workspace, target, args.choose_by))]
     if not tables:
         raise UserError("no model was measured together with its kernels; measure with: python benchmark/collector.py")
-    check_families(tables, args.choose_by)
-    summaries = [summary(rows, args.choose_by) for rows in tables]
+    families = {row["family"] for rows in tables for row in rows}
+    if missing := set(args.choose_by) - families:
+        raise UserError(f"--choose-by: no target has measured models of {', '.join(sorted(missing))}; there are: "
+                        f"{', '.join(sorted(families))}")
+    summaries = [mean_errors(rows, args.choose_by) for rows in tables]
     scales = [row for rows in tables for row in by_scale(rows, args.choose_by)]
     targets = [read_header(workspace.dataset(rows[0]["target"])).target for rows in tables]
     compared = comparison(dict(zip(short_names(targets), tables, strict=True)))

@@ -1,12 +1,12 @@
 """Draws further kernels around those of the models, so that predictors learn how time follows shape.
 
-Reads the index of every flavour in ort_analysis/ort_kernel_record. Draws kernels of the index at random and changes
-their sizes: batch, channels, height and width, kernel and stride, or rows, columns and depth of a product. ONNX Runtime
-says which are valid and what they put out; the others are counted. With --free, draws kernels of no model besides; where
-there is no index, for this machine. With --errors, reads what training wrote instead of the index, and draws near those
-kernels that it predicted worst when it left them out. With --cliffs, reads a dataset, and draws between neighbours of which
-one takes many times as long as its work explains, to find out where a library changes its algorithm. Writes the
-kernels to kernel_model/kernel_onnx/<flavour>/, next to those of models, and to sampled.json there which families hold the
+Reads the index of every flavour in ort_analysis/ort_kernel_record. Draws kernels of the index at random and changes their
+sizes: batch, channels, height and width, kernel and stride, or rows, columns and depth of a product. ONNX Runtime says which
+are valid and what their outputs are; the others are counted. With --free, also draws kernels of no model; where there is no
+index, for this machine. With --errors, reads what training wrote instead of the index, and draws near those kernels that it
+predicted worst when it left them out. With --cliffs, reads a dataset, and draws between neighbours of which one takes many
+times as long as its work explains, to find out where a library changes its algorithm. Writes the kernels to
+kernel_model/kernel_onnx/<flavour>/, next to those of models, and to sampled.json there the families of models that hold the
 kernel that each was drawn from.
 """
 
@@ -56,10 +56,10 @@ from hase.utils.processes import process_pool
 
 log = get_logger("sampler")
 MOST_MIB = 256
-FREE: Families = ()  # no model's kernel seeded this one
+FREE: Families = ()  # of a kernel that was not drawn near one of a model
 NEAR_SPREAD = 0.5  # of sizes near a badly predicted kernel; 1 near kernels of models
 TYPES = (*FLOAT_TYPES, "bfloat16")  # bfloat16 only for kernels of language models
-TRIES = 20  # draws for each kernel asked for, at most
+MAX_TRIES = 20  # draws for each wanted kernel
 EXAMPLES = """
 python kernel_model/kernel_sampler.py --count 1000 --batch-sizes 1,2,4,8,16
 python kernel_model/kernel_sampler.py --count 5000 --most-gflop 200 --without vgg --seed 7
@@ -72,39 +72,38 @@ python kernel_model/kernel_sampler.py --cliffs nvidia-h200-cuda-ort1.31-all --co
 """
 
 
-Drawn = tuple[Kernel, Families]  # a kernel, and the families that hold the one that seeded it
-Sampled = tuple[dict[str, Drawn], Counter[str]]  # new kernels by id, and how many draws were refused and why
+Drawn = tuple[Kernel, Families]  # a kernel, and the families that hold its seed, the kernel that it was drawn near
+Sampled = tuple[dict[str, Drawn], Counter[str]]  # new kernels by id, and how many draws were refused, by reason
+Sampler = Callable[[int, np.random.Generator], Sampled]  # takes the number of kernels
 
 
-def _families_besides(names: Iterable[str], without: Collection[str]) -> Families:
+def _families_without(names: Iterable[str], without: Collection[str]) -> Families:
     return tuple(sorted(set(names).difference(without)))
 
 
 def sample_near_models(entries: Sequence[Drawn], count: int, generator: np.random.Generator, batches: Sequence[int],
-           most_gflop: float, most_mib: float = MOST_MIB, without: Sequence[str] = (), existing: Collection[str] = (),
-           dtypes: Sequence[str] = ()) -> Sampled:
-    """Samples up to `count` new kernels near those of models; returns them by id with their seeds' families, and refused draws
-    by reason.
+                       most_gflop: float, most_mib: float = MOST_MIB, without: Sequence[str] = (),
+                       existing: Collection[str] = (), dtypes: Sequence[str] = ()) -> Sampled:
+    """Samples up to `count` new kernels near those of models.
 
     Args:
         entries: kernels of models, with the models' groups.
-        dtypes: floating types to draw in; empty for the seed's own. A type's frequency grows with the square root of its number
-            of kernels.
         without: families whose kernels seed nothing.
         existing: ids of kernels sampled before.
+        dtypes: floating types to draw in; empty for the seed's own.
     """
     seeds: dict[str, list[Drawn]] = {}
     for kernel, groups in entries:
-        families, row = _families_besides(groups, without), operator_row(kernel.op_type)
-        if families and row.cost != "view" and not row.copies and not kernel.subgraphs:  # copies are measured apart
+        families, row = _families_without(groups, without), operator_row(kernel.op_type)
+        if families and row.cost != "view" and not row.copies and not kernel.subgraphs:  # copies are measured separately
             seeds.setdefault(kernel.type, []).append((kernel, families))
     types = sorted(seeds)
-    weights = np.sqrt([len(seeds[name]) for name in types])
+    weights = np.sqrt([len(seeds[name]) for name in types])  # so that rare kernel types are drawn more often than in models
 
     def draw() -> Drawn:
         batch = int(generator.choice(batches))
-        of_type = seeds[str(generator.choice(types, p=weights / weights.sum()))]
-        kernel, families = of_type[int(generator.integers(len(of_type)))]
+        type_seeds = seeds[str(generator.choice(types, p=weights / weights.sum()))]
+        kernel, families = type_seeds[int(generator.integers(len(type_seeds)))]
         dtype = str(generator.choice(dtypes)) if dtypes else ""
         return draw_kernel(kernel, batch, generator, dtype=dtype), families
 
@@ -114,18 +113,17 @@ def sample_near_models(entries: Sequence[Drawn], count: int, generator: np.rando
 
 def near_batch(kernel: Kernel, batches: Sequence[int], generator: np.random.Generator) -> int:
     """One of `batches` within a factor of two of the kernel's first dimension, or that dimension if there is none."""
-    batch_now = next((tensor.shape[0] for tensor in kernel.activations if tensor.shape), 1)
-    near = [batch for batch in batches if batch_now <= 2 * batch and batch <= 2 * batch_now]
-    return int(generator.choice(near or [batch_now]))
+    size = next((tensor.shape[0] for tensor in kernel.activations if tensor.shape), 1)
+    near = [batch for batch in batches if size <= 2 * batch and batch <= 2 * size]
+    return int(generator.choice(near or [size]))
 
 
 def sample_near_errors(errors: KernelErrors, count: int, generator: np.random.Generator, batches: Sequence[int],
-                 most_gflop: float, most_mib: float = MOST_MIB, without: Sequence[str] = (),
-                 existing: Collection[str] = ()) -> Sampled:
+                       most_gflop: float, most_mib: float = MOST_MIB, without: Sequence[str] = (),
+                       existing: Collection[str] = ()) -> Sampled:
     """Like `sample_near_models`, near the kernels with the worst predictions, including sampled ones.
 
-    `seed_weights` says how often a kernel is a seed. What it seeds gets its families, or FREE without a model. Families held
-    out of the training, or in `without`, seed nothing.
+    `seed_weights` says how often a kernel is a seed. Families held out of the training, or in `without`, seed nothing.
     """
     held_out = {*errors.held_out, *without}
     seeds = [error for error in errors.kernels if not error.families or set(error.families) - held_out]
@@ -134,7 +132,7 @@ def sample_near_errors(errors: KernelErrors, count: int, generator: np.random.Ge
     def draw() -> Drawn:
         seed = seeds[int(generator.choice(len(seeds), p=weights))]
         drawn = draw_kernel(seed.kernel, near_batch(seed.kernel, batches, generator), generator, NEAR_SPREAD)
-        return drawn, _families_besides(seed.families, held_out)
+        return drawn, _families_without(seed.families, held_out)
 
     known = {error.kernel.id for error in errors.kernels} | set(existing)
     return collect_draws(draw, count if weights.any() else 0, most_gflop, most_mib, known)
@@ -143,10 +141,10 @@ def sample_near_errors(errors: KernelErrors, count: int, generator: np.random.Ge
 def sample_free(count: int, generator: np.random.Generator, batches: Sequence[int], most_gflop: float,
                 most_mib: float = MOST_MIB, existing: Collection[str] = (), kind: Kind = "networks", dtypes: Sequence[str] = (),
                 device: str = "cpu") -> Sampled:
-    """Samples up to `count` new kernels of no model (FREE); returns them by id, and refused draws by reason.
+    """Samples up to `count` new kernels of no model (FREE).
 
     Kernels of language models are drawn in one of the floating types `dtypes` (by default those that GPUs run them in). Except
-    for kind `networks`, kernels are drawn only if the provider of `device` supports them.
+    for kind `networks`, only kernels that the provider of `device` supports are drawn.
     """
     def draw() -> Drawn:
         kernel = draw_free_kernel(int(generator.choice(batches)), generator, kind, dtypes if kind == "language" else ())
@@ -158,10 +156,10 @@ def sample_free(count: int, generator: np.random.Generator, batches: Sequence[in
 
 
 def collect_draws(draw: Callable[[], Drawn], count: int, most_gflop: float, most_mib: float, known: Collection[str]) -> Sampled:
-    """Draws until `count` new, small enough kernels are found; returns them by id, and refused draws by reason."""
+    """Draws until `count` kernels are found that are new and small enough, at most MAX_TRIES times as often."""
     kept: dict[str, Drawn] = {}
     refused: Counter[str] = Counter()
-    for _ in progress(range(count * TRIES), "sampling"):
+    for _ in progress(range(count * MAX_TRIES), "sampling"):
         if len(kept) >= count:
             break
         try:
@@ -180,8 +178,8 @@ def collect_draws(draw: Callable[[], Drawn], count: int, most_gflop: float, most
 
 
 def sample_between_cliffs(cliffs: Sequence[Cliff], count: int, generator: np.random.Generator, most_gflop: float,
-                   most_mib: float = MOST_MIB, without: Sequence[str] = (), existing: Collection[str] = ()) -> Sampled:
-    """Like `sample_near_models`, between the neighbours of cliffs. Kernels only of held-out families are no neighbours."""
+                          most_mib: float = MOST_MIB, without: Sequence[str] = (), existing: Collection[str] = ()) -> Sampled:
+    """Like `sample_near_models`, between the neighbours of cliffs. Kernels only of families in `without` are no neighbours."""
     cliffs = [cliff for cliff in cliffs if all(not end.families or set(end.families).difference(without)
                                                for end in (cliff.slower, cliff.faster))]
     weights = draw_probabilities(cliffs) if cliffs else np.zeros(0)
@@ -189,25 +187,21 @@ def sample_between_cliffs(cliffs: Sequence[Cliff], count: int, generator: np.ran
     def draw() -> Drawn:
         slower, faster, _ = cliffs[int(generator.choice(len(cliffs), p=weights))]
         drawn = kernel_between(slower.kernel, faster.kernel, float(generator.uniform(0.15, 0.85)))
-        return drawn, _families_besides({*slower.families, *faster.families}, without)
+        return drawn, _families_without({*slower.families, *faster.families}, without)
 
     return collect_draws(draw, count if cliffs else 0, most_gflop, most_mib, existing)
 
 
-Sampler = Callable[[int, np.random.Generator], Sampled]
-
-
-def draw_and_build(sampler: Sampler, count: int, generator: np.random.Generator,
-                   folder: Path) -> tuple[Seeds, Counter[str]]:
+def draw_and_build(sampler: Sampler, count: int, generator: np.random.Generator, folder: Path) -> tuple[Seeds, Counter[str]]:
     """Samples and builds `count` kernels; returns the families of their seeds by id, and refused draws by reason."""
-    draws, refused = sampler(count, generator)
-    for kernel, _ in progress(list(draws.values()), "building"):
+    drawn, refused = sampler(count, generator)
+    for kernel, _ in progress(list(drawn.values()), "building"):
         write_kernel(kernel, folder)
-    return {name: families for name, (_, families) in draws.items()}, refused
+    return {name: families for name, (_, families) in drawn.items()}, refused
 
 
-def sample_in_parallel(sampler: Sampler, count: int, seed: Sequence[int], folder: Path, jobs: int) -> tuple[Seeds,
-                                                                                                            Counter[str]]:
+def sample_in_parallel(sampler: Sampler, count: int, seed: Sequence[int], folder: Path,
+                       jobs: int) -> tuple[Seeds, Counter[str]]:
     """Runs `draw_and_build` in `jobs` processes with different seeds; a kernel that several found counts once."""
     if jobs == 1:
         return draw_and_build(sampler, count, np.random.default_rng(seed), folder)
@@ -217,14 +211,14 @@ def sample_in_parallel(sampler: Sampler, count: int, seed: Sequence[int], folder
         parts = [pool.submit(draw_and_build, sampler, (count + job) // jobs, np.random.default_rng([*seed, job]), folder)
                  for job in range(jobs)]
         for part in parts:
-            drawn, why = part.result()
-            refused["built already"] += len(seeds.keys() & drawn.keys())
-            seeds |= drawn
-            refused += why
+            part_seeds, part_refused = part.result()
+            refused["built already"] += len(seeds.keys() & part_seeds.keys())
+            seeds |= part_seeds
+            refused += part_refused
     return seeds, refused
 
 
-def indexed(path: Path) -> tuple[Flavour, list[Drawn]]:
+def indexed_kernels(path: Path) -> tuple[Flavour, list[Drawn]]:
     """The flavour of an index, and its kernels with the groups of their models. For a CUDA flavour, without kernels that the
     CUDA provider lacks: the CPU provider runs them."""
     index = read_index(path)
@@ -241,27 +235,25 @@ class DrawStep(NamedTuple):
     wanted: int
 
 
-def steps_of(args: argparse.Namespace, source: KernelErrors | Sequence[Cliff] | None, entries: Sequence[Drawn], folder: Path,
-             seeds: Seeds, device: str) -> list[DrawStep]:
+def draw_steps(args: argparse.Namespace, source: KernelErrors | Sequence[Cliff] | None, entries: Sequence[Drawn], folder: Path,
+               seeds: Seeds, device: str) -> list[DrawStep]:
     """What to draw for one flavour.
 
     Args:
         source: training errors or cliffs to draw near; None to draw near kernels of the index.
         seeds: of the kernels sampled before.
     """
-    limits: dict[str, Any] = {"most_gflop": args.most_gflop, "most_mib": args.most_mib}
+    options: dict[str, Any] = {"most_gflop": args.most_gflop, "most_mib": args.most_mib}
     if source is not None:
-        limits |= {"existing": frozenset(path.stem for path in folder.glob("*.onnx")),  # held-out families' kernels too
-                   "without": args.without}
-        return [DrawStep("sampled", partial(sample_near_errors, source, batches=args.batch_sizes, **limits) if isinstance(
-            source, KernelErrors) else partial(sample_between_cliffs, source, **limits), args.count)]
-    limits["batches"] = args.batch_sizes
-    limits["existing"] = frozenset(seeds)
-    free = sum(seeded_by == FREE for seeded_by in seeds.values())
-    near = partial(sample_near_models, entries, without=args.without, dtypes=args.dtypes, **limits)
-    return [DrawStep("sampled", near, args.count - (len(seeds) - free)),
-            DrawStep("free", partial(sample_free, kind=args.free_kind, dtypes=args.dtypes, device=device, **limits),
-                 args.free - free)]
+        options |= {"existing": frozenset(path.stem for path in folder.glob("*.onnx")),  # held-out families' kernels too
+                    "without": args.without}
+        return [DrawStep("sampled", partial(sample_near_errors, source, batches=args.batch_sizes, **options) if isinstance(
+            source, KernelErrors) else partial(sample_between_cliffs, source, **options), args.count)]
+    options |= {"batches": args.batch_sizes, "existing": frozenset(seeds), "dtypes": args.dtypes}
+    near = partial(sample_near_models, entries, without=args.without, **options)
+    free = partial(sample_free, kind=args.free_kind, device=device, **options)
+    free_before = sum(families == FREE for families in seeds.values())
+    return [DrawStep("sampled", near, args.count - (len(seeds) - free_before)), DrawStep("free", free, args.free - free_before)]
 
 
 def sample_flavour(folder: Path, seeds: Seeds, steps: Iterable[DrawStep], seed: int, jobs: int) -> dict[str, Any]:
@@ -281,26 +273,26 @@ def sample_flavour(folder: Path, seeds: Seeds, steps: Iterable[DrawStep], seed: 
     return row | {f"refused: {why}": number for why, number in sorted(refusals.items())}
 
 
-def found_cliffs(workspace: Workspace, target: str) -> list[Cliff]:
-    """The cliffs in a target's dataset."""
+def read_cliffs(workspace: Workspace, target: str) -> list[Cliff]:
+    """The cliffs in a target's dataset; a `UserError` if there are none."""
     cliffs = find_cliffs(timed_kernels(workspace, target))
     if not cliffs:
-        raise UserError(f"{target}: none of its kernels takes much longer than its work and its neighbours explain")
+        raise UserError(f"{target}: none of its kernels takes much longer than its work and its neighbours explain, so "
+                        "--cliffs has nothing to draw near")
     log.info("%s: %d cliffs, up to %.0f times as long as their neighbours and their work explain", target, len(cliffs),
              cliffs[0].height)
     return cliffs
 
 
 def float_type_names(text: str) -> tuple[str, ...]:
-    """The types of a list like `float32,float16`; `ArgumentTypeError` for another type."""
+    """An option that is a list of floating types, separated by commas."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     if unknown := [name for name in names if name not in TYPES]:
         raise argparse.ArgumentTypeError(f"unknown type {unknown[0]!r}; choose from {', '.join(TYPES)}")
     return names
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's own options."""
+def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--count", type=cli.whole, default=1000,
                         help="kernels around those of models, those of earlier calls too (default: 1000)")
     parser.add_argument("--free", type=cli.whole, default=0, metavar="N",
@@ -337,7 +329,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
-    add_options(parser)
+    _add_options(parser)
     args = parser.parse_args()
     if args.count + args.free < 1:
         parser.error("--count and --free can't both be 0")
@@ -350,20 +342,24 @@ def main() -> int:
     if args.count and set(args.dtypes) - set(FLOAT_TYPES):
         parser.error("--dtypes bfloat16 is for kernels of language models: give --count 0 and --free-kind language")
     workspace = cli.start(args)
-    source = read_errors(args.errors) if args.errors else found_cliffs(workspace, args.cliffs) if args.cliffs else None
-    if source is not None or (not args.count and not any(workspace.kernel_records.glob("*/index.json"))):  # of no index
-        named = (args.cliffs and read_header(workspace.dataset(args.cliffs)).target) or (
-            source.target if isinstance(source, KernelErrors) else None)
-        flavours: Iterable[tuple[Flavour, Sequence[Drawn]]] = [
-            (named.flavour if named else flavour_of("cpu" if args.free_kind == "host" else resolve_device("auto")), ())]
+    source: KernelErrors | list[Cliff] | None = None
+    flavours: Iterable[tuple[Flavour, Sequence[Drawn]]]
+    if args.errors:
+        source = read_errors(args.errors)
+        flavours = [(source.target.flavour, ())]
+    elif args.cliffs:
+        source = read_cliffs(workspace, args.cliffs)
+        flavours = [(read_header(workspace.dataset(args.cliffs)).target.flavour, ())]
+    elif args.count or any(workspace.kernel_records.glob("*/index.json")):
+        flavours = map(indexed_kernels, index_paths(workspace))
     else:
-        flavours = map(indexed, index_paths(workspace))
+        flavours = [(flavour_of("cpu" if args.free_kind == "host" else resolve_device("auto")), ())]
     rows = []
     with sole_writer(workspace.kernel_onnx):
         for flavour, entries in flavours:
             folder = workspace.kernel_onnx / flavour.name
             seeds = read_seeds(folder)
-            steps = steps_of(args, source, entries, folder, seeds, flavour.device)
+            steps = draw_steps(args, source, entries, folder, seeds, flavour.device)
             rows.append(sample_flavour(folder, seeds, steps, args.seed, args.jobs))
     cli.print_rows(rows, args.json, "sampled kernels")
     return 0

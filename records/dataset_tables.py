@@ -1,4 +1,4 @@
-"""A dataset's two tables: their rows and columns, how they are made from the journal, and what a dataset covers."""
+"""Makes a dataset's two tables (kernels and models) from its journal, reads them, and sums up what the dataset covers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import itertools
 import math
 import time
 from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -65,12 +65,13 @@ if TYPE_CHECKING:
 
 log = get_logger("collector")
 PATIENCE_S, PAUSE_S = 5.0, 0.1  # while another process writes the tables
-BEST_PLACES: tuple[Placement, ...] = ("in_model", "carrier", "alone")  # contexts of a kernel's measurements; the first is best
-BEST_INPUTS: tuple[InputValues, ...] = ("given", "standardised", "")  # the same
+BEST_PLACES: tuple[Placement, ...] = ("in_model", "carrier", "alone")  # where a kernel was measured, the best first
+BEST_INPUTS: tuple[InputValues, ...] = ("given", "standardised", "")  # kinds of inputs, the best first
 UNFINISHED = "unfinished"  # status of a kernel that has labels, but not (yet) the first
 GPU_COLUMNS = ("gpu_launches", "gpu_kernels")
-ENERGY_QUANTITIES = ("energy_j", "counter_j", "power_w", "idle_w", "window_s", "runs")  # of a model's label `energy`
-ENERGY_COLUMNS = ("energy_ms", *ENERGY_QUANTITIES[:4], "energy_s", "energy_runs", "energy_doubts")
+ENERGY_COLUMN_OF = {"energy_j": "energy_j", "counter_j": "counter_j", "power_w": "power_w", "idle_w": "idle_w",
+                    "window_s": "energy_s", "runs": "energy_runs"}  # by quantity of a model's label `energy`
+ENERGY_COLUMNS = ("energy_ms", *ENERGY_COLUMN_OF.values(), "energy_doubts")
 KERNEL_COLUMNS = ("Level", "Background", "Machine", "Context", "Models", "Canary_ms", "Drift", "Unsteady", "Inputs", "Runs",
                   "Started", "Ended", "Status", "Error", "Groups")
 SIZE_BYTES = (1e4, 1e5, 1e6, 1e7, 1e8)  # read and written by a kernel: the borders between the classes
@@ -83,7 +84,7 @@ def input_shape(kernel: Kernel) -> str:
 
 
 def kernel_columns(metrics: Iterable[str], labels: Sequence[str] = DEFAULT_LABELS) -> list[str]:
-    """The columns of `kernel_latency.csv`: common ones, further labels, medians, windows, origin of the row."""
+    """The columns of `kernel_latency.csv`: the kernel, times by label, metrics, and the origin of the row."""
     metrics = list(metrics)
     return [
         "Kernel_ID", "OpType", "Input_Shape", *metrics, "Latency_ms",
@@ -102,75 +103,66 @@ def model_columns(metrics: Iterable[str], labels: Sequence[str] = DEFAULT_LABELS
             "Machine", "Started", "Ended", "Status", "Error", "Groups"]
 
 
-def _metrics(block: Block) -> dict[str, float]:
-    """Both windows of a block as columns."""
+def _metric_cells(block: Block) -> dict[str, float]:
+    """The metrics of both windows of a block, by column."""
     return block.background | {f"{name}_during": value for name, value in block.during.items()}
 
 
-def typical_ms(samples: Sequence[float], level: float, device: str) -> float:
-    """The time for a label's samples: their median, or their mean if `means_add_up`."""
-    return float(np.mean(samples) if means_add_up(level, device) else np.median(samples))
-
-
-def kernel_rows(blocks: Iterable[Block], described: dict[str, DatasetKernel],
-                first_label: str = "run", device: str = "cpu") -> list[dict[str, Any]]:
+def kernel_table_rows(blocks: Iterable[Block], described: Mapping[str, DatasetKernel], first_label: str = "run",
+                      device: str = "cpu") -> list[dict[str, Any]]:
     """One row per kernel, level, background and machine, with a kernel's labels from all contexts.
 
-    In-model times win over a carrier's. A label's time is the `typical_ms` of its samples; of several blocks the `steadiest`
-    count, and column Unsteady names labels without a steady one. If a time depends on values, given inputs win over made-up
-    ones; column Inputs names them by label. `Latency_ms` is the mean of label `run`, as the user defined it. A row without
-    `first_label` is unfinished.
+    In-model times win over a carrier's. A label's time is the median of its samples, or the mean if `means_add_up`. Of several
+    blocks the `steadiest` count; column Unsteady names labels without a steady one. If a time depends on values, given inputs
+    win over made-up ones; column Inputs names them by label. `Latency_ms` is the mean of label `run`, as the user defined it. A
+    row without `first_label` is unfinished.
     """
     measured: dict[tuple[str, tuple[float, str], str], list[BlockMeasurement]] = defaultdict(list)
     kernel_measurements = [(block, m) for block in blocks for m in block.measurements if m.subject == "kernel"]
-    for taken_in, m in without_superseded(kernel_measurements):
-        measured[m.id, taken_in.load, taken_in.machine].append((taken_in, m))
+    for block, m in without_superseded(kernel_measurements):
+        measured[m.id, block.load, block.machine].append((block, m))
     rows = []
     for (kernel_id, (level, background), machine), parts in measured.items():
-        if kernel_id not in described:
-            raise UserError(f"kernel {kernel_id} is measured but not described in kernels.jsonl: the dataset is damaged")
-        kernel = described[kernel_id].kernel
-        row: dict[str, Any] = {"Kernel_ID": kernel_id, "OpType": kernel.type, "Input_Shape": input_shape(kernel),
-                               "Level": level, "Background": background, "Machine": machine,
-                               "Models": described[kernel_id].owners, "Groups": "|".join(described[kernel_id].groups)}
-        failures = [m for _, m in parts if m.status != "ok"]
-        counted = _counted(parts)
+        if (entry := described.get(kernel_id)) is None:
+            raise UserError(f"kernel {kernel_id} is measured but not described in kernels.jsonl: the dataset is damaged; "
+                            f"measure anew: {COLLECT}")
+        row: dict[str, Any] = {"Kernel_ID": kernel_id, "OpType": entry.kernel.type, "Input_Shape": input_shape(entry.kernel),
+                               "Level": level, "Background": background, "Machine": machine, "Models": entry.owners,
+                               "Groups": "|".join(entry.groups)}
+        failures, counted = [m for _, m in parts if m.status != "ok"], _counted(parts)
+        typical = np.mean if means_add_up(level, device) else np.median
         for label, label_parts in counted.items():
             samples = [sample for _, m in label_parts for sample in m.samples_ms]
             if label == "run":
-                row["Latency_ms"] = round(float(np.mean(samples)), 6)
-                row["run_median_ms"] = round(float(np.median(samples)), 6)
-                row["Runs"] = len(samples)
+                row |= {"Latency_ms": round(float(np.mean(samples)), 6), "run_median_ms": round(float(np.median(samples)), 6),
+                        "Runs": len(samples)}
             else:
-                row[f"{label}_ms"] = round(typical_ms(samples, level, device), 6)
-        traced = [m for _, m in parts if m.launches is not None]
-        if traced:
+                row[f"{label}_ms"] = round(float(typical(samples)), 6)
+        if traced := [m for _, m in parts if m.launches is not None]:
             row |= {"gpu_launches": traced[-1].launches, "gpu_kernels": "|".join(traced[-1].cuda_kernels)}
         firsts = {label: label_parts[0] for label, label_parts in counted.items()}
         block = firsts.get(first_label, parts[0])[0]
-        row |= _metrics(block) | {
+        row |= _metric_cells(block) | {
             "Context": "|".join(sorted(f"{label}:{m.place}" for label, (_, m) in firsts.items())),
-            "Canary_ms": (block.canary_before_ms + block.canary_after_ms) / 2,
-            "Drift": round(block.drift, 4),
+            "Canary_ms": block.canary_ms, "Drift": round(block.drift, 4),
             "Unsteady": format_unsteady({label: block.drift for label, (block, _) in firsts.items() if block.unsteady}),
             "Inputs": "|".join(sorted(f"{label}:{m.inputs}" for label, (_, m) in firsts.items() if m.inputs)),
             "Started": min(m.started for _, m in parts), "Ended": max(m.ended for _, m in parts),
             "Status": failures[0].status if failures else "ok" if first_label in counted else UNFINISHED,
-            "Error": "; ".join(sorted({m.error for m in failures})),
-        }
+            "Error": "; ".join(sorted({m.error for m in failures}))}
         rows.append(row)
     return rows
 
 
 def without_superseded(measured: Sequence[BlockMeasurement]) -> list[BlockMeasurement]:
-    """Measurements of kernels, without host-dependent ones of kernels that were also measured `queued` under the same load.
-    This concerns kernels that work on several streams. The machines may differ."""
+    """Measurements of kernels, without host-dependent ones if a kernel was also measured `queued` under the same load, on any
+    machine. This concerns kernels that work on several streams."""
     queued = {(m.id, m.label, block.load) for block, m in measured if m.queued and m.status == "ok"}
     return [(block, m) for block, m in measured if m.queued or (m.id, m.label, block.load) not in queued]
 
 
 def _counted(measured: Iterable[BlockMeasurement]) -> dict[str, list[BlockMeasurement]]:
-    """The valid measurements for each label of a kernel: successful, steadiest, best context and inputs."""
+    """The measurements that count for each label of a kernel: successful, of the best context and inputs, the steadiest."""
     by_label: dict[str, dict[tuple[Placement, InputValues], list[BlockMeasurement]]] = defaultdict(lambda: defaultdict(list))
     for block, m in measured:
         if m.status == "ok":
@@ -208,8 +200,10 @@ class ModelSession(NamedTuple):
 
 
 def model_sessions(blocks: Iterable[Block]) -> list[ModelSession]:
-    """All sessions in which blocks measured a whole model, in order. If a model's time depends on values, sessions with worse
-    inputs than a successful one under the same load are omitted."""
+    """All sessions in which blocks measured a whole model, in order.
+
+    If a model's time depends on values, sessions with worse inputs than a successful one under the same load are omitted.
+    """
     sessions = []
     for block in blocks:
         labels: dict[str, dict[str, Measurement]] = defaultdict(dict)
@@ -228,7 +222,7 @@ def model_sessions(blocks: Iterable[Block]) -> list[ModelSession]:
 
 
 def energy_warnings(measured: Measurement, latency: Measurement) -> str:
-    """What is wrong with a model's energy reading; "" if nothing. Besides its own error: its runs took much longer than those
+    """What is wrong with a model's energy reading; "" if nothing: its own error, or that its runs took much longer than those
     of the latency, because other work ran and used energy."""
     warnings = [measured.error] if measured.error else []
     if latency.samples_ms and measured.samples_ms:
@@ -238,38 +232,37 @@ def energy_warnings(measured: Measurement, latency: Measurement) -> str:
     return "; ".join(warnings)
 
 
-def energy_columns(measured: Measurement, latency: Measurement) -> dict[str, Any]:
-    """The energy columns of a model's row: J per run (from the integral of power, and from the counter), W, and s."""
-    means = {name: measured.quantities[name][0] for name in ENERGY_QUANTITIES if name in measured.quantities}
-    renamed = {"window_s": "energy_s", "runs": "energy_runs"}
-    return {renamed.get(name, name): value for name, value in means.items()} | {
+def _energy_cells(measured: Measurement, latency: Measurement) -> dict[str, Any]:
+    """The energy of a model, by column: J per run (from the integral of power, and from the counter), W, and s."""
+    means = measured.quantities
+    return {column: means[name][0] for name, column in ENERGY_COLUMN_OF.items() if name in means} | {
         "energy_doubts": energy_warnings(measured, latency)}
 
 
-def model_rows(sessions: Iterable[ModelSession], groups: Mapping[str, str]) -> list[dict[str, Any]]:
+def model_table_rows(sessions: Iterable[ModelSession], groups: Mapping[str, str]) -> list[dict[str, Any]]:
     """One row per session that timed a model: latency statistics, medians of other labels, and the model's group."""
     rows = []
     for model, block, labels in sessions:
-        if "latency" not in labels:
+        if (latency := labels.get("latency")) is None:
             continue
-        m = labels["latency"]
         row: dict[str, Any] = {"Model": model, "Level": block.level, "Background": block.background_name,
-                               "Machine": block.machine, "Started": m.started, "Ended": m.ended, "Status": m.status,
-                               "Error": m.error, "Drift": round(block.drift, 4), "Groups": groups.get(model, ""),
-                               "Unsteady": format_unsteady(dict.fromkeys(labels, block.drift) if block.unsteady else {}),
-                               "Canary_ms": (block.canary_before_ms + block.canary_after_ms) / 2}
-        row |= _metrics(block)
-        if m.status == "ok":
-            s = summarize(m.samples_ms)
-            row |= {"Latency_ms": round(s.mean_ms, 6), "median_ms": round(s.median_ms, 6), "p95_ms": round(s.p95_ms, 6),
-                    "std_ms": round(s.std_ms, 6), "Runs": s.runs, "Disturbance": m.disturbance, "Probe_us": m.probe_us}
-        for label, labelled in labels.items():
-            if label != "latency" and labelled.status == "ok":
-                row[f"{label}_ms"] = round(float(np.median(labelled.samples_ms)), 6)
+                               "Machine": block.machine, "Started": latency.started, "Ended": latency.ended,
+                               "Status": latency.status, "Error": latency.error, "Groups": groups.get(model, ""),
+                               "Canary_ms": block.canary_ms, "Drift": round(block.drift, 4),
+                               "Unsteady": format_unsteady(dict.fromkeys(labels, block.drift) if block.unsteady else {})}
+        row |= _metric_cells(block)
+        if latency.status == "ok":
+            times = summarize(latency.samples_ms)
+            row |= {"Latency_ms": round(times.mean_ms, 6), "median_ms": round(times.median_ms, 6),
+                    "p95_ms": round(times.p95_ms, 6), "std_ms": round(times.std_ms, 6), "Runs": times.runs,
+                    "Disturbance": latency.disturbance, "Probe_us": latency.probe_us}
+        for label, m in labels.items():
+            if label != "latency" and m.status == "ok":
+                row[f"{label}_ms"] = round(float(np.median(m.samples_ms)), 6)
                 if label == ENERGY:
-                    row |= energy_columns(labelled, m)
-                if labelled.launches is not None:
-                    row["gpu_launches"] = labelled.launches
+                    row |= _energy_cells(m, latency)
+                if m.launches is not None:
+                    row["gpu_launches"] = m.launches
         rows.append(row)
     return rows
 
@@ -279,38 +272,32 @@ def measured_kernel_ids(blocks: Iterable[Block]) -> set[str]:
     return {m.id for block in blocks for m in block.measurements if m.subject == "kernel"}
 
 
-def write_tables(folder: Path, header: DatasetHeader, blocks: Sequence[Block]) -> None:
-    """Writes both CSV tables from the whole journal, and the digests of their sources."""
-    _write_rows(folder, header, blocks, files.write_csv)
+def write_dataset_tables(folder: Path, header: DatasetHeader, blocks: Sequence[Block], add: bool = False) -> None:
+    """Writes both CSV tables from all blocks of the journal, and the digests of their sources.
 
-
-def add_rows(folder: Path, header: DatasetHeader, blocks: Sequence[Block]) -> None:
-    """Adds rows of the journal's new blocks to both tables, which already hold all other blocks."""
-    _write_rows(folder, header, blocks, files.add_to_csv)
-
-
-def _write_rows(folder: Path, header: DatasetHeader, blocks: Sequence[Block], write: Callable[..., None]) -> None:
+    With `add`, rows of new blocks are added to tables that already hold all others.
+    """
     described = {entry.kernel.id: entry for entry in read_kernels(folder, measured_kernel_ids(blocks))}
     for path, columns, rows in (
             (kernel_table_path(folder), kernel_columns(header.metrics, header.labels),
-             kernel_rows(blocks, described, header.labels[0], header.target.flavour.device)),
+             kernel_table_rows(blocks, described, header.labels[0], header.target.flavour.device)),
             (model_table_path(folder), model_columns(header.metrics, header.labels, header.energy),
-             model_rows(model_sessions(blocks), header.groups))):
+             model_table_rows(model_sessions(blocks), header.groups))):
         if unknown := {name for row in rows for name in row}.difference(columns):
             raise UserError(f"{journal_path(folder)}: damaged: it has {', '.join(sorted(unknown))}, which {path.name} has no "
                             f"column for; measure anew: {COLLECT}")
-        write(path, columns, rows)
+        (files.add_to_csv if add else files.write_csv)(path, columns, rows)
     write_digests(folder)
 
 
 def read_kernel_table(workspace: Workspace, target: str) -> pd.DataFrame:
-    """The checked kernel table of a target, written again if it does not match the journal."""
+    """The kernel table of a target, checked, and written again if it does not match the journal."""
     refresh_tables(workspace.dataset(target))
     return read_table(kernel_table_path(workspace.dataset(target)))
 
 
 def read_model_table(workspace: Workspace, target: str) -> pd.DataFrame:
-    """The checked model table of a target, written again if it does not match the journal."""
+    """The model table of a target, checked, and written again if it does not match the journal."""
     refresh_tables(workspace.dataset(target))
     return read_table(model_table_path(workspace.dataset(target)))
 
@@ -324,9 +311,9 @@ def refresh_tables(folder: Path) -> None:
     tables, sources = (kernel_table_path(folder), model_table_path(folder)), (journal_path(folder), kernels_path(folder))
     if digests_match(folder, *tables, *sources) or not any(path.is_file() for path in (*tables, *sources)):
         return
-    with ExitStack() as alone:
+    with ExitStack() as lock:
         try:
-            alone.enter_context(sole_writer(folder))
+            lock.enter_context(sole_writer(folder))
         except UserError:
             until_s = time.monotonic() + PATIENCE_S
             while not digests_match(folder, *tables):
@@ -345,7 +332,7 @@ def refresh_tables(folder: Path) -> None:
             log.warning("%s: its tables can't be checked without %s; they are used as they are", folder, " and ".join(missing))
             return
         log.warning("%s: the tables are not those of the journal (changed, copied, or never checked) and are made anew", folder)
-        write_tables(folder, read_header(folder), blocks)
+        write_dataset_tables(folder, read_header(folder), blocks)
 
 
 class OperatorCoverage(Frozen):
@@ -413,51 +400,49 @@ class DatasetCoverage(Frozen):
 
 
 def dataset_coverage(header: DatasetHeader, kernels: Iterable[DatasetKernel], times: pd.DataFrame,
-                models: pd.DataFrame) -> DatasetCoverage:
+                     models: pd.DataFrame) -> DatasetCoverage:
     """What a dataset holds; `times` and `models` are its two tables."""
     idle = times[times["Level"] == 0]
     ok = idle[idle["Status"] == "ok"]
     label = header.labels[0]  # without it a kernel counts as not measured
     ok = ok.assign(ms=run_ms(ok, header.target.flavour.device) if label == "run" else ok[f"{label}_ms"])
     ok = ok[np.isfinite(ok["ms"])]
-    typical_ms: dict[str, float] = ok.groupby("Kernel_ID")["ms"].median().to_dict()
-    marked = ok["Unsteady"].fillna("") if "Unsteady" in ok.columns else ok["Kernel_ID"].map(lambda _: "")
-    steady = set(ok["Kernel_ID"][marked == ""])
+    idle_ms: dict[str, float] = ok.groupby("Kernel_ID")["ms"].median().to_dict()
+    steady = set((ok[ok["Unsteady"].isna()] if "Unsteady" in ok.columns else ok)["Kernel_ID"])
     tried = set(idle["Kernel_ID"][idle["Status"] != UNFINISHED])
     by_operator: dict[str, list[DatasetKernel]] = {}
     for described in kernels:
         name = described.kernel.op_type
         by_operator.setdefault(operator_row(name).base or name, []).append(described)
-    operators = [_operator(name, members, typical_ms, steady, tried) for name, members in by_operator.items()]
+    operators = [_operator_coverage(name, members, idle_ms, steady, tried) for name, members in by_operator.items()]
     measured_models = idle_rows(models)
     return DatasetCoverage(
         target=header.target.name, kernels=sum(row.kernels for row in operators),
         measured=sum(row.measured for row in operators), models=measured_models["Model"].nunique(),
         families=measured_models["Groups"].nunique(), operators=tuple(sorted(operators, key=lambda row: -row.measured)),
-        loads=tuple(_loads(times, models)))
+        loads=tuple(_load_coverage(times, models)))
 
 
-def _operator(name: str, members: Sequence[DatasetKernel], typical_ms: dict[str, float], steady: set[str],
-              tried: set[str]) -> OperatorCoverage:
+def _operator_coverage(name: str, members: Sequence[DatasetKernel], idle_ms: dict[str, float], steady: set[str],
+                       tried: set[str]) -> OperatorCoverage:
+    """The coverage of an operator's kernels `members`, by the ids that have an idle time, a steady one, or were tried."""
     ids = {described.kernel.id for described in members}
-    by_size = [0] * len(SIZES)
-    for described in members:
-        if described.kernel.id in typical_ms:
-            by_size[bisect_right(SIZE_BYTES, described.kernel.bytes_read + described.kernel.bytes_written)] += 1
-    known_ms = [typical_ms[name] for name in ids & typical_ms.keys()]
+    measured = ids & idle_ms.keys()
+    sizes = Counter(bisect_right(SIZE_BYTES, described.kernel.bytes_read + described.kernel.bytes_written)
+                    for described in members if described.kernel.id in measured)
+    times_ms = [idle_ms[kernel_id] for kernel_id in measured]
     return OperatorCoverage(
-        operator=name, kernels=len(ids), measured=len(known_ms), failed=len((ids & tried) - typical_ms.keys()),
-        unsteady=len((ids & typical_ms.keys()) - steady), in_models=sum(bool(described.models) for described in members),
-        by_size=tuple(by_size), least_ms=min(known_ms, default=None), most_ms=max(known_ms, default=None))
+        operator=name, kernels=len(ids), measured=len(measured), failed=len((ids & tried) - measured),
+        unsteady=len(measured - steady), in_models=sum(bool(described.models) for described in members),
+        by_size=tuple(sizes[size] for size in range(len(SIZES))), least_ms=min(times_ms, default=None),
+        most_ms=max(times_ms, default=None))
 
 
-def _loads(times: pd.DataFrame, models: pd.DataFrame) -> list[LoadCoverage]:
-    """What was measured well at each level and under each background."""
-    counts: dict[tuple[float, str], list[int]] = {}
-    for index, (table, key) in enumerate(((times, "Kernel_ID"), (models, "Model"))):
-        ok = table[table["Status"] == "ok"]
-        for level, background in {(float(level), str(name)) for level, name in zip(ok["Level"], ok["Background"], strict=True)}:
-            counts.setdefault((level, background), [0, 0])[index] = ok[key][
-                (ok["Level"] == level) & (ok["Background"] == background)].nunique()
-    return [LoadCoverage(level=level, background=background, kernels=counted[0], models=counted[1])
-            for (level, background), counted in sorted(counts.items())]
+def _load_coverage(times: pd.DataFrame, models: pd.DataFrame) -> list[LoadCoverage]:
+    """What was measured successfully at each level and under each background."""
+    counts: list[Any] = [table[table["Status"] == "ok"].groupby(["Level", "Background"])[key].nunique().to_dict()
+                         for table, key in ((times, "Kernel_ID"), (models, "Model"))]
+    kernels, networks = counts
+    return [LoadCoverage(level=float(level), background=str(background), kernels=kernels.get((level, background), 0),
+                         models=networks.get((level, background), 0))
+            for level, background in sorted(kernels.keys() | networks.keys())]

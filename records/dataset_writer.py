@@ -28,14 +28,7 @@ from hase.records.dataset_files import (
     write_journal,
     write_kernels,
 )
-from hase.records.dataset_tables import (
-    add_rows,
-    kernel_columns,
-    measured_kernel_ids,
-    model_columns,
-    model_sessions,
-    write_tables,
-)
+from hase.records.dataset_tables import kernel_columns, measured_kernel_ids, model_columns, model_sessions, write_dataset_tables
 from hase.records.kernel_record import ModelOrigin
 from hase.records.kernel_record_files import join_by_name, merge_records
 from hase.records.measurement import Block, Journal, append_block
@@ -86,9 +79,9 @@ class DatasetWriter(Journal):
         if old and not new:
             return
         if old and measured_kernel_ids(old).isdisjoint(measured_kernel_ids(new)):
-            add_rows(self.folder, self.header, new)
+            write_dataset_tables(self.folder, self.header, new, add=True)
         else:
-            write_tables(self.folder, self.header, self.blocks)
+            write_dataset_tables(self.folder, self.header, self.blocks)
         self._blocks_in_tables, self._digests = len(self.blocks), read_digests(self.folder)
 
     def count_rows(self) -> tuple[int, int]:
@@ -228,7 +221,7 @@ def merge_dataset(source: Workspace, into: Workspace, target: str, origins: Mapp
         add_descriptions(folder, [entry.with_owners_of(existing.get(entry.kernel.id)) for entry in described])
         files.write_json(header_path(folder), whole)
         write_journal(folder, blocks.values())
-        write_tables(folder, whole, list(blocks.values()))
+        write_dataset_tables(folder, whole, list(blocks.values()))
     added = len(blocks) - blocks_before
     return MergeCounts(added, len(from_source) - added, len({entry.kernel.id for entry in described} - existing.keys()),
                   len(whole.groups.keys() - (header_before.groups.keys() if header_before else set())),

@@ -30,21 +30,21 @@ DATASET_VERSION = 2
 Label = Literal["run", "kernel_time", "node_span", "unprofiled", "gpu"]
 LABELS: tuple[Label, ...] = get_args(Label)
 UNPROFILED, GPU_LABEL = LABELS[3:]
-LAUNCHES = "launches"  # learned like a label: number of CUDA kernels and copies that one of our kernels launches
-IN_MODEL_LABELS = LABELS[1:4]  # the time of a kernel in a model; taken in models
+LAUNCHES = "launches"  # learned like a label: the number of CUDA kernels and copies that a kernel of a model launches
+IN_MODEL_LABELS = LABELS[1:4]  # a kernel's time inside a model; taken in models and carriers
 DEFAULT_LABELS = LABELS[:3]  # every device has these, and every kernel gets them by default
 COLLECT = "python benchmark/collector.py"
 DRIFT_ADMITTED = 0.05  # the largest drift of a steady block, a ratio, unless a config sets it
 BELOW_BEST = 0.05  # how much slower than its best the canary may be, beyond the admitted drift
 CPU_BUSY = "DCGM_FI_DEV_CPU_UTIL_TOTAL"  # the metric: the share of all processors' time that something runs
 BUSY_ADMITTED = 0.25  # the largest on an idle CPU before a steady block: a choice; a quiet machine's services take up to 0.15
-MOST_NAMES = 64  # of CUDA kernels in a measurement
+MAX_KERNEL_NAMES = 64  # names of CUDA kernels in a measurement
 Variant = Literal["host_io", "cuda_graph"]  # further ways to run a whole model: numpy in and out; captured and replayed
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
 KERNELS = "kernels"  # subject of a batch of kernels whose energy is measured together
 ENERGY = "energy"  # label of a whole model: what a run takes of the device's energy
-# Runs for the energy may take so many times as long as for the latency: a device that works for long gets warm. Where they take
-# longer, other work ran meanwhile.
+# How many times as long the runs for the energy may take as those for the latency: a device that works for long gets warm. If
+# they take longer, other work ran meanwhile.
 SLOWDOWN_ADMITTED = 1.3
 DISTURBANCE_ADMITTED = 0.12  # how far the host probe may exceed a good reading; on a disturbed host it does by 0.4
 BackgroundKind = Literal["compute", "memory", "mixed", "model"]
@@ -115,9 +115,9 @@ class Measurement(Frozen):
 
 
 def kernel_names(names: Sequence[str]) -> tuple[str, ...]:
-    """The names of the CUDA kernels of one kernel, in order; above MOST_NAMES, each name once. A grouped convolution may launch
-    24,000, the same six again and again."""
-    return tuple(names) if len(names) <= MOST_NAMES else tuple(dict.fromkeys(names))
+    """The names of the CUDA kernels of one kernel, in order; if there are more than MAX_KERNEL_NAMES, each name once. A grouped
+    convolution may launch 24,000, the same six again and again."""
+    return tuple(names) if len(names) <= MAX_KERNEL_NAMES else tuple(dict.fromkeys(names))
 
 
 def drift_key(label: str) -> str:
@@ -168,7 +168,7 @@ class Background(Config):
             CPU a step takes tens of microseconds.
         period_ms: below level 1, the time from the start of one share to the next. A share should hold several runs of a model;
             on a CPU ONNX Runtime's threads also spin after a run, so a model takes more than its share.
-        model: for kind `model`, the ONNX file; a bare name is also looked for among the exported models.
+        model: for kind `model`, the ONNX file; a name without a folder is also looked for among the exported models.
         dims: sizes of its dynamic dimensions; by default the size that the file suggests, else 1.
     """
 
@@ -183,14 +183,14 @@ class Background(Config):
 
     @field_validator("name")
     @classmethod
-    def _no_empty_cell(cls, name: str) -> str:
+    def _check_name(cls, name: str) -> str:
         if name.lower() in ("na", "nan", "none", "null"):
             raise ValueError("a table would read this name as an empty cell")
         return name
 
     @field_validator("model")
     @classmethod
-    def _of_kind_model(cls, model: Path | None, given: ValidationInfo) -> Path | None:
+    def _check_model(cls, model: Path | None, given: ValidationInfo) -> Path | None:
         kind = given.data.get("kind", "model" if model else "compute")
         if kind == "model" and model is None:
             raise ValueError("kind model needs one, an ONNX file")
@@ -200,7 +200,7 @@ class Background(Config):
 
     @field_validator("dims")
     @classmethod
-    def _of_a_model(cls, dims: dict[str, int], given: ValidationInfo) -> dict[str, int]:
+    def _check_dims(cls, dims: dict[str, int], given: ValidationInfo) -> dict[str, int]:
         if dims and given.data.get("model", True) is None:
             raise ValueError("these are sizes of a model's dimensions, and there is no model")
         return dims
@@ -255,13 +255,19 @@ class Block(Frozen):
         """The load: level and background."""
         return self.level, self.background_name
 
+    @property
+    def canary_ms(self) -> float:
+        return (self.canary_before_ms + self.canary_after_ms) / 2
+
     @cached_property
     def drift(self) -> float:
         """How unsteady the machine was, as a ratio: the largest of four.
 
-        The difference of the two canaries; how much slower than its best the canary was, beyond BELOW_BEST; the difference
-        between the halves of a whole model's latencies (or host times), taken before and after its profile; and the CPU share
-        of other work on a device that should be idle, beyond BUSY_ADMITTED (if that work never stops, every canary is slow).
+        - the difference between the two times of the canary;
+        - how much slower than its best the canary was, beyond BELOW_BEST;
+        - the difference between the halves of a whole model's latencies (or host times), taken before and after its profile;
+        - the CPU share of other work on a device that should be idle, if more than BUSY_ADMITTED (if that work never stops,
+          every canary is slow).
         """
         canaries = abs(self.canary_after_ms / self.canary_before_ms - 1.0) if self.canary_before_ms else 0.0
         slowest = max(self.canary_before_ms, self.canary_after_ms)
@@ -277,7 +283,7 @@ class Block(Frozen):
 
     @property
     def unsteady(self) -> bool:
-        """Whether it was kept although the machine was unsteady."""
+        """Whether the machine was too unsteady; the block is kept all the same."""
         return self.drift > self.drift_admitted
 
 
@@ -291,15 +297,15 @@ BlockMeasurement = tuple[Block, Measurement]  # a measurement, and the block tha
 
 
 def steadiest(measured: Sequence[BlockMeasurement]) -> list[BlockMeasurement]:
-    """The measurements that count: all from steady blocks, else those of the steadiest block. So a repeated measurement
+    """The measurements that count: all from steady blocks; without any, those of the steadiest block. So a repeated measurement
     replaces one from an unsteady machine."""
     steady = [(block, m) for block, m in measured if not block.unsteady]
     least = min((block.drift for block, _ in measured), default=0.0)
     return steady or [(block, m) for block, m in measured if block.drift == least]
 
 
-def counting_measurements(blocks: Iterable[Block]) -> dict[str, Measurement]:
-    """The measurement that counts, by unit id: a successful one from the steadiest block."""
+def best_measurements(blocks: Iterable[Block]) -> dict[str, Measurement]:
+    """The best measurement of each unit, by its id: a successful one from the steadiest block."""
     measured: dict[str, list[BlockMeasurement]] = defaultdict(list)
     for block in blocks:
         for m in block.measurements:
@@ -318,7 +324,7 @@ def parse_unsteady(text: str) -> dict[str, float]:
 
 
 class Journal:
-    """Blocks in the order measured, in memory only."""
+    """Blocks in the order in which they were measured, in memory only."""
 
     def __init__(self, blocks: Iterable[Block] = ()) -> None:
         self.blocks = list(blocks)
@@ -351,8 +357,11 @@ def journal_line(block: Block) -> str:
 
 
 def read_blocks(path: Path) -> list[Block]:
-    """The blocks of a journal file, in the order measured; none without a file. An unfinished last line is omitted. A repeated
-    line counts once, with a warning: a file may have been restored by appending to it."""
+    """The blocks of a journal file, in the order in which they were measured; none without a file.
+
+    An unfinished last line is omitted. A repeated line counts once, with a warning: a file may have been restored by appending
+    to it.
+    """
     blocks: dict[str, Block] = {}  # by their lines without digests
     lines = files.read_lines(path)
     for number, line in enumerate(lines, 1):
@@ -362,7 +371,8 @@ def read_blocks(path: Path) -> list[Block]:
                 blocks[text] = Block.model_validate_json(text)
         except ValidationError as error:
             raise UserError(f"{path}, line {number}: not a block of version {DATASET_VERSION} ({first_problem(error)}); "
-                            "remove the line or start a new dataset") from None
+                            "remove "
+                            "the line or start a new dataset") from None
         except ValueError as error:
             raise UserError(f"{path}, line {number}: {error}; remove the line or start a new dataset") from None
     if repeated := len(lines) - len(blocks):
@@ -381,17 +391,15 @@ def unit_rows(blocks: Iterable[Block]) -> list[dict[str, Any]]:
     for block in blocks:
         for m in block.measurements:
             measured[m.subject, m.id, *block.load, block.machine].append((block, m))
-    return [_row(key, parts) for key, parts in measured.items()]
+    return [_unit_row(key, parts) for key, parts in measured.items()]
 
 
-def _row(key: tuple[str, str, float, str, str], all_parts: list[BlockMeasurement]) -> dict[str, Any]:
+def _unit_row(key: tuple[str, str, float, str, str], measured: list[BlockMeasurement]) -> dict[str, Any]:
     row: dict[str, Any] = dict(zip(("Subject", "Unit", "Level", "Background", "Machine"), key, strict=True))
     samples: dict[str, list[float]] = defaultdict(list)
     quantities: dict[str, list[float]] = defaultdict(list)
-    by_label: dict[str, list[BlockMeasurement]] = defaultdict(list)
-    for block, m in all_parts:
-        by_label[m.label].append((block, m))
-    parts = [part for label_parts in by_label.values() for part in steadiest(label_parts)]
+    labels = dict.fromkeys(m.label for _, m in measured)
+    parts = [part for label in labels for part in steadiest([(block, m) for block, m in measured if m.label == label])]
     for _, m in parts:
         samples[f"{m.label}_ms"] += m.samples_ms
         for name, values in m.quantities.items():
@@ -400,7 +408,7 @@ def _row(key: tuple[str, str, float, str, str], all_parts: list[BlockMeasurement
     row |= {name: round(float(np.mean(values)), 6) for name, values in quantities.items() if values}
     block, failures = parts[-1][0], [m for _, m in parts if m.status != "ok"]
     return row | block.background | {
-        "Runs": max(map(len, samples.values())), "Canary_ms": (block.canary_before_ms + block.canary_after_ms) / 2,
+        "Runs": max(map(len, samples.values())), "Canary_ms": block.canary_ms,
         "Drift": round(block.drift, 4),
         "Unsteady": format_unsteady({m.label: block.drift for block, m in parts if block.unsteady}),
         "Started": min(m.started for _, m in parts), "Ended": max(m.ended for _, m in parts),
@@ -408,6 +416,6 @@ def _row(key: tuple[str, str, float, str, str], all_parts: list[BlockMeasurement
 
 
 def write_units(path: Path, blocks: Iterable[Block]) -> None:
-    """Writes the table as CSV; what a row lacks is an empty cell."""
+    """Writes the table of `unit_rows` as CSV; a value that a row lacks is an empty cell."""
     rows = unit_rows(blocks)
     files.write_csv(path, list(dict.fromkeys(name for row in rows for name in row)), rows)

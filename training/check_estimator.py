@@ -43,7 +43,7 @@ from hase.training.kernels.checking import (
     task_for,
     why_not,
 )
-from hase.training.kernels.targets import add_config, trained_targets
+from hase.training.kernels.targets import add_training_config, trained_targets
 from hase.training.kernels.training_set import read_training_set
 from hase.utils import cli
 from hase.utils.config import read_config
@@ -73,7 +73,7 @@ def option_parser() -> argparse.ArgumentParser:
     parser.add_argument("--hold-out", choices=("family", "kernel"),
                         help="what is held out together (default: families of models, or kernels where there are too few)")
     parser.add_argument("--label", help="which time of a kernel (default: the one that predictions are made from)")
-    add_config(parser)
+    add_training_config(parser)
     parser.add_argument("--force", action="store_true", help="admit it although it is not better")
     parser.add_argument("--dry-run", action="store_true", help="only say whether it would be admitted")
     parser.add_argument("--list", action="store_true", help="print the estimators that are there and those that are admitted")

@@ -3,12 +3,12 @@
 Reads the dataset, the kernel records and the predictors of each target (default: every target that has predictors). Writes
 training/predictors/<target>/composition.json. Run it after training/train_kernel_model.py.
 
-Every label is tried as a sum and as a longest path, and a GPU's host and GPU as two tracks. Each family of models is held out
-in turn: its kernels are predicted by a training without the family, or taken as measured, and its latencies by an α and β
-fitted without it. The simplest candidate becomes the target's composition, unless a richer one errs less on the models held
-out: with their kernels predicted and as measured, and with the latter by more than the noise of the comparison. The longest
-path is only used where a profile shows that kernels overlap. --composition uses another one all the same. With --few-models,
-fewer constants are fitted (training/composition/fitting.py).
+The candidates are, with the times of each label, the sum and the longest path, and on a GPU also two tracks for host and GPU.
+Each family of models is held out in turn: its kernels are predicted by a training without the family, or taken as measured,
+and its latencies by an α and β fitted without it. The simplest candidate becomes the target's composition, unless a richer one
+errs less on the models held out: with their kernels predicted and as measured, and with the latter by more than the noise of
+the comparison. The longest path is only used where a profile shows that kernels overlap. --composition overrules all this.
+With --few-models, fewer constants are fitted (training/composition/fitting.py).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ python training/fit_composition.py --composition critical_path
 
 
 def candidate_table(composition: Composition) -> list[dict[str, Any]]:
-    """One row per candidate, errors in per cent; marks the one in use and impossible ones."""
+    """One row per candidate, with errors in per cent; column `used` marks the one in use and impossible ones."""
     def percent(ratio: float | None) -> float | None:
         return None if ratio is None else 100 * ratio
 

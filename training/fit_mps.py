@@ -113,7 +113,7 @@ def table(gpu_bound: Mapping[str, SharingErrors], host_bound: Mapping[str, Shari
 
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
-    add_options(parser, "name of a target in training/predictors (default: all)")
+    add_options(parser)
     parser.add_argument("--ways", type=Path, required=True, metavar="WORKSPACE",
                         help="workspace with the models' records, and in it a workspace for each way of sharing")
     parser.add_argument("--jobs", type=cli.count, default=2, metavar="N", help="processes that simulate (default: 2)")

@@ -34,10 +34,10 @@ from hase.benchmark.metrics.source import LOOKS_BACK, PROFILED, UTILISATION, Met
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import driver_fails, gpu_facts
 from hase.utils.lazy import pynvml
+from hase.utils.processes import MIB
 
 POWER_INSTANT = 186  # NVML_FI_DEV_POWER_INSTANT in nvml.h; older versions of pynvml lack the name
 POWER = "DCGM_FI_DEV_POWER_USAGE"  # the metric's name, in W
-MIB = 2**20
 GPM = {  # field -> (GPM metric, our unit over GPM's: per cent to ratio, MiB/s to bytes/s)
     "DCGM_FI_PROF_GR_ENGINE_ACTIVE": (1, 0.01),
     "DCGM_FI_PROF_SM_ACTIVE": (2, 0.01),

@@ -18,7 +18,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from hase.extras.graph_stages.measuring.analysis import analyze
 from hase.extras.graph_stages.measuring.layer import GRAPH_KINDS, STAGES, GraphSize, GraphSource, read_cases
-from hase.extras.graph_stages.measuring.models import Exported, export_stages, has_openvino, model_files
+from hase.extras.graph_stages.measuring.models import Exported, export_stages, has_openvino, stage_model_files
 from hase.extras.graph_stages.measuring.profiling import Profile, measure_profile
 from hase.extras.graph_stages.measuring.records import UnitReport
 from hase.extras.graph_stages.measuring.units import (
@@ -88,12 +88,12 @@ def graphs_to_measure(args: argparse.Namespace) -> tuple[GraphSource, list[tuple
 
 def export_dynamic_models(workspace: Workspace, sizes: list[GraphSize], seed: int) -> Exported:
     """Writes the 14 models for CPU and GPU, which take graphs of any size."""
-    return export_stages(workspace.stage_models, [model for model in model_files(sizes, seed) if not model.form.static])
+    return export_stages(workspace.stage_models, [model for model in stage_model_files(sizes, seed) if not model.form.static])
 
 
 def export_npu_static_models(workspace: Workspace, sizes: list[GraphSize], seed: int) -> Exported:
     """Writes the models for an NPU: 7 per graph size."""
-    return export_stages(workspace.stage_models, [model for model in model_files(sizes, seed) if model.form.static])
+    return export_stages(workspace.stage_models, [model for model in stage_model_files(sizes, seed) if model.form.static])
 
 
 def export_all_models(workspace: Workspace, sizes: list[GraphSize], seed: int) -> None:

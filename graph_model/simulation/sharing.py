@@ -14,6 +14,7 @@ how the rules were found: docs/sharing.md.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -23,25 +24,25 @@ import numpy.typing as npt
 from hase.graph_model.simulation.pipeline import Floats, PipelineCosts, Tracks, dispatched_ms, gpu_work, launch_ms, pipeline_ms
 from hase.utils.config import Frozen
 
-MOST_STAGES = 48  # per simulated run; twice as many change its mean by less than 1 % and take twice as long
+MAX_STAGES = 48  # per simulated run; twice as many change its mean by less than 1 % and take twice as long
 SHARED_RUNS = (200, 10)  # callers, and runs of each; with fewer callers the 95th percentile is noise
 LOOPED_RUNS = 30  # of a model in a loop; its turns repeat by then
 BETWEEN_RUNS_MS = 0.02  # a caller's time between the end of a run and the start of the next
-TINY_MS = 1e-6
+TINY_MS = 1e-6  # avoids a division by zero
 DRAWN_AT_ONCE = 64  # waits per caller; drawing them one by one would take a third of a simulation
-FULL = 0.9  # a wider kernel counts as filling the GPU
-NARROWEST = 0.05  # minimum share of the GPU of a kernel
+FILLS_GPU = 0.9  # a wider kernel counts as filling the GPU
+MIN_WIDTH = 0.05  # minimum share of the GPU of a kernel
 MPS_RUNS = 40
-FIRST_RUNS = 2  # dropped, since the processes are not yet in step
-ROOM = 1e-9  # less counts as none
+WARMUP_RUNS = 2  # dropped, since the processes are not yet in step
+MIN_ROOM = 1e-9  # less room counts as none
 
 
 class CoRunner(NamedTuple):
-    """Another process on a GPU in time slices, as a model's process experiences it.
+    """Another process that uses the GPU in time slices, as a model's process experiences it.
 
     Attributes:
         busy_ms, quiet_ms: alternating phases with work and without; it never pauses if quiet_ms is 0.
-        waits_ms: a sample of waits for the GPU while it is busy; empty: none.
+        waits_ms: a sample of the model's waits for the GPU while the other process is busy; empty if it never waits.
     """
 
     busy_ms: float
@@ -78,22 +79,22 @@ class _Stages(NamedTuple):
         return max(self.dispatched_ms, float(ends.max(initial=0.0))) + costs.end_ms
 
 
-def _queued(tracks: Tracks, costs: PipelineCosts) -> _Stages:
-    """A stage for each launch, or for several of one node."""
+def _ungrouped_stages(tracks: Tracks, costs: PipelineCosts) -> _Stages:
+    """A stage for each launch, or for several launches of one node."""
     at = dispatched_ms(tracks, costs)
     ready, work = gpu_work(tracks, costs, at)
     # no launch comes before its run, whatever the fitted lead
     return _Stages(np.maximum(ready, 0.0), work, float(at[-1]) if len(at) else costs.start_ms)
 
 
-def _stages(tracks: Tracks, costs: PipelineCosts) -> _Stages:
-    """The launches in at most MOST_STAGES groups of neighbours. A group begins so late that its work never waits for a
+def _grouped_stages(tracks: Tracks, costs: PipelineCosts) -> _Stages:
+    """The launches of a run in at most MAX_STAGES groups of neighbours. A group begins so late that its work never waits for a
     dispatch: pauses of the GPU within the group are moved before it.
     """
-    ready, work, dispatched = _queued(tracks, costs)
+    ready, work, dispatched = _ungrouped_stages(tracks, costs)
     done = np.cumsum(work)
     slack = ready - (done - work)  # the latest start of all work with which no node waits for its dispatch
-    begins = np.unique(np.linspace(0, len(work), min(len(work), MOST_STAGES), endpoint=False).astype(int))
+    begins = np.unique(np.linspace(0, len(work), min(len(work), MAX_STAGES), endpoint=False).astype(int))
     latest = np.maximum.reduceat(slack, begins) if len(work) else slack
     return _Stages(latest + (done - work)[begins], np.add.reduceat(work, begins) if len(work) else work, dispatched)
 
@@ -111,51 +112,49 @@ def shared_runs_ms(tracks: Tracks, costs: PipelineCosts, slice_ms: float, co_run
 
     Args:
         generator: draws the waits, and the other process's phase at the start.
-        shape: number of callers, which are simulated independently, and number of runs of each. The first run of each is
-            dropped, since the two processes are not yet in step.
-
-    Returns:
-        latencies, shape (runs − 1, callers).
+        shape: number of callers, which are simulated independently, and of runs of each. The first run of each is dropped,
+            since the two processes are not yet in step; the result has the shape (runs − 1, callers).
     """
     callers, runs = shape
-    stages = _stages(tracks, costs)
+    stages = _grouped_stages(tracks, costs)
     begins_ms = generator.uniform(0.0, co_runner.cycle_ms, callers)
     begin, free, used = np.zeros(callers), -generator.uniform(0.0, 1.0, callers), np.zeros(callers)
-    met = _OtherMet(co_runner, begins_ms, _waits(co_runner, generator, callers))
+    others = _CoRunnerByCaller(co_runner, begins_ms, _waits(co_runner, generator, callers))
     latencies = np.empty((runs, callers))
     for run in range(runs):
         for ready, work in zip(stages.ready_ms.tolist(), stages.work_ms.tolist(), strict=True):
-            wait = met.wait()
+            wait = next(others.waits)
             start = np.maximum(free, begin + ready)
             idle = start > free
             if np.count_nonzero(idle):  # rare if the GPU is the slower track
                 gap = start - free
-                lost = idle & met.busy(start)
+                lost = idle & others.busy(start)
                 start = start + np.where(lost, wait - np.mod(gap, np.maximum(wait, TINY_MS)), 0.0)
                 used = np.where(idle, 0.0, used)
-            free, used = _worked(work, start, used, slice_ms, met)
+            free, used = _end_of_work(work, start, used, slice_ms, others)
         end = np.maximum(begin + stages.dispatched_ms, free) + costs.end_ms
         latencies[run] = end - begin
         begin = end + BETWEEN_RUNS_MS
     return latencies[1:] + (pipeline_ms(tracks, costs) - stages.idle_ms(costs))
 
 
-class _OtherMet(NamedTuple):
-    """The other process as each caller meets it, at its own point (ms) of the phases; `waits` yields waits for all callers."""
+class _CoRunnerByCaller(NamedTuple):
+    """The other process as each caller meets it.
+
+    Attributes:
+        begins_ms: where each caller's start lies in the cycle of busy and quiet phases.
+        waits: yields a random wait (ms) for each caller.
+    """
 
     co_runner: CoRunner
     begins_ms: Floats
     waits: Iterator[Floats]
 
     def busy(self, when: Floats) -> npt.NDArray[np.bool_]:
-        """Whether it has work at the time `when` (ms) of each caller."""
+        """Whether the other process has work at each caller's time `when` (ms)."""
         if not self.co_runner.quiet_ms:
             return when < np.inf
         return (self.begins_ms + when) % self.co_runner.cycle_ms < self.co_runner.busy_ms
-
-    def wait(self) -> Floats:
-        """One random wait (ms) for each caller."""
-        return next(self.waits)
 
 
 def _waits(co_runner: CoRunner, generator: np.random.Generator, callers: int) -> Iterator[Floats]:
@@ -165,17 +164,17 @@ def _waits(co_runner: CoRunner, generator: np.random.Generator, callers: int) ->
         yield from waits[generator.integers(0, len(waits), (DRAWN_AT_ONCE, callers))]
 
 
-def _worked(work: float, start: Floats, used: Floats, slice_ms: float, met: _OtherMet) -> tuple[Floats, Floats]:
-    """When the GPU has done some work for each caller, and how much of the caller's slice is used by then.
+def _end_of_work(work: float, start: Floats, used: Floats, slice_ms: float,
+                 others: _CoRunnerByCaller) -> tuple[Floats, Floats]:
+    """When `work` (ms) that begins at `start` is done for each caller, and how much of the caller's slice is used by then.
 
-    `work` (ms) begins at `start`; `used` of the slice was used before. After `slice_ms` it is the other process's turn, if it
-    has work.
+    `used` of the slice was used before. After `slice_ms` it is the other process's turn, if it has work.
     """
     now, left, used_after = start, np.asarray(work), used + work
     while np.count_nonzero(over := used_after > slice_ms):
         room = slice_ms - used
         now = np.where(over, now + room, now)
-        now = np.where(over & met.busy(now), now + met.wait(), now)
+        now = np.where(over & others.busy(now), now + next(others.waits), now)
         left, used = np.where(over, left - room, left), np.where(over, 0.0, used)
         used_after = used + left
     return now + left, used_after
@@ -183,17 +182,18 @@ def _worked(work: float, start: Floats, used: Floats, slice_ms: float, met: _Oth
 
 def gpu_work_ms(tracks: Tracks, costs: PipelineCosts) -> float:
     """The GPU's time for a run, with the pauses between launches, ms."""
-    return float(_queued(tracks, costs).work_ms.sum())
+    return float(_ungrouped_stages(tracks, costs).work_ms.sum())
 
 
 def turns_ms(tracks: Tracks, costs: PipelineCosts, longest_ms: float, away_ms: float, runs: int = LOOPED_RUNS) -> Floats:
-    """The turns on the GPU (ms) of a model in a loop while another process also uses it; empty if it gives the GPU no work.
+    """How long each turn on the GPU lasts (ms) for a model in a loop while another process also uses the GPU.
 
     A turn ends when all dispatched work is done, as at the end of each run, or after `longest_ms` (positive). The host goes on
     dispatching during the other process's turn of `away_ms` (with the time for switching), so the next turn is longer. A first
-    run, in which the processes are not yet in step, is simulated before `runs` others.
+    run, in which the processes are not yet in step, is simulated before `runs` others. A model without work for the GPU has no
+    turns.
     """
-    ready, work, dispatched_all = _queued(tracks, costs)
+    ready, work, dispatched_all = _ungrouped_stages(tracks, costs)
     turns: list[float] = []
     begin = free = used = 0.0
     for run in range(runs + 1):
@@ -219,7 +219,7 @@ class Grids(NamedTuple):
     """How the kernels of a run's nodes use the GPU; one entry of each array per node.
 
     Attributes:
-        width: the share of the GPU's threads that they can use at the same time, 0–1; 1 for kernels with more blocks than fit.
+        width: the share of the GPU's threads that they can use at once, 0–1; 1 for kernels with more blocks than fit at once.
         bandwidth: the share of the memory's bandwidth that they use while nothing else runs, 0–1.
     """
 
@@ -256,23 +256,22 @@ class MpsProcess(NamedTuple):
     grids: Grids
     share: float = 1.0
 
+    def tracks_alone(self, rules: MpsRules) -> Tracks:
+        """The tracks of a run while nothing else uses the GPU, with the process's share of the threads."""
+        return self.tracks._replace(gpu_ms=times_at_share(self.tracks.gpu_ms, self.grids.width, self.share, rules))
+
 
 def times_at_share(gpu_ms: Floats, width: Floats, share: float, rules: MpsRules) -> Floats:
-    """The GPU's time of kernels (ms) whose process may use a share of the threads."""
+    """How long kernels take on the GPU (ms) if their process may use a share of the threads; `gpu_ms` is without shares."""
     return gpu_ms * (1.0 + rules.share_slowdown * (np.maximum(1.0, width / share) - 1.0))
 
 
-def with_share(tracks: Tracks, grids: Grids, share: float, rules: MpsRules) -> Tracks:
-    """The tracks of a process that may use a share of the threads and has the GPU to itself."""
-    return tracks._replace(gpu_ms=times_at_share(tracks.gpu_ms, grids.width, share, rules))
-
-
 class _Launches(NamedTuple):
-    """The launches of a run in order, as lists.
+    """The launches of a run in order; lists, since the simulation reads them one by one.
 
     Attributes:
         ready_ms: the earliest start, from the start of the run.
-        room: of all blocks together; 1 is the whole GPU.
+        room: what all its blocks need together; 1 is the whole GPU.
         block_ms: how long each block takes.
         bandwidth: as in `Grids`.
         dispatched_ms: when the host has dispatched everything.
@@ -294,95 +293,90 @@ def _launches(process: MpsProcess, rules: MpsRules) -> _Launches:
     before_last = np.concatenate([np.arange(count)[::-1] for count in counts]) if len(counts) else np.zeros(0)
     ready = np.maximum(at[nodes] + costs.lead_ms - launch_ms(tracks, costs)[nodes] * before_last, 0.0)
     alone = tracks.gpu_ms[nodes] / np.repeat(counts, counts)
-    width = np.clip(grids.width[nodes], NARROWEST, 1.0)
-    room = np.where(width > FULL, np.maximum(1.0, np.round(alone / rules.wave_ms)) - 1.0 + rules.last_wave, width)
-    waves = np.ceil(room / share - ROOM)
+    width = np.clip(grids.width[nodes], MIN_WIDTH, 1.0)
+    room = np.where(width > FILLS_GPU, np.maximum(1.0, np.round(alone / rules.wave_ms)) - 1.0 + rules.last_wave, width)
+    waves = np.ceil(room / share - MIN_ROOM)
     block = times_at_share(alone, width, share, rules) / waves
     return _Launches(ready.tolist(), room.tolist(), block.tolist(), grids.bandwidth[nodes].tolist(),
                      float(at[-1]) if len(at) else costs.start_ms)
 
 
 class _Process:
-    """A simulated process: its current launch, and what is left of it."""
+    """The state of a simulated process: its current launch (`index`), and what is left of it."""
 
     def __init__(self, process: MpsProcess, rules: MpsRules, alone: bool) -> None:
         self.launches, self.share = _launches(process, rules), process.share
         self.end_ms = process.costs.end_ms
         self.gap_ms = process.costs.gap_ms + (0.0 if alone else rules.switch_ms)
-        self.place, self.begin, self.latencies = 0, 0.0, list[float]()
+        self.index, self.begin, self.latencies = 0, 0.0, list[float]()
         self.waiting = 0.0  # room needed by blocks that have not started
         self.running = 0.0  # room of running blocks
-        self.bandwidth = 0.0  # bandwidth that they ask for, as a share of the memory's
+        self.bandwidth = 0.0  # demand of running blocks, as a share of the memory's
 
-    def run(self, room: float) -> float:
-        """Changes the room of running blocks by `room`; returns the change in the bandwidth that they ask for.
+    def change_running(self, room: float) -> float:
+        """Changes the room of running blocks by `room`; returns the change in their demand for bandwidth.
 
-        That is all of the kernel's bandwidth, or less if fewer blocks run than would fit.
+        The demand is all of the kernel's bandwidth, or less if fewer blocks run than would fit.
         """
         before, self.running = self.bandwidth, self.running + room
-        if self.running < ROOM:
+        if self.running < MIN_ROOM:
             self.running = self.bandwidth = 0.0
         else:
-            whole = min(1.0, self.launches.room[self.place])
-            self.bandwidth = self.launches.bandwidth[self.place] * min(1.0, self.running / whole)
+            whole = min(1.0, self.launches.room[self.index])
+            self.bandwidth = self.launches.bandwidth[self.index] * min(1.0, self.running / whole)
         return self.bandwidth - before
 
-    def ended(self, now: float) -> None:
+    def next_launch(self, now: float) -> None:
         """Goes on to the next launch, which may be in the next run."""
-        self.place += 1
-        if self.place == len(self.launches.room):
+        self.index += 1
+        if self.index == len(self.launches.room):
             end = max(now, self.begin + self.launches.dispatched_ms) + self.end_ms
             self.latencies.append(end - self.begin)
-            self.begin, self.place = end + BETWEEN_RUNS_MS, 0
+            self.begin, self.index = end + BETWEEN_RUNS_MS, 0
 
     @property
     def ready(self) -> float:
-        """When the host has launched the next one."""
-        return self.begin + self.launches.ready_ms[self.place]
+        """When the host has dispatched the current launch."""
+        return self.begin + self.launches.ready_ms[self.index]
 
 
 def mps_runs_ms(model: MpsProcess, co_runners: Sequence[MpsProcess], rules: MpsRules, generator: np.random.Generator,
                 runs: int = MPS_RUNS) -> Floats:
     """Latencies (ms) of `runs` consecutive runs while other processes run their models through MPS.
 
-    The model has work for the GPU; co-runners without are left out. FIRST_RUNS more runs come before, and are dropped.
+    The model must have work for the GPU; co-runners without are left out. WARMUP_RUNS more runs come before, and are dropped.
     `generator` draws when the others begin.
     """
     others = [process for process in co_runners if np.any(process.tracks.launches > 0)]
     processes = [_Process(process, rules, not others) for process in (model, *others)]
-    events: list[tuple[float, int, int, float]] = []  # time, a unique number, the process, released room
-    count = 0
-    for number, process in enumerate(processes):
-        process.begin = generator.uniform(0.0, 1.0) if number else 0.0
-        heapq.heappush(events, (process.ready, count, number, 0.0))
-        count += 1
-    free, asked = 1.0, 0.0  # room, and bandwidth
+    events: list[tuple[float, int, _Process, float]] = []  # time, number, process, released room (0: a launch is queued)
+    event_numbers = itertools.count()  # events at the same time come in the order in which they were added
+    for process in processes:
+        process.begin = generator.uniform(0.0, 1.0) if process is not processes[0] else 0.0
+        heapq.heappush(events, (process.ready, next(event_numbers), process, 0.0))
+    free, demand = 1.0, 0.0  # of room, and for bandwidth
     queue: list[_Process] = []
-    number_of = {id(process): number for number, process in enumerate(processes)}
-    while len(processes[0].latencies) < runs + FIRST_RUNS:
-        now, _, number, room = heapq.heappop(events)
-        process = processes[number]
-        if not room:  # a launch is queued
-            process.waiting = process.launches.room[process.place]
+    while len(processes[0].latencies) < runs + WARMUP_RUNS:
+        now, _, process, room = heapq.heappop(events)
+        if not room:
+            process.waiting = process.launches.room[process.index]
             queue.append(process)
         else:
-            free, asked = free + room, asked + process.run(-room)
+            free, demand = free + room, demand + process.change_running(-room)
             if not process.running and not process.waiting:
-                process.ended(now)
-                heapq.heappush(events, (max(now + process.gap_ms, process.ready), count, number, 0.0))
-                count += 1
+                process.next_launch(now)
+                heapq.heappush(events, (max(now + process.gap_ms, process.ready), next(event_numbers), process, 0.0))
         for queued in list(queue):  # in order; one that has used up its share lets the next pass
             started = min(free, queued.waiting, queued.share - queued.running)
-            if started < ROOM:
-                if free < ROOM:
+            if started < MIN_ROOM:
+                if free < MIN_ROOM:
                     break
                 continue
-            place, launches, others_bandwidth = queued.place, queued.launches, min(1.0, asked - queued.bandwidth)
-            longer = 1.0 + others_bandwidth * (rules.slowdown + rules.bandwidth_slowdown * launches.bandwidth[place])
-            heapq.heappush(events, (now + launches.block_ms[place] * longer, count, number_of[id(queued)], started))
-            count += 1
-            free, asked, queued.waiting = free - started, asked + queued.run(started), queued.waiting - started
-            if queued.waiting < ROOM:
+            index, launches, others_bandwidth = queued.index, queued.launches, min(1.0, demand - queued.bandwidth)
+            longer = 1.0 + others_bandwidth * (rules.slowdown + rules.bandwidth_slowdown * launches.bandwidth[index])
+            heapq.heappush(events, (now + launches.block_ms[index] * longer, next(event_numbers), queued, started))
+            free, demand, queued.waiting = free - started, demand + queued.change_running(started), queued.waiting - started
+            if queued.waiting < MIN_ROOM:
                 queued.waiting = 0.0
                 queue.remove(queued)
-    return np.array(processes[0].latencies[FIRST_RUNS:])
+    return np.array(processes[0].latencies[WARMUP_RUNS:])

@@ -17,7 +17,7 @@ from hase.inference.prediction.sources import record_of
 from hase.learned.sharing import busy_share
 from hase.ort_analysis.isolated.analysis import own_sizes
 from hase.records.dataset_files import read_journal
-from hase.records.dataset_tables import energy_warnings, model_rows, model_sessions
+from hase.records.dataset_tables import energy_warnings, model_sessions, model_table_rows
 from hase.records.host_pace import paced_rows
 from hase.records.kernel_record import ModelRecord
 from hase.records.measurement import ENERGY, Block, Measurement
@@ -233,7 +233,7 @@ def models_in_dataset(folder: Path, records: Mapping[str, ModelRecord], metrics:
     sessions = [session for session in model_sessions(read_journal(folder)) if "latency" in session.labels]
     if not sessions:
         return []
-    rows = paced_rows(pd.DataFrame(model_rows(sessions, {})))
+    rows = paced_rows(pd.DataFrame(model_table_rows(sessions, {})))
     disturbed = set(rows.index[~rows["undisturbed"]])
     if disturbed:
         log.warning("%d latencies from a disturbed host are left out; the collector measures them again", len(disturbed))

@@ -20,10 +20,11 @@ from typing import NamedTuple
 
 from hase.inference.llm.answers import LlmMemory
 from hase.inference.llm.language_model import DecoderFile
-from hase.inference.memory.buffers import MIB, Arena, buffers_of_run, lay_out, layouts_of
+from hase.inference.memory.buffers import Arena, buffers_of_run, lay_out, layouts_of
 from hase.inference.memory.session import LIBRARIES_MIB, gpu_weight_bytes, peak_memory
 from hase.records.attention import kernel_grouped_query_sizes
 from hase.records.kernel_record import ModelRecord
+from hase.utils.processes import MIB
 
 MOST_SEQUENCES = 2**20  # limit of the search for the largest batch
 TOLERANCE = 0.01  # relative, of the longest context
@@ -46,7 +47,7 @@ class DecoderRun(NamedTuple):
 
 def request_memory(runs: tuple[DecoderRun, ...], shares_cache: bool) -> LlmMemory:
     """The peak over the runs of a request (the prompt, and the last token). The arena keeps what any of them needed."""
-    memories = [peak_memory(run.record, apart={*run.file.caches, *run.file.presents}) for run in runs]
+    memories = [peak_memory(run.record, excluded={*run.file.caches, *run.file.presents}) for run in runs]
     cache = max(max(run.cache_bytes) if shares_cache else sum(run.cache_bytes) for run in runs) / MIB
     # A separate prefill file is a separate session with its own weights.
     weights = sum({run.file.path: memory.weights_mib for run, memory in zip(runs, memories, strict=True)}.values())
@@ -135,12 +136,12 @@ def taken_by_generation(record: ModelRecord, file: DecoderFile, shares_cache: bo
 
     The session's arena has weights and intermediate tensors, onnxruntime-genai's has caches, other inputs and logits.
     """
-    session, genai, apart = Arena(), Arena(), {*file.caches, *file.presents}
+    session, genai, excluded = Arena(), Arena(), {*file.caches, *file.presents}
     for size in gpu_weight_bytes(record).values():
         session.allocate(size)
     presents = () if shares_cache else file.presents
     for tensors, names in ((record.inputs, file.caches), (record.outputs, presents),
-                           *((tensors, tuple(name for name in tensors if name not in apart))
+                           *((tensors, tuple(name for name in tensors if name not in excluded))
                              for tensors in (record.inputs, record.outputs))):
         for name in names:
             if name in tensors:
@@ -148,5 +149,5 @@ def taken_by_generation(record: ModelRecord, file: DecoderFile, shares_cache: bo
     layouts, kernels = layouts_of(record, "cuda"), [record.kernel_of(node) for node in record.nodes]
     scratch = [int((times if kernel_grouped_query_sizes(kernel) else 1.0) * layouts[kernel.id].scratch_bytes)
                for kernel in kernels]
-    lay_out(session, buffers_of_run(record, layouts, apart), scratch, times)
-    return TakenMemory(session.taken, genai.taken)
+    lay_out(session, buffers_of_run(record, layouts, excluded), scratch, times)
+    return TakenMemory(session.reserved_bytes, genai.reserved_bytes)

@@ -14,7 +14,14 @@ from hase.inference.library.predictor import Predictor
 from hase.inference.llm.answers import LlmEnergy, LlmMemory, LlmPrediction, LlmTime, TokenTime
 from hase.inference.llm.language_model import DecoderFile, DecoderStep, LanguageModel, language_model
 from hase.inference.llm.memory import DecoderRun, largest_batch, longest_context, request_memory
-from hase.inference.llm.requests import GenerationModels, LlmRequest, as_step, generation_models, over_generation, request_for
+from hase.inference.llm.requests import (
+    GenerationModels,
+    LlmRequest,
+    generation_models,
+    interpolate_tokens,
+    request_for,
+    run_of_step,
+)
 from hase.inference.memory.session import device_memory_mib, memory_warnings
 from hase.inference.prediction.answers import make_monotonic
 from hase.inference.prediction.conditions import AS_USUAL, RunMode
@@ -78,7 +85,7 @@ class AnalysedModel:
 
     def runs(self, request: LlmRequest) -> tuple[DecoderRun, ...]:
         """The runs of a request that may need the most memory: the prompt's, and the last token's."""
-        steps = [self.prompt_step(request), *(self.token_step(request, cached) for cached in request.outline[-1:])]
+        steps = [self.prompt_step(request), *(self.token_step(request, cached) for cached in request.main_lengths[-1:])]
         return tuple(DecoderRun(self.file(step), self.record(step)) for step in steps)
 
     def memory(self, request: LlmRequest) -> LlmMemory:
@@ -154,7 +161,7 @@ def measure_missing(predictor: Predictor, model: LanguageModel, requests: Iterab
     token at the start, in the middle and at the end of each generation."""
     analysed, sizes_by_path = AnalysedModel(predictor, model), defaultdict[Path, list[dict[str, int]]](list)
     for request in requests:
-        for step in (analysed.prompt_step(request), *(analysed.token_step(request, cached) for cached in request.outline)):
+        for step in (analysed.prompt_step(request), *(analysed.token_step(request, cached) for cached in request.main_lengths)):
             file = analysed.file(step)
             if (dims := file.dims(step)) not in sizes_by_path[file.path]:
                 sizes_by_path[file.path].append(dims)
@@ -167,7 +174,7 @@ def _predicted_runs(analysed: AnalysedModel, requests: Sequence[LlmRequest],
                    host_pace: float | HostPace | None) -> list[tuple[RequestRuns, tuple[str, ...]]]:
     """The runs of each request, including genai's loop, and notices about how they were predicted."""
     prompts = [analysed.prompt_step(request) for request in requests]
-    tokens = [{cached: analysed.token_step(request, cached) for cached in request.lengths} for request in requests]
+    tokens = [{cached: analysed.token_step(request, cached) for cached in request.predicted_lengths} for request in requests]
     steps = list(dict.fromkeys([*prompts, *(step for token_steps in tokens for step in token_steps.values())]))
     records = {step: analysed.record(step) for step in (progress(steps, "analysing") if is_command() else steps)}
     further = [step for step in steps if step.before]
@@ -182,10 +189,10 @@ def _predicted_runs(analysed: AnalysedModel, requests: Sequence[LlmRequest],
                                        composition=analysed.learned.compositions.get(phase))
         in_order = make_monotonic([run.prediction for run in runs])
         loop_pace = next((run.prediction.host_pace for run in runs if run.prediction.host_pace), loop_pace)
-        known |= {step: as_step(run._replace(prediction=prediction), step, analysed.file(step), analysed.learned, loop_pace)
+        known |= {step: run_of_step(run._replace(prediction=prediction), step, analysed.file(step), analysed.learned, loop_pace)
                   for step, run, prediction in zip(phase_steps, runs, in_order, strict=True)}
     return [(RequestRuns(known[prompt], _as_measured({cached: known[step] for cached, step in token_steps.items()}, request),
-                         known[token_steps[request.middle]] if token_steps else None), notices)
+                         known[token_steps[request.middle_length]] if token_steps else None), notices)
             for request, prompt, token_steps in zip(requests, prompts, tokens, strict=True)]
 
 
@@ -204,8 +211,8 @@ def _as_measured(tokens: dict[int, PredictedRun], request: LlmRequest) -> dict[i
     """The runs of tokens, without those between the request's outline that have fewer measured kernels than it: it is what
     --measure-missing measures."""
     measured = {cached: run.prediction.time_share["measured"] for cached, run in tokens.items()}
-    least = min((measured[cached] for cached in request.outline), default=0.0) - LESS_MEASURED
-    return {cached: run for cached, run in tokens.items() if cached in request.outline or measured[cached] >= least}
+    least = min((measured[cached] for cached in request.main_lengths), default=0.0) - LESS_MEASURED
+    return {cached: run for cached, run in tokens.items() if cached in request.main_lengths or measured[cached] >= least}
 
 
 def _longest_context(analysed: AnalysedModel, request: LlmRequest) -> int | None:
@@ -235,7 +242,7 @@ def _prediction(analysed: AnalysedModel, request: LlmRequest, runs: RequestRuns,
     loop_ms = learned.loop_ms(analysed.token_step(request, request.prompt), model.decode, cuda_graph=runs.cuda_graph)
     lengths, times = list(runs.tokens), [_run_time(run.prediction) for run in runs.tokens.values()]
     ends = [time.ms for time in times], *zip(*(time.interval_ms for time in times), strict=True)
-    further = [over_generation(request, lengths, values) for values in ends] if lengths else []
+    further = [interpolate_tokens(request, lengths, values) for values in ends] if lengths else []
     sums = [float(values.sum()) for values in further] or [0.0, 0.0, 0.0]
     whole = _llm_time(first.ms + sums[0], first.interval_ms[0] + sums[1], first.interval_ms[1] + sums[2])
     at = dict(zip(lengths, times, strict=True))
@@ -247,8 +254,8 @@ def _prediction(analysed: AnalysedModel, request: LlmRequest, runs: RequestRuns,
     return LlmPrediction(
         model=model.name, target=fitted.target.name, batch=request.batch, prompt=request.prompt, generate=request.generate,
         max_length=request.max_length, shares_cache=model.shares_cache, cuda_graph=runs.cuda_graph,
-        ttft=first, tpot=_llm_time(*(total / len(request.further) for total in sums)) if lengths else None,
-        tpot_start=at[lengths[0]] if lengths else None, tpot_middle=at[request.middle] if lengths else None,
+        ttft=first, tpot=_llm_time(*(total / len(request.cache_lengths) for total in sums)) if lengths else None,
+        tpot_start=at[lengths[0]] if lengths else None, tpot_middle=at[request.middle_length] if lengths else None,
         tpot_end=at[lengths[-1]] if lengths else None,
         tokens=tuple(TokenTime(cached=cached, **time.model_dump()) for cached, time in at.items()), request=whole,
         tokens_per_second=1e3 * request.generate / whole.ms,
@@ -322,7 +329,7 @@ def _energy(learned: GenerationModels, request: LlmRequest, runs: RequestRuns) -
     totals_j = [prompt.energy_j, *prompt.interval_j]
     if tokens:
         token_values = zip(*((token.energy_j, *token.interval_j) for token in tokens), strict=True)
-        totals_j = [total + float(over_generation(request, list(runs.tokens), values).sum())
+        totals_j = [total + float(interpolate_tokens(request, list(runs.tokens), values).sum())
                     for total, values in zip(totals_j, token_values, strict=True)]
     request_j, low_j, high_j = totals_j
     count = request.batch * request.generate

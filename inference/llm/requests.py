@@ -1,9 +1,9 @@
-"""Splits a request to a language model into runs, and adds onnxruntime-genai's loop and the power limit to each.
+"""Splits a request to a language model into runs; adds the time of onnxruntime-genai's loop and of the power limit to each.
 
 A request is one run of the prompt with an empty cache, and then one run for each further token. The time of such a run is
-roughly piecewise linear in the tokens in the cache: kernels change their algorithm at some lengths, mostly powers of two. So a
+roughly piecewise linear in the length of the cache: kernels change their algorithm at some lengths, mostly powers of two. So a
 token is predicted at the start, in the middle and at the end of the generation, and at the powers of two between; the others
-are interpolated linearly and added up.
+are interpolated linearly.
 
 The loop runs on the host and scales with the host's pace. A long prompt can bring the device to its power limit: after a while
 the device lowers its clocks (learned/llm.py). Both corrections are also applied to the ends of a step's interval.
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from hase.graph_model.simulation.pipeline import Floats
 from hase.inference.llm.language_model import DecoderFile, DecoderStep, LanguageModel
 from hase.inference.prediction.energy import parts_of_run
 from hase.inference.prediction.targets import CardPredictors, predictor_folders
@@ -35,9 +35,7 @@ if TYPE_CHECKING:
     from hase.learned.composition.fitted import Composition
     from hase.records.kernel_record import ModelRecord
 
-
-Floats = npt.NDArray[np.float64]
-LIMITED = 1.02  # the answer mentions the power limit from this slowdown on
+MENTIONED_SLOWDOWN = 1.02  # the answer mentions the power limit from this slowdown on
 
 
 class LlmRequest(NamedTuple):
@@ -55,24 +53,24 @@ class LlmRequest(NamedTuple):
     max_length: int
 
     @property
-    def further(self) -> range:
-        """The tokens in the cache before each run after the prompt's."""
+    def cache_lengths(self) -> range:
+        """The number of tokens in the cache before each run after the prompt's."""
         return range(self.prompt, self.prompt + self.generate - 1)
 
     @property
-    def middle(self) -> int:
-        return self.further[len(self.further) // 2]
+    def middle_length(self) -> int:
+        return self.cache_lengths[len(self.cache_lengths) // 2]
 
     @property
-    def outline(self) -> list[int]:
+    def main_lengths(self) -> list[int]:
         """The cache lengths at the start, in the middle and at the end, without duplicates."""
-        return sorted({self.further[0], self.middle, self.further[-1]}) if self.further else []
+        return sorted({self.cache_lengths[0], self.middle_length, self.cache_lengths[-1]}) if self.cache_lengths else []
 
     @property
-    def lengths(self) -> list[int]:
-        """The lengths at which a token is predicted: the outline, and the powers of two between."""
+    def predicted_lengths(self) -> list[int]:
+        """The cache lengths at which a token is predicted: the main ones, and the powers of two between."""
         powers = (1 << power for power in range(self.prompt.bit_length(), self.prompt.bit_length() + 64))
-        return sorted({*self.outline, *(power for power in powers if power in self.further)})
+        return sorted({*self.main_lengths, *(power for power in powers if power in self.cache_lengths)})
 
 
 def request_at_point(model: LanguageModel, point: Generation | GenerationMemory, generate: int) -> LlmRequest:
@@ -85,9 +83,9 @@ def request_for(model: LanguageModel, batch: int, prompt: int, generate: int, ma
 
     `max_length` defaults to the model's config, and without one to the number of tokens needed.
     """
-    for what, count in (("batch", batch), ("prompt", prompt), ("generate", generate), ("max_length", max_length)):
+    for name, count in (("batch", batch), ("prompt", prompt), ("generate", generate), ("max_length", max_length)):
         if count is not None and (not isinstance(count, int) or count < 1):
-            raise UserError(f"{what}={count!r}: a whole number, 1 or more, is expected")
+            raise UserError(f"{name}={count!r}: a whole number, 1 or more, is expected")
     needed, most = prompt + generate, model.context_length
     tokens = f"{needed} tokens ({prompt} + {generate})"
     if most is not None and needed > most:
@@ -101,11 +99,11 @@ def request_for(model: LanguageModel, batch: int, prompt: int, generate: int, ma
     return LlmRequest(batch, prompt, generate, length)
 
 
-def over_generation(request: LlmRequest, lengths: Sequence[int], values: Sequence[float]) -> Floats:
+def interpolate_tokens(request: LlmRequest, lengths: Sequence[int], values: Sequence[float]) -> Floats:
     """A value for each token after the first, interpolated linearly between `values` at `lengths` of the cache. `lengths` are
     ascending and include the first and the last of the generation.
     """
-    return np.interp(np.asarray(request.further, dtype=float), lengths, values)
+    return np.interp(np.asarray(request.cache_lengths, dtype=float), lengths, values)
 
 
 @dataclass(frozen=True)
@@ -123,18 +121,18 @@ class GenerationModels:
 
     def loop_ms(self, step: DecoderStep, file: DecoderFile, pace: float = 1.0, cuda_graph: bool = False,
                 other_logits: int = 0) -> float | None:
-        """The time of genai's loop in a step at a pace, with or without a CUDA graph; None if unknown."""
+        """The time of genai's loop in a step on a host of this pace; None if unknown."""
         if self.generation is None:
             return None
         return self.generation.loop_for(cuda_graph).time_ms(
-            _phase(step), step.batch, file.vocabulary_size, layers_of(file), pace, other_logits)
+            _phase(step), step.batch, file.vocabulary_size, layers_with_cache(file), pace, other_logits)
 
 
 def generation_models(predictor: Predictor) -> GenerationModels:
     """Reads the fitted models of token generation on a predictor's target."""
     fitted = predictor.fitted
     predictors = fitted.predictors
-    folder = predictor_folders(predictor.workspace).get(fitted.target.name, predictors.folder)  # or the base card's
+    folder = predictor_folders(predictor.workspace).get(fitted.target.name, predictors.folder)  # if none, the base card's
     generation, energy = target_files.GENERATION.read(folder), target_files.GENERATION_ENERGY.read(folder)
     if energy is None and target_files.ENERGY.path(folder).is_file():
         energy = target_files.ENERGY.needed(folder)
@@ -149,21 +147,21 @@ def _phase(step: DecoderStep) -> Phase:
     return "token" if step.before else "first"
 
 
-def layers_of(file: DecoderFile) -> int:
-    """The number of its layers with a cache."""
+def layers_with_cache(file: DecoderFile) -> int:
+    """The number of a decoder's layers that have a cache (of keys and of values)."""
     return len(file.caches) // 2
 
 
-def other_logits(record: ModelRecord, file: DecoderFile, step: DecoderStep) -> int:
+def count_other_logits(record: ModelRecord, file: DecoderFile, step: DecoderStep) -> int:
     """The number of logits that no token is chosen from: those of a prompt's earlier tokens."""
     sizes = [math.prod(tensor.shape) for name, tensor in record.outputs.items()
              if name not in file.presents and tensor.shape and tensor.shape[-1] == file.vocabulary_size]
     return max(max(sizes, default=0) - step.batch * file.vocabulary_size, 0)
 
 
-def as_step(run: PredictedRun, step: DecoderStep, file: DecoderFile, learned: GenerationModels,
-            pace: float | None) -> PredictedRun:
-    """A predicted run with the time and the interval of its step; `pace` is the host's, None if unknown."""
+def run_of_step(run: PredictedRun, step: DecoderStep, file: DecoderFile, learned: GenerationModels,
+                pace: float | None) -> PredictedRun:
+    """A predicted run with genai's loop and the power limit in its time and interval; `pace` is the host's, None if unknown."""
     generation, prediction = learned.generation, run.prediction
     if generation is None or not prediction.latency_ms:
         return run
@@ -171,23 +169,18 @@ def as_step(run: PredictedRun, step: DecoderStep, file: DecoderFile, learned: Ge
     if pace is None and run.fitted.target.flavour.device == "cpu":
         pace = 1.0  # there, the loop was measured on the target itself
     paces = (min(hosts), 1.0, max(hosts)) if pace is None else (pace, pace, pace)
-    others = other_logits(run.run.record, file, step)
+    other_logits = count_other_logits(run.run.record, file, step)
     run_ms = prediction.interval_ms[0], prediction.latency_ms, prediction.interval_ms[1]
-    times_ms = [time_ms + (learned.loop_ms(step, file, at, prediction.way.cuda_graph, others) or 0.0)
+    times_ms = [time_ms + (learned.loop_ms(step, file, at, prediction.way.cuda_graph, other_logits) or 0.0)
                 for time_ms, at in zip(run_ms, paces, strict=True)]
-    low_ms, whole_ms, high_ms = _sustained_ms(times_ms, run, learned)
+    low_ms, whole_ms, high_ms = times_ms
+    if generation.power_limit is not None and learned.energy is not None:
+        power_w = learned.energy.unlimited_w(parts_of_run(run))
+        low_ms, whole_ms, high_ms = (generation.power_limit.sustained_ms(time_ms, power_w) for time_ms in times_ms)
     warnings = prediction.warnings
-    if whole_ms > LIMITED * times_ms[1]:
-        what = {"first": "the first token", "token": "a further token"}[_phase(step)]
-        warnings = (*warnings, f"{what} takes {whole_ms / times_ms[1] - 1:.0%} longer than at the device's highest clocks, "
+    if whole_ms > MENTIONED_SLOWDOWN * times_ms[1]:
+        token = {"first": "the first token", "token": "a further token"}[_phase(step)]
+        warnings = (*warnings, f"{token} takes {whole_ms / times_ms[1] - 1:.0%} longer than at the device's highest clocks, "
                     "since it reaches its power limit")
     return run._replace(prediction=prediction.model_copy(update={
         "latency_ms": whole_ms, "interval_ms": (low_ms, high_ms), "warnings": warnings}))
-
-
-def _sustained_ms(times_ms: Sequence[float], run: PredictedRun, learned: GenerationModels) -> list[float]:
-    """Times of a step under the device's power limit."""
-    if learned.generation is None or learned.generation.power_limit is None or learned.energy is None:
-        return list(times_ms)
-    power_w = learned.energy.unlimited_w(parts_of_run(run))
-    return [learned.generation.power_limit.sustained_ms(time_ms, power_w) for time_ms in times_ms]

@@ -28,14 +28,13 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache, partial
 
 from hase.inference.memory.buffers import (
-    MIB,
     Activations,
     Arena,
-    Block,
     Layout,
     NodeBuffers,
-    aligned,
+    TensorBlock,
     buffers_of_run,
+    chunk_bytes,
     lay_out,
     layouts_of,
     live_activations,
@@ -48,6 +47,7 @@ from hase.runtimes import runtime_named
 from hase.utils.config import Frozen
 from hase.utils.files import cached
 from hase.utils.fingerprint import FROM_SHEET, Machine, Target
+from hase.utils.processes import MIB
 
 SESSION_BYTES, NODE_BYTES = 2.4 * MIB, 0.011 * MIB  # a CPU session's own memory, and per node
 LOADED_BASE_BYTES = 2 * MIB  # left in the heap after loading the graph itself
@@ -87,15 +87,15 @@ class Memory(Frozen):
 
 
 def peak_memory(record: ModelRecord, workspace_mib: float | None = None, layouts: Mapping[str, Layout] | None = None,
-                apart: Collection[str] = ()) -> Memory:
+                excluded: Collection[str] = ()) -> Memory:
     """Predicts the peak memory of a model's session.
 
-    By default, `workspace_mib` is estimated and `layouts` are computed. `apart` is as for `buffers_of_run`.
+    By default, `workspace_mib` is estimated and `layouts` are computed. `excluded` is as for `buffers_of_run`.
     """
     if layouts is None:
         layouts = layouts_of(record, record.flavour.device)
-    run = buffers_of_run(record, layouts, apart, keeps=runtime_named(record.flavour.runtime).keeps_arena)
-    activations, node_layouts = live_activations(record, run, apart), [layouts[node.kernel_id] for node in record.nodes]
+    run = buffers_of_run(record, layouts, excluded, keeps_dead=runtime_named(record.flavour.runtime).keeps_arena)
+    activations, node_layouts = live_activations(record, run, excluded), [layouts[node.kernel_id] for node in record.nodes]
     arena, workspace, loading = _surplus_bytes(record, activations, run, node_layouts)
     if workspace_mib is None:
         workspace_mib = workspace / MIB
@@ -113,7 +113,7 @@ def _surplus_bytes(record: ModelRecord, activations: Activations, run: Sequence[
         inputs = sum(tensor.bytes for tensor in record.inputs.values())
         taken = gpu_arena_bytes(record, run, node_layouts) + inputs
         return max(taken - record.weight_bytes - activations.peak_bytes, 0.0), LIBRARIES_MIB * MIB, 0.0
-    used = activations.lent_bytes + cpu_arena_bytes(run, [layout.scratch_bytes for layout in node_layouts])
+    used = activations.caller_bytes + cpu_arena_bytes(run, [layout.scratch_bytes for layout in node_layouts])
     return (max(used - activations.peak_bytes, 0),
             SESSION_BYTES + NODE_BYTES * len(record.nodes),
             LOADED_BASE_BYTES + sum(layout.loading_bytes for layout in node_layouts))
@@ -121,14 +121,14 @@ def _surplus_bytes(record: ModelRecord, activations: Activations, run: Sequence[
 
 def cpu_arena_bytes(run: Sequence[NodeBuffers], scratch_bytes: Sequence[int]) -> int:
     """Bytes of a CPU's arena that were ever in use: by a first run, tensor by tensor, and a second one in one block."""
-    arena, block = Arena(), Block()
+    arena, block = Arena(), TensorBlock()
     lay_out(arena, run, scratch_bytes)
     lay_out(block, run)
     if block.size:
         arena.allocate(block.size)
     if largest := max(scratch_bytes, default=0):
         arena.allocate(largest)
-    return arena.used
+    return arena.used_bytes
 
 
 GPU_MEMORY_MIB = {"NVIDIA H200": 143771.0}  # by device name, as nvidia-smi shows it
@@ -188,25 +188,25 @@ def gpu_arena_bytes(record: ModelRecord, run: Sequence[NodeBuffers], layouts: Se
     previous run stay until a run ends. Weights are loaded in the order of a hash table, which differs between sessions and
     changes what fits into a region. So the result is the median of several orders.
     """
-    weights = [aligned(size) for size in gpu_weight_bytes(record).values()]
-    block = Block()
+    weights = [chunk_bytes(size) for size in gpu_weight_bytes(record).values()]
+    block = TensorBlock()
     lay_out(block, run)
     changes, scratch = [], []  # at nodes that change the arena
     for index, (buffers, layout) in enumerate(zip(run, layouts, strict=True)):
-        if buffers.lent_bytes:
-            buffers = buffers._replace(made=[*buffers.made, (f"output {index}", buffers.lent_bytes)])
-        if buffers.made or buffers.freed or layout.scratch_bytes:
+        if buffers.caller_bytes:
+            buffers = buffers._replace(created=[*buffers.created, (f"output {index}", buffers.caller_bytes)])
+        if buffers.created or buffers.freed or layout.scratch_bytes:
             changes.append(buffers)
             scratch.append(layout.scratch_bytes)
-    second_run = [size for size in (block.size, max(scratch, default=0), *(buffers.lent_bytes for buffers in run)) if size]
+    second_run = [size for size in (block.size, max(scratch, default=0), *(buffers.caller_bytes for buffers in run)) if size]
     taken: list[int] = []
     for order in _loading_orders(len(weights)):
         arena = Arena()
-        arena.keep(map(weights.__getitem__, order))
+        arena.allocate_weights(map(weights.__getitem__, order))
         lay_out(arena, changes, scratch)
         for size in second_run:
             arena.allocate(size)
-        bisect.insort(taken, arena.taken)
+        bisect.insort(taken, arena.reserved_bytes)
         left, middle = TRIED_ORDERS - len(taken), TRIED_ORDERS // 2
         if left <= middle and taken[middle - left] == taken[middle]:
             break  # this is the median, whatever the other orders take

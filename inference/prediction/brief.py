@@ -42,36 +42,37 @@ class BriefPrediction(NamedTuple):
 
 def brief_prediction(run: PredictedRun, learned: EnergyModel | None = None, memory: bool = False) -> BriefPrediction:
     """Extracts the main numbers from a full answer, with energy and memory if wanted."""
-    whole, energy = run.prediction, None
+    full, energy = run.prediction, None
     if learned is not None:
-        found = energy_of(run, learned)
-        energy = BriefEnergy(found.energy_j, found.interval_j, found.mean_power_w, found.rough_estimate)
-    return BriefPrediction(whole.model, whole.latency_ms, whole.interval_ms, whole.rough_estimate, energy,
-                           *((whole.peak_memory_mib, whole.fits_memory) if memory else ()))
+        full_energy = energy_of(run, learned)
+        energy = BriefEnergy(full_energy.energy_j, full_energy.interval_j, full_energy.mean_power_w, full_energy.rough_estimate)
+    return BriefPrediction(full.model, full.latency_ms, full.interval_ms, full.rough_estimate, energy,
+                           *((full.peak_memory_mib, full.fits_memory) if memory else ()))
 
 
-def brief_predictions(batch: Batch, several: Sequence[bool], learned: EnergyModel | None = None,
+def brief_predictions(batch: Batch, has_branches: Sequence[bool], learned: EnergyModel | None = None,
                       memory: bool = False) -> list[BriefPrediction]:
-    """The main numbers of the models of a batch. Models whose Ifs can take other branches come again at the end of the batch;
-    `several` marks them.
+    """The main numbers of the models of a batch. Raises UserError if the energy of a model can't be predicted.
 
-    Raises:
-        UserError: the energy of a model can't be predicted.
+    `has_branches` marks models whose Ifs can take other branches. They come again, with these, at the end of the batch.
     """
-    found, count = batch.latencies, len(several)
-    latency, low_ms, high_ms = found.latency_ms, found.spans.low * found.latency_ms, found.spans.high * found.latency_ms
-    for other, model in enumerate((index for index, has_other in enumerate(several) if has_other), count):
+    latencies, count = batch.latencies, len(has_branches)
+    latency_ms = latencies.latency_ms
+    low_ms, high_ms = latencies.spans.low * latency_ms, latencies.spans.high * latency_ms
+    for other, model in enumerate((index for index, marked in enumerate(has_branches) if marked), count):
         low_ms[model], high_ms[model] = min(low_ms[model], low_ms[other]), max(high_ms[model], high_ms[other])
     names = [record.model for record in batch.records]
     answers = [BriefPrediction(*numbers) for numbers in zip(
-        names[:count], latency[:count].tolist(), zip(low_ms[:count].tolist(), high_ms[:count].tolist(), strict=True),
-        found.rough[:count].tolist(), strict=True)]
+        names[:count], latency_ms[:count].tolist(), zip(low_ms[:count].tolist(), high_ms[:count].tolist(), strict=True),
+        latencies.rough[:count].tolist(), strict=True)]
     if learned is not None:
-        of = energies_of(batch, learned, kept_parts(batch, learned), latency, (low_ms, high_ms))
-        energies = zip(of.energy_j.tolist(), zip((of.interval.low * of.energy_j).tolist(),
-                                                 (of.interval.high * of.energy_j).tolist(), strict=True),
-                       of.power_w.tolist(), of.rough.tolist(), strict=True)
-        answers = [answer._replace(energy=BriefEnergy(*energy)) for answer, energy in zip(answers, energies, strict=False)]
+        energies = energies_of(batch, learned, kept_parts(batch, learned), latency_ms, (low_ms, high_ms))
+        intervals_j = zip(*((end * energies.energy_j).tolist() for end in (energies.interval.low, energies.interval.high)),
+                          strict=True)
+        numbers_by_model = zip(energies.energy_j.tolist(), intervals_j, energies.power_w.tolist(), energies.rough.tolist(),
+                               strict=True)
+        answers = [answer._replace(energy=BriefEnergy(*numbers))
+                   for answer, numbers in zip(answers, numbers_by_model, strict=False)]
     if memory:
         fitted = batch.conditions.fitted
         device_mib = device_memory_mib(fitted.target, fitted.predictors.sidecar.machines)

@@ -21,11 +21,11 @@ from hase.utils.errors import UserError
 from hase.utils.fingerprint import FROM_SHEET
 from hase.utils.lazy import onnx
 from hase.utils.paths import SHIPPED, Workspace
+from hase.utils.processes import MIB
 
-MIB = 2**20
-OWN, FLOPS, WEIGHTS = "own", "flops", "weights"
-TABLE = ".csv"
-NAME, SCORE = "model", "score"  # the required columns; tables of earlier searches have them
+OWN, FLOPS, WEIGHTS = "own", "flops", "weights"  # what a candidate can be scored by, besides a table
+TABLE_SUFFIX = ".csv"
+NAME, SCORE = "model", "score"  # the columns that a table of scores needs; tables of earlier searches have them
 
 
 class SearchLimits(NamedTuple):
@@ -102,7 +102,7 @@ class Evaluator:
         if question.score == OWN and self._space.score is None:
             raise UserError(f"{question.space}: has no score of its own (a Python file defines it as score(choice)); choose "
                             "--score flops or --score weights, or give a table (.csv)")
-        self._scores = read_scores(Path(self._score_by)) if self._score_by.endswith(TABLE) else {}
+        self._scores = read_scores(Path(self._score_by)) if self._score_by.endswith(TABLE_SUFFIX) else {}
         self._predictor = Predictor(question.workspace, question.target, force=question.force, any_device=True)
         self._brief = self._predictor.brief(energy=question.energy or question.limits.energy_j is not None,
                                             host_pace=question.host_pace)
@@ -110,17 +110,17 @@ class Evaluator:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """Notes for the reader that concern all candidates."""
+        """Warnings that concern all candidates."""
         return (*self._predictor.fitted.notices, *(host_warning(HOSTS) if self._pace == UNKNOWN else ()))
 
     @property
-    def elsewhere(self) -> SearchQuestion:
+    def portable_question(self) -> SearchQuestion:
         """The question for another machine, with target and pace fixed, since that machine would find others."""
-        asked, found = self._question.target, self._predictor.fitted.target.name
-        return self._question._replace(target=asked if asked and FROM_SHEET in asked else found, host_pace=self._pace)
+        given, chosen = self._question.target, self._predictor.fitted.target.name
+        return self._question._replace(target=given if given and FROM_SHEET in given else chosen, host_pace=self._pace)
 
     @property
-    def learned(self) -> dict[str, bytes]:
+    def predictor_files(self) -> dict[str, bytes]:
         """The predictors' files by their paths in the workspace, without those shipped with Hase."""
         root = self._question.workspace
         folders = self._predictor.fitted.predictors.folder, Workspace(root).data_sheets
@@ -142,21 +142,22 @@ class Evaluator:
             return [candidate for choice in choices for candidate in self([choice])]
 
     def _candidates(self, choices: Sequence[Choice]) -> list[SearchCandidate]:
-        made = [self._made(choice) for choice in choices]
-        records = [self._predictor.record(source) for source in made]
-        sources = [source if record.guessed else record for source, record in zip(made, records, strict=True)]
-        found = [self._candidate(*one) for one in zip(choices, records, self._brief(sources), strict=True)]
+        models = [self._model(choice) for choice in choices]
+        records = [self._predictor.record(model) for model in models]
+        sources = [model if record.guessed else record for model, record in zip(models, records, strict=True)]
+        candidates = [self._candidate(*one) for one in zip(choices, records, self._brief(sources), strict=True)]
         limits = self._question.limits
         if limits.memory_mib is None:
-            return found
-        left = [index for index, candidate in enumerate(found) if (candidate.chance or 0.0) >= limits.least_chance]
+            return candidates
+        left = [index for index, candidate in enumerate(candidates) if (candidate.chance or 0.0) >= limits.least_chance]
         for index, answer in zip(left, self._with_memory([sources[index] for index in left]), strict=True):
             peak_mib = answer.peak_memory_mib or 0.0
             fits = peak_mib <= limits.memory_mib and answer.fits_memory is not False
-            found[index] = found[index]._replace(peak_memory_mib=peak_mib, chance=found[index].chance if fits else 0.0)
-        return found
+            candidates[index] = candidates[index]._replace(
+                peak_memory_mib=peak_mib, chance=candidates[index].chance if fits else 0.0)
+        return candidates
 
-    def _made(self, choice: Choice) -> Source:
+    def _model(self, choice: Choice) -> Source:
         try:
             return self._space.make(choice, self._predictor.fitted.target.flavour)
         except UserError:
@@ -165,27 +166,26 @@ class Evaluator:
             raise user_code_error(choice_name(choice), "make", error) from error
 
     def _candidate(self, choice: Choice, record: ModelRecord, answer: BriefPrediction) -> SearchCandidate:
-        limits, energy = self._question.limits, answer.energy
-        chance = 1.0
+        limits, energy, chance = self._question.limits, answer.energy, 1.0
         if limits.latency_ms is not None:
             chance *= chance_within(answer.latency_ms, answer.interval_ms, limits.latency_ms)
         if limits.energy_j is not None and energy is not None:
             chance *= chance_within(energy.energy_j, energy.interval_j, limits.energy_j)
-        kernels = record.kernels
-        gflop = sum(kernels[node.kernel_id].flops * node.runs for node in record.nodes) / 1e9
+        gflop = sum(record.kernel_of(node).flops * node.runs for node in record.nodes) / 1e9
         weights_mib = record.weight_bytes / MIB
-        name = record.model if is_model(choice) else choice_name(choice)
-        found = SearchCandidate(name, answer.latency_ms, *answer.interval_ms, answer.rough_estimate, gflop=gflop,
-                          weights_mib=weights_mib, score=self._score(choice, name, gflop, weights_mib), chance=chance)
+        name = record.model if is_model_choice(choice) else choice_name(choice)
+        candidate = SearchCandidate(name, answer.latency_ms, *answer.interval_ms, answer.rough_estimate, gflop=gflop,
+                                    weights_mib=weights_mib, score=self._score(choice, name, gflop, weights_mib), chance=chance)
         if energy is None:
-            return found
-        return found._replace(energy_j=energy.energy_j, energy_low_j=energy.interval_j[0], energy_high_j=energy.interval_j[1])
+            return candidate
+        low_j, high_j = energy.interval_j
+        return candidate._replace(energy_j=energy.energy_j, energy_low_j=low_j, energy_high_j=high_j)
 
     def _score(self, choice: Choice, name: str, gflop: float, weights_mib: float) -> float:
         if self._score_by in (FLOPS, WEIGHTS):
             return gflop if self._score_by == FLOPS else weights_mib
         if self._score_by != OWN or self._space.score is None:
-            return score_of(self._scores, name, Path(self._score_by).name)
+            return table_score(self._scores, name, Path(self._score_by).name)
         try:
             score = self._space.score(choice)
         except Exception as error:  # the user's code may raise anything
@@ -193,13 +193,13 @@ class Evaluator:
         return checked_score(score, name)
 
 
-def is_model(choice: Choice) -> bool:
-    """Whether a choice is a model in memory or a record, which has a name but no short text."""
+def is_model_choice(choice: Choice) -> bool:
+    """Whether a choice is a model in memory or a record: it has a name, but no short text that tells it from others."""
     return isinstance(choice, (onnx.ModelProto, ModelRecord))
 
 
 def choice_name(choice: Choice) -> str:
-    """A choice as distinct text, or the name of a model in memory."""
+    """The text of a choice, or the name of a model in memory."""
     if isinstance(choice, ModelRecord):
         return choice.model
     return choice.graph.name if isinstance(choice, onnx.ModelProto) else str(choice)
@@ -207,17 +207,17 @@ def choice_name(choice: Choice) -> str:
 
 @lru_cache(1)
 def evaluator_for(question: SearchQuestion) -> Evaluator:
-    """The cached evaluator of a question in this process."""
+    """The evaluator of a question in this process; the latest is kept."""
     return Evaluator(question)
 
 
 def evaluate_choices(question: SearchQuestion, choices: Sequence[Choice]) -> list[SearchCandidate]:
-    """The candidates of choices; can be called in any process."""
+    """The candidates of choices; a function that can be sent to another process."""
     return evaluator_for(question)(choices)
 
 
 def read_scores(path: Path) -> Mapping[str, float]:
-    """Scores by the candidate's name, from a table. Rows without a score count as missing."""
+    """The scores in a table, by the candidate's name. Rows without a score are left out."""
     scores: dict[str, float] = {}
     try:
         with path.open(encoding="utf-8-sig", newline="") as lines:
@@ -235,16 +235,16 @@ def read_scores(path: Path) -> Mapping[str, float]:
     return scores
 
 
-def score_of(scores: Mapping[str, float], name: str, table: str) -> float:
-    """A candidate's score in the table `table`, by its name or its file's name."""
+def table_score(scores: Mapping[str, float], name: str, table: str) -> float:
+    """A candidate's score in a table, by its name or its file's name; `table` is the table's name for errors."""
     for known_as in (name, Path(name).name):
         if known_as in scores:
             return scores[known_as]
-    raise UserError(f"{name}: has no score in {table}")
+    raise UserError(f"{name}: has no score in {table}; add a row for it")
 
 
 def checked_score(score: object, what: str) -> float:
-    """A score as a number."""
+    """A score as a finite number; a `UserError` if it is none."""
     try:
         number = float(score)  # type: ignore[arg-type]  # the user's function may return anything
     except (TypeError, ValueError):

@@ -50,7 +50,7 @@ class ClusterWork(NamedTuple):
         skipped: number of candidates that were searched before.
         size: number of candidates in a batch.
         folder: the driver's working directory, for relative paths.
-        learned: the predictors' files, by their paths in the workspace (`Evaluator.learned`).
+        learned: the predictors' files, by their paths in the workspace (`Evaluator.predictor_files`).
         sent: contents of the files that the question names: the space, if it is a Python file, and a table of scores.
     """
 
@@ -98,11 +98,11 @@ def evaluated_on_ray(evaluator: Evaluator, skipped: int, size: int, address: str
             raise UserError("the Ray cluster has no CPUs that could work")
         count = min(processes or cpus, cpus)
         log.info("%d process%s on Ray", count, "es" * (count != 1))
-        question = evaluator.elsewhere
+        question = evaluator.portable_question
         sent = {name: Path(path).read_bytes() for name in SENT_FILES
                 if (path := getattr(question, name)) and path.endswith(SENT_FILES[name])}
         try:
-            for table in _tables(ClusterWork(question, skipped, size, Path.cwd(), evaluator.learned, sent), count):
+            for table in _tables(ClusterWork(question, skipped, size, Path.cwd(), evaluator.predictor_files, sent), count):
                 for candidates in _values(table):
                     if isinstance(candidates, Failed):
                         raise UserError(candidates.why)

@@ -21,7 +21,7 @@ from hase.inference.search.evaluating import (
     choice_name,
     evaluate_choices,
     evaluator_for,
-    is_model,
+    is_model_choice,
 )
 from hase.inference.search.on_ray import evaluated_on_ray
 from hase.inference.search.spaces import Choice, space_of
@@ -137,7 +137,7 @@ def _evaluated(question: SearchQuestion, choices: Iterator[Choice], processes: i
 def _skip_searched(choices: Iterator[Choice], count: int, last: SearchCandidate, part: PartFile) -> None:
     """Skips the choices that were searched before."""
     last_skipped = next(islice(choices, count - 1, None), None)
-    if last_skipped is None or (not is_model(last_skipped) and choice_name(last_skipped) != last.model):
+    if last_skipped is None or (not is_model_choice(last_skipped) and choice_name(last_skipped) != last.model):
         raise UserError(f"{part.path}: the space gives other candidates now than when that search began; remove the file, or "
                         "choose another --out")
 

@@ -1,4 +1,4 @@
-"""Finds how several models can share a GPU and meet their latency objectives: the way of sharing, shares and batches.
+"""Finds how several models can share a GPU so that they meet their latency objectives: the way, the shares and the batches.
 
 For each way and each choice of shares, run times are predicted (`hase.inference.sharing.ways`), and the queues of requests are
 simulated (`hase.graph_model.simulation.serving`). Batches are searched model after model, for all ways at once.
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
     from hase.records.host_pace import Stalls
 
 SEED = 36  # for arrivals, so that the same question has the same answer
-SEARCH = (1000, 40)  # requests and repetitions in the search,
-FINAL = (20_000, 400)  # and for the final answer
-ROUNDS = 3  # of the search, each over all models
+SEARCH_EFFORT = (1000, 40)  # simulated requests and repetitions for each plan of the search,
+FINAL_EFFORT = (20_000, 400)  # and for the final answer
+SEARCH_ROUNDS = 3  # each over all models
 MOST_MODELS = 4  # more are refused
 DISTURBED_PER_S = 2.0  # stalls per second of dispatching; the host of the training data had 0.6, two others 5 and 9
 # Factors by which intervals are wider, by `disturbed`. Chosen so that intervals held for 90 % of the percentiles in half of the
 # sets that were measured on such a host, before slowdowns depended on the pace; docs/sharing.md says for how many they do now.
 SPREADS = {False: 1.15, True: 1.75}
-ROOM = 1.5  # the search begins with batches that have capacity for this multiple of the request rate
+CAPACITY_FACTOR = 1.5  # the search begins with batches that have capacity for this multiple of the request rate
 
 
 class RunPredictor(Protocol):
@@ -158,7 +158,7 @@ class SharingPlan(NamedTuple):
     batches: tuple[int, ...]
 
 
-class PlacedModel(NamedTuple):
+class PlannedModel(NamedTuple):
     """A model of a plan: its index among the models, its batch, and its share of the GPU's threads in per cent."""
 
     number: int
@@ -190,23 +190,19 @@ class SharingQuestion:
             raise NotShared(self.fitted.target.name)
         self.alone_ms: Callable[[str, int, int, int], float] = cache(self._alone_ms)
         self.at_paces_ms: Callable[[str, int, int, int], Floats] = cache(self._at_paces_ms)
-        self.slowdowns: Callable[[str, PlacedModel, tuple[PlacedModel, ...], float], Floats] = cache(self._slowdowns)
+        self.slowdowns: Callable[[str, PlannedModel, tuple[PlannedModel, ...], float], Floats] = cache(self._slowdowns)
 
     def plans(self) -> list[SharingPlan]:
-        """Every way with every choice of shares. Each batch is the smallest that can handle the request rate, if there is one.
+        """Every way with every choice of shares. Each batch is the smallest with enough capacity for the requests, else the
+        largest.
         """
-        plans = []
-        for way, times in self.ways.items():
-            for sharing in times.choices(len(self.models)):
-                batches = []
-                for index, model in enumerate(self.models):
-                    runs_by_batch = list(self.runs[index])
-                    needed = ROOM * model.rate_per_s / 1e3
-                    enough = (batch for batch in runs_by_batch
-                              if batch >= needed * self.alone_ms(way, index, batch, sharing.percent_of(index)))
-                    batches.append(next(enough, runs_by_batch[-1]))
-                plans.append(SharingPlan(way, sharing, tuple(batches)))
-        return plans
+        return [SharingPlan(way, sharing, tuple(self._first_batch(way, index, sharing) for index in range(len(self.models))))
+                for way, times in self.ways.items() for sharing in times.choices(len(self.models))]
+
+    def _first_batch(self, way: str, index: int, sharing: SetSharing) -> int:
+        per_ms = CAPACITY_FACTOR * self.models[index].rate_per_s / 1e3
+        return next((batch for batch in self.runs[index]
+                     if batch >= per_ms * self.alone_ms(way, index, batch, sharing.percent_of(index))), max(self.runs[index]))
 
     def case(self, plan: SharingPlan, end: int | None = None, adding: bool = False) -> Case:
         """A plan as a case to simulate.
@@ -215,17 +211,17 @@ class SharingQuestion:
         approximates the effect of several co-runners by the sum of their single effects at the host's usual pace. That saves
         simulating each set; under MPS the true effects are larger beside models that fill the GPU.
         """
-        placed = [PlacedModel(index, batch, plan.sharing.percent_of(index)) for index, batch in enumerate(plan.batches)]
+        planned = [PlannedModel(index, batch, plan.sharing.percent_of(index)) for index, batch in enumerate(plan.batches)]
         runs_ms = []
-        for index, batch, percent in placed:
+        for index, batch, percent in planned:
             prediction = self.runs[index][batch].prediction
             ratio = 1.0 if end is None else prediction.interval_ms[end] / prediction.latency_ms
             runs_ms.append(ratio * self.at_paces_ms(plan.way, index, batch, percent))
         paces = (1.0, 1.0) if adding else (1.0, SLOWER)
-        slowdowns = np.ones((len(placed), 1 << len(placed), len(paces), SAMPLES))
-        for model in placed:
-            others = [other for other in placed if other != model]
-            for some in chain.from_iterable(combinations(others, count) for count in range(1, len(placed))):
+        slowdowns = np.ones((len(planned), 1 << len(planned), len(paces), SAMPLES))
+        for model in planned:
+            others = [other for other in planned if other != model]
+            for some in chain.from_iterable(combinations(others, count) for count in range(1, len(planned))):
                 number = set_of(other.number for other in some)
                 sets = [(other,) for other in some] if adding else [some]
                 together = [1.0 + sum(self.slowdowns(plan.way, model, one_set, pace) - 1.0 for one_set in sets)
@@ -233,7 +229,8 @@ class SharingQuestion:
                 slowdowns[model.number, [number, number | set_of([model.number])]] = together
         return Case([model.rate_per_s for model in self.models], plan.batches, runs_ms, slowdowns)
 
-    def simulated(self, cases: Sequence[Case], effort: tuple[int, int]) -> list[list[Served]]:
+    def simulate(self, cases: Sequence[Case], effort: tuple[int, int]) -> list[list[Served]]:
+        """How the requests of each case are served; `effort` is the number of requests and of repetitions."""
         requests, repetitions = effort
         return served(cases, np.random.default_rng(SEED), requests, repetitions, self.host)
 
@@ -242,16 +239,16 @@ class SharingQuestion:
         """Whether the host stalls much more often than the one in the training data."""
         return self.host.stalls_per_s > DISTURBED_PER_S
 
-    def between_ms(self, low: Served, high: Served, way: str = "") -> tuple[float, float]:
+    def between_ms(self, low: Served, high: Served, way: str) -> tuple[float, float]:
         """The 90 % interval of the latency that has an objective, wider for a `way` that was never measured. `low` and `high`
         are results with all runs at the lower and at the upper ends of their intervals.
         """
-        spread, further = SPREADS[self.disturbed], MIG_SPAN if way == MIG else CERTAIN
-        return (low.percentile_ms(self.percentile) / spread * further.low,
-                high.percentile_ms(self.percentile) * spread * further.high)
+        spread, way_span = SPREADS[self.disturbed], MIG_SPAN if way == MIG else CERTAIN
+        return (low.percentile_ms(self.percentile) / spread * way_span.low,
+                high.percentile_ms(self.percentile) * spread * way_span.high)
 
     def merit(self, results: Sequence[Served]) -> tuple[float, ...]:
-        """The sort key of a plan, more is better: the models' headrooms, ascending.
+        """The sort key of a plan, larger is better: the models' headrooms, ascending.
 
         Last comes the negative offered load, which compares plans in which requests are not answered.
         """
@@ -267,7 +264,7 @@ class SharingQuestion:
         run = self.serving[index][batch]
         return np.array([self.ways[way].alone_ms(run.at_pace(pace), percent) for pace in PACES])
 
-    def _slowdowns(self, way: str, model: PlacedModel, others: tuple[PlacedModel, ...], pace: float) -> Floats:
+    def _slowdowns(self, way: str, model: PlannedModel, others: tuple[PlannedModel, ...], pace: float) -> Floats:
         """SAMPLES equally likely ratios of a run's time while the others run in loops to its time alone. `pace` is relative to
         the usual one of a host that serves.
         """
@@ -276,38 +273,35 @@ class SharingQuestion:
         return under_load.slowdowns(alone_ms)
 
 
-def advise(predictor: RunPredictor, models: Sequence[ServedModel], batches: Sequence[Sequence[int]],
+def advise_sharing(predictor: RunPredictor, models: Sequence[ServedModel], batches: Sequence[Sequence[int]],
            percentile: float = PERCENTILE, host_pace: float | HostPace | None = None) -> SharingAdvice:
     """Finds the way of sharing the target's GPU in which models meet their objectives, and the best of the given `batches`.
 
-    `percentile` is the percentage of requests that must meet them. The models' own `batch` is not read.
-
-    Raises:
-        UserError: a model can't be predicted at a batch, or there are too many.
-        NotShared: no way of sharing was learned for the target.
+    `percentile` is the percentage of requests that must meet them. The models' own `batch` is not read. Raises UserError if a
+    model can't be predicted at a batch, and NotShared if no way of sharing was learned for the target.
     """
     if len(models) > MOST_MODELS:
-        raise UserError(f"{len(models)} models: advice is for {MOST_MODELS} at most")
+        raise UserError(f"{len(models)} models: advice is for {MOST_MODELS} at most; leave some out")
     runs = [{batch: predictor.run(model.model, dims={**model.dims, BATCH: batch}, host_pace=host_pace)
              for batch in sorted(set(sizes))}
             for model, sizes in zip(models, batches, strict=True)]
     measured = host_pace.measured if isinstance(host_pace, HostPace) else None
     question = SharingQuestion(predictor.fitted, models, runs, percentile, measured.stalls if measured else None)
-    plans = _searched(question)
+    plans = _search(question)
     best: dict[str, tuple[SharingPlan, list[Served]]] = {}
-    for plan, results in zip(plans, question.simulated([question.case(plan) for plan in plans], FINAL), strict=True):
+    for plan, results in zip(plans, question.simulate([question.case(plan) for plan in plans], FINAL_EFFORT), strict=True):
         if plan.way not in best or question.merit(results) > question.merit(best[plan.way][1]):
             best[plan.way] = plan, results
     ranked = sorted(best.values(), key=lambda found: (found[0].way != MIG, question.merit(found[1])), reverse=True)
-    ends = question.simulated([question.case(plan, end) for plan, _ in ranked for end in (0, 1)], FINAL)
+    ends = question.simulate([question.case(plan, end) for plan, _ in ranked for end in (0, 1)], FINAL_EFFORT)
     ways = tuple(_shared_way(question, plan, results, ends[2 * index:2 * index + 2])
                  for index, (plan, results) in enumerate(ranked))
-    warned: dict[str, list[str]] = {}
+    names_by_warning: dict[str, list[str]] = {}
     for plan, _ in ranked:
-        for index, model in enumerate(models):
-            for warning in question.runs[index][plan.batches[index]].prediction.warnings:
-                warned.setdefault(warning, []).append(f"{model.model.stem} at batch {plan.batches[index]}")
-    warnings = [f"{', '.join(dict.fromkeys(names))}: {warning}" for warning, names in warned.items()]
+        for model, batch, model_runs in zip(models, plan.batches, runs, strict=True):
+            for warning in model_runs[batch].prediction.warnings:
+                names_by_warning.setdefault(warning, []).append(f"{model.model.stem} at batch {batch}")
+    warnings = [f"{', '.join(dict.fromkeys(names))}: {warning}" for warning, names in names_by_warning.items()]
     if any(way.way in (MPS, MPS_SHARES) for way in ways):
         warnings += learned_elsewhere(question.fitted)
     if any(way.way == MIG for way in ways):
@@ -324,23 +318,23 @@ def advise(predictor: RunPredictor, models: Sequence[ServedModel], batches: Sequ
                          meets=ways[0].meets, ways=ways, not_learned=question.not_learned, warnings=tuple(warnings))
 
 
-def _searched(question: SharingQuestion) -> list[SharingPlan]:
+def _search(question: SharingQuestion) -> list[SharingPlan]:
     """The plans of all ways and shares with the best batches found.
 
     Batches are chosen for one model at a time, with the others fixed, until nothing changes.
     """
     plans = question.plans()
-    for _ in range(ROUNDS):
+    for _ in range(SEARCH_ROUNDS):
         before = list(plans)
         for index, runs_by_batch in enumerate(question.runs):
             if len(runs_by_batch) == 1:
                 continue
-            tried = [[plan._replace(batches=(*plan.batches[:index], batch, *plan.batches[index + 1:]))
-                      for batch in runs_by_batch] for plan in plans]
-            found = iter(question.simulated(
-                [question.case(plan, adding=True) for variants in tried for plan in variants], SEARCH))
-            plans = [max(((question.merit(next(found)), plan) for plan in variants), key=lambda each: each[0])[1]
-                     for variants in tried]
+            variants = [plan._replace(batches=(*plan.batches[:index], batch, *plan.batches[index + 1:]))
+                        for plan in plans for batch in runs_by_batch]
+            results = question.simulate([question.case(plan, adding=True) for plan in variants], SEARCH_EFFORT)
+            merits = [question.merit(result) for result in results]
+            plans = [variants[max(range(first, first + len(runs_by_batch)), key=merits.__getitem__)]
+                     for first in range(0, len(variants), len(runs_by_batch))]
         if plans == before:
             break
     return plans
@@ -350,19 +344,18 @@ def _shared_way(question: SharingQuestion, plan: SharingPlan, results: Sequence[
                 ends: Sequence[Sequence[Served]]) -> SharedWay:
     """A plan as part of the answer."""
     models, sharing = [], plan.sharing
-    for index, (model, result, low, high) in enumerate(zip(question.models, results, *ends, strict=True)):
-        run = question.runs[index][plan.batches[index]].prediction
-        latency, (low_ms, high_ms) = result.percentile_ms(question.percentile), question.between_ms(low, high, plan.way)
-        chance = chance_within(latency, (low_ms, high_ms), model.slo_ms) if math.isfinite(latency) else 0.0
+    for index, (model, batch, result, low, high) in enumerate(zip(question.models, plan.batches, results, *ends, strict=True)):
+        run, percent = question.runs[index][batch].prediction, sharing.percent_of(index)
+        latency_ms, (low_ms, high_ms) = result.percentile_ms(question.percentile), question.between_ms(low, high, plan.way)
+        chance = chance_within(latency_ms, (low_ms, high_ms), model.slo_ms) if math.isfinite(latency_ms) else 0.0
         models.append(AdvisedModel(
-            model=model.model.stem, dims=run.dims, batch=plan.batches[index],
-            percent=sharing.percent_of(index) if sharing.mps or sharing.instances else None, rate_per_s=model.rate_per_s,
-            alone_ms=question.alone_ms(plan.way, index, plan.batches[index], sharing.percent_of(index)),
-            run_ms=result.run_ms, mean_ms=_known(result.mean_ms), **{
-                f"p{percent}_ms": _known(result.percentile_ms(percent)) for percent in (50, 95, 99)},
-            slo_ms=model.slo_ms, latency_ms=_known(latency), between_ms=(_known(low_ms), _known(high_ms)),
-            headroom=_known(1.0 - latency / model.slo_ms), chance=chance, chance_in_words=chance_word(chance), busy=result.busy,
-            stable=result.stable, rough_estimate=run.rough_estimate or question.disturbed or plan.way == MIG,
+            model=model.model.stem, dims=run.dims, batch=batch, percent=percent if sharing.mps or sharing.instances else None,
+            rate_per_s=model.rate_per_s, alone_ms=question.alone_ms(plan.way, index, batch, percent), run_ms=result.run_ms,
+            mean_ms=_if_finite(result.mean_ms),
+            **{f"p{number}_ms": _if_finite(result.percentile_ms(number)) for number in (50, 95, 99)},
+            slo_ms=model.slo_ms, latency_ms=_if_finite(latency_ms), between_ms=(_if_finite(low_ms), _if_finite(high_ms)),
+            headroom=_if_finite(1.0 - latency_ms / model.slo_ms), chance=chance, chance_in_words=chance_word(chance),
+            busy=result.busy, stable=result.stable, rough_estimate=run.rough_estimate or question.disturbed or plan.way == MIG,
             estimated_operators=run.estimated_operators))
     headrooms = [model.headroom for model in models if model.headroom is not None]
     headroom = min(headrooms) if len(headrooms) == len(models) else None
@@ -372,12 +365,12 @@ def _shared_way(question: SharingQuestion, plan: SharingPlan, results: Sequence[
                      chance_in_words=chance_word(chance))
 
 
-def _known(value: float) -> float | None:
+def _if_finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def rows(advice: SharingAdvice) -> list[dict[str, Any]]:
-    """A table with a row for each way and model, and one for each way that was not learned."""
+def advice_rows(advice: SharingAdvice) -> list[dict[str, Any]]:
+    """The table of an advice, with a row for each way and model, and one for each way that was not learned."""
     latency = f"p{advice.percentile:g} (ms)"
     table = [{"way": way.sharing, "model": model.model, "batch": model.batch,
               "share": "" if model.percent is None else f"{model.percent} %", "alone (ms)": model.alone_ms,
@@ -389,8 +382,8 @@ def rows(advice: SharingAdvice) -> list[dict[str, Any]]:
     return table + [{"way": name, "note": "not learned for this target"} for name in advice.not_learned]
 
 
-def verdict(advice: SharingAdvice) -> str:
-    """The answer in a sentence."""
+def advice_verdict(advice: SharingAdvice) -> str:
+    """An advice in a sentence."""
     best = advice.ways[0]
     batches = ", ".join(f"{model.model} at batch {model.batch}" for model in best.models)
     if best.meets:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from hase.graph_model.simulation.pipeline import pipeline_ms
-from hase.graph_model.simulation.sharing import MpsProcess, mps_runs_ms, times_at_share, with_share
+from hase.graph_model.simulation.sharing import MpsProcess, mps_runs_ms, times_at_share
 from hase.inference.prediction.uncertainty import Span, load_span, span_of_error
 from hase.inference.prediction.under_load import SEED, NotShared, UnderLoad, local_sharing
 from hase.inference.sharing.shared_models import OneOfTwo, Pair, one_of_two, shared_model_of
@@ -23,7 +23,6 @@ from hase.utils.errors import UserError
 from hase.utils.sharing_mode import ALL_THREADS, SLICES, SetSharing
 
 if TYPE_CHECKING:
-    from hase.graph_model.simulation.pipeline import Tracks
     from hase.inference.prediction.run import PredictedRun
     from hase.inference.prediction.targets import Fitted
     from hase.learned.sharing import LearnedMps
@@ -162,20 +161,16 @@ class ThroughMps:
 
     def span(self, model: PredictedRun, percent: int, alone_ms: float) -> Span:
         """The factors that contain nine of ten errors of models like this one beside others."""
-        gpu_ms = float(self._with_share(self._process(model, percent)).gpu_ms.sum())
+        gpu_ms = float(self._process(model, percent).tracks_alone(self._learned.sharing.rules).gpu_ms.sum())
         errors = self._learned.sharing.errors_of(gpu_ms, alone_ms, percent < ALL_THREADS)
         return span_of_error(errors.mean if errors else None)
-
-    def _with_share(self, process: MpsProcess) -> Tracks:
-        return with_share(process.tracks, process.grids, process.share, self._learned.sharing.rules)
 
     def _process(self, run: PredictedRun, percent: int) -> MpsProcess:
         return mps_process(run, self._learned, percent)
 
     def _alone_ms(self, model: PredictedRun, process: MpsProcess) -> float:
-        shared_tracks = self._with_share(process)
         usual_ms = pipeline_ms(process.tracks, model.run.costs) if model.run.costs else 0.0
-        return model.alone_ms + pipeline_ms(shared_tracks, process.costs) - usual_ms
+        return model.alone_ms + pipeline_ms(process.tracks_alone(self._learned.sharing.rules), process.costs) - usual_ms
 
 
 def mps_process(run: PredictedRun, learned: LearnedMps, percent: int) -> MpsProcess:

@@ -13,10 +13,7 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-import io
-import lzma
 import re
-import tarfile
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import NamedTuple
@@ -37,7 +34,7 @@ from hase.records.dataset_files import (
     write_journal,
     write_kernels,
 )
-from hase.records.dataset_tables import write_tables
+from hase.records.dataset_tables import write_dataset_tables
 from hase.records.dataset_writer import merge_dataset
 from hase.records.kernel_record_files import index_path, record_path
 from hase.records.measurement import Block
@@ -50,7 +47,7 @@ from hase.utils.paths import Workspace
 log = get_logger("archives")
 HERE = Path(__file__).resolve().parent
 TARGET = "nvidia-h200-cuda-ort1.31-all"
-DICTIONARY_BYTES = 512 << 20  # unpacking takes as much memory, packing eleven times as much
+DICTIONARY_BYTES = 512 << 20  # large, since names recur hundreds of megabytes apart
 EXAMPLES = """
 python recipes/h200/dataset_archives.py unpack --workspace out/h200
 python recipes/h200/dataset_archives.py pack --workspace out/h200
@@ -58,7 +55,7 @@ python recipes/h200/dataset_archives.py pack --workspace out/h200
 
 
 class Addition(NamedTuple):
-    """What a dataset holds beyond another: header, blocks, kernels as lines, paths of kernel records."""
+    """What a dataset holds beyond another: its header; new blocks, kernels (as lines) and kernel records (as paths)."""
 
     header: DatasetHeader
     blocks: list[Block]
@@ -72,28 +69,28 @@ def archives_in(folder: Path, target: str) -> list[Path]:
     return [first, *sorted(folder.glob(f"{target}-[0-9][0-9][0-9]-*.tar.xz"))] if first.exists() else []
 
 
-def unpack_all(archives: list[Path], workspace: Workspace, target: str) -> None:
+def unpack_archives(archives: list[Path], workspace: Workspace, target: str) -> None:
     """Adds the dataset in some archives to a workspace. Raises UserError if two contradict each other (`merge_dataset`)."""
     if not archives:
         raise UserError(f"no archive of target {target}; give their folder with --archives")
-    has_dataset = header_path(workspace.dataset(target)).exists()
-    if not has_dataset:
-        unpack(archives[0], workspace.root)
-        if not archives[1:]:  # a merge would have written these with their digests, and the tables
-            folder = workspace.dataset(target)
+    folder, further = workspace.dataset(target), archives
+    if not header_path(folder).exists():
+        first, *further = archives
+        unpack(first, workspace.root)
+        if not further:  # a merge would have written these with their digests, and the tables
             blocks = read_journal(folder)
             write_journal(folder, blocks)
             write_kernels(folder, kernel_lines(folder).values())
-            write_tables(folder, read_header(folder), blocks)
-    for archive in archives if has_dataset else archives[1:]:
-        with temporary_folder() as folder:
-            unpack(archive, folder)
-            merged = merge_dataset(Workspace(folder), workspace, target, {}, "")
+            write_dataset_tables(folder, read_header(folder), blocks)
+    for archive in further:
+        with temporary_folder() as unpacked:
+            unpack(archive, unpacked)
+            merged = merge_dataset(Workspace(unpacked), workspace, target, {}, "")
         log.info("%s: %d blocks, %d kernels and %d kernel records more", archive.name, merged.blocks, merged.kernels,
                  merged.records)
 
 
-def addition(workspace: Workspace, packed: Workspace, target: str) -> Addition:
+def find_addition(workspace: Workspace, packed: Workspace, target: str) -> Addition:
     """What a workspace's dataset holds beyond that of `packed`. Raises UserError if it lacks a block of `packed`."""
     folder, before = workspace.dataset(target), packed.dataset(target)
     header = read_header(folder)
@@ -104,7 +101,7 @@ def addition(workspace: Workspace, packed: Workspace, target: str) -> Addition:
                         "benchmark/merge_datasets.py")
     packed_kernels = kernel_lines(before)
     kernels = [line for name, line in kernel_lines(folder).items()
-               if line != packed_kernels.get(name) and _says_more(line, packed_kernels.get(name))]
+               if line != packed_kernels.get(name) and _has_more_owners(line, packed_kernels.get(name))]
     index = index_path(workspace, header.target.flavour)  # a merge writes it again
     records = [path for path in sorted(index.parent.glob("*.json"))
                if path != index and not _same_file(path, packed.root / path.relative_to(workspace.root))]
@@ -115,8 +112,8 @@ def _same_file(path: Path, candidate: Path) -> bool:
     return candidate.is_file() and candidate.read_bytes() == path.read_bytes()
 
 
-def _says_more(line: str, packed: str | None) -> bool:
-    """Whether a line of `kernels.jsonl` names owners of the kernel that the packed line lacks."""
+def _has_more_owners(line: str, packed: str | None) -> bool:
+    """Whether a line of `kernels.jsonl` names owners of the kernel that the packed line, if there is one, lacks."""
     if packed is None:
         return True
     before = DatasetKernel.model_validate_json(packed)
@@ -148,29 +145,19 @@ def packed_files(workspace: Workspace, target: str) -> Iterator[tuple[str, bytes
             yield str(path.relative_to(workspace.root)), contents
 
 
-def pack_whole(archive: Path, workspace: Workspace, target: str) -> None:
-    """Packs a dataset as the first archive, with a large dictionary, since names recur hundreds of megabytes apart."""
-    members = list(packed_files(workspace, target))
-    dictionary = min(DICTIONARY_BYTES, max(sum(len(contents) for _, contents in members), 1 << 20))
-    filters = [{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": dictionary}]
-    with files.replacing(archive) as part, lzma.open(part, "wb", filters=filters) as packed, \
-            tarfile.open(fileobj=packed, mode="w|") as tar:
-        for name, contents in members:
-            header = tarfile.TarInfo(name)
-            header.size = len(contents)
-            tar.addfile(header, io.BytesIO(contents))
+def pack_addition(workspace: Workspace, folder: Path, target: str) -> Path | None:
+    """Packs what a dataset holds beyond the archives in `folder`, and returns the new archive; None if there is nothing more.
 
-
-def pack_more(workspace: Workspace, folder: Path, target: str) -> Path | None:
-    """Packs what a dataset holds beyond the archives in `folder`; None if nothing. UserError if it contradicts them."""
+    Raises UserError if the dataset contradicts the archives.
+    """
     archives = archives_in(folder, target)
     if not archives:
-        archive = folder / f"{target}.tar.xz"
-        pack_whole(archive, workspace, target)
+        archive, members = folder / f"{target}.tar.xz", list(packed_files(workspace, target))
+        pack(archive, members, min(DICTIONARY_BYTES, max(sum(len(contents) for _, contents in members), 1 << 20)))
         return archive
     with temporary_folder() as packed, temporary_folder() as more:
-        unpack_all(archives, Workspace(packed), target)
-        new = addition(workspace, Workspace(packed), target)
+        unpack_archives(archives, Workspace(packed), target)
+        new = find_addition(workspace, Workspace(packed), target)
         if not (new.blocks or new.kernels or new.records):
             return None
         write_addition(new, Workspace(more), target)
@@ -191,12 +178,12 @@ def main() -> int:
     workspace = cli.start(args, begins=args.what == "unpack")
     if args.what == "unpack":
         archives = archives_in(args.archives, args.target)
-        unpack_all(archives, workspace, args.target)
+        unpack_archives(archives, workspace, args.target)
     else:
-        archive = pack_more(workspace, args.archives, args.target)
+        archive = pack_addition(workspace, args.archives, args.target)
         archives = [archive] if archive else []
     cli.print_rows([{"archive": str(path), "MB": round(path.stat().st_size / 1e6, 3)} for path in archives], args.json,
-                   {"unpack": "unpacked", "pack": "packed"}[args.what])
+                   f"{args.what}ed")
     return 0
 
 

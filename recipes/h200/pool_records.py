@@ -1,8 +1,8 @@
 """Analyses the exported models of the pool at the sizes that they are measured at.
 
-As ort_analysis/fusion_detector.py does at sizes that are the same for all models. Each file says at which sizes of its dynamic
-dimensions it is measured (model_zoo/exporting/network_export.py); a detector is taken with the number of boxes that it finds in
-random images. Files that other exporters wrote are left out. Writes ort_analysis/ort_kernel_record/, with its index.
+Like ort_analysis/fusion_detector.py, but at each model's own sizes: its file names those of its dynamic dimensions
+(model_zoo/exporting/network_export.py), and the number of boxes of a detector is what it finds in random images. Files that
+other exporters wrote are left out. Writes ort_analysis/ort_kernel_record/, with its index.
 """
 
 from __future__ import annotations
@@ -34,18 +34,16 @@ python recipes/h200/pool_records.py --workspace out/pool --device cuda --jobs 8
 """
 
 
-def sizes_of(path: Path) -> list[dict[str, int]] | UserError:
-    """The sizes at which to analyse a file; none if it is not of the pool, an error if they cannot be found by a run."""
+def sizes_in_pool(path: Path) -> list[dict[str, int]] | UserError:
+    """The sizes at which to analyse a file; none if it is not of the pool, an error if no run tells them."""
     metadata = read_metadata(path)
     if POOL_SIZES_KEY not in metadata:
         return []
-    every = {dim: tuple(sizes) for dim, sizes in json.loads(metadata[POOL_SIZES_KEY]).items()}
-    combinations = cli.combinations(every)
+    combinations = cli.combinations(json.loads(metadata[POOL_SIZES_KEY]))
     if DATA_SIZED_KEY in metadata:
         for sizes in combinations:
-            options = [f"--dim={name}={size}" for name, size in sizes.items()]
             command = [sys.executable, "benchmark/sizes_of_a_run.py", "--model", str(path.resolve()), "--static", "--json",
-                       *options]
+                       *(f"--dim={name}={size}" for name, size in sizes.items())]
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
             if done.returncode:
                 return UserError(f"{path.name}: {done.stderr.strip().splitlines()[-1]}")
@@ -61,23 +59,20 @@ def main() -> int:
     workspace = cli.start(args)
     paths = model_files([workspace.models])
     with ThreadPoolExecutor(args.jobs) as pool:
-        sizes_by_path = list(pool.map(sizes_of, paths))
-    work = [(path, sizes) for path, every in zip(paths, sizes_by_path, strict=True) if not isinstance(every, UserError)
-            for sizes in every]
+        sizes_by_path = list(pool.map(sizes_in_pool, paths))
+    work = [(path, sizes) for path, path_sizes in zip(paths, sizes_by_path, strict=True)
+            if not isinstance(path_sizes, UserError) for sizes in path_sizes]
     if not work:
-        raise UserError(f"{workspace.models}: no models of the pool; export them with: "
-                        "python model_zoo/pool_exporter.py")
+        raise UserError(f"{workspace.models}: no models of the pool; export them with: python model_zoo/pool_exporter.py")
     with sole_writer(workspace.kernel_records):
         done = analyze_all(workspace, DEFAULT_RUNTIME, work, graph_device(args.device), args.jobs, static=True)
-        flavours = {record.flavour.name: record.flavour for records in done if not isinstance(records, UserError)
-                    for record in records}
-        for flavour in flavours.values():
+        written = [record for records in done if not isinstance(records, UserError) for record in records]
+        for flavour in {record.flavour.name: record.flavour for record in written}.values():
             update_index(workspace, flavour)
     failed = [result for result in (*sizes_by_path, *done) if isinstance(result, UserError)]
     for error in failed:
         log.error("%s", error)
-    log.info("%d records written, %d models and sizes failed", sum(not isinstance(records, UserError) for records in done),
-             len(failed))
+    log.info("%d records written, %d models and sizes failed", len(written), len(failed))
     return 1 if failed else 0
 
 

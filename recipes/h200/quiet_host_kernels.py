@@ -27,7 +27,7 @@ from hase.records.dataset_files import (
     write_journal,
     write_kernels,
 )
-from hase.records.dataset_tables import write_tables
+from hase.records.dataset_tables import write_dataset_tables
 from hase.records.measurement import Block
 from hase.utils import cli, files
 from hase.utils.errors import UserError
@@ -76,7 +76,7 @@ def main() -> int:
     files.write_json(header_path(into), header)
     write_kernels(into, (lines[name] for name in kept))
     write_journal(into, blocks)
-    write_tables(into, header, blocks)
+    write_dataset_tables(into, header, blocks)
     counts = [{"workspace": str(source), "blocks": len(blocks)} for source, blocks in zip(args.sources, journals, strict=True)]
     cli.print_rows(counts, args.json, f"{len(kept)} of {len(lines)} kernels were measured well; the fastest time of each")
     return 0

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from hase.inference.library.predictor import Predictor
 from hase.inference.llm.language_model import language_model
 from hase.inference.llm.predicting import AnalysedModel
-from hase.inference.llm.requests import layers_of, other_logits, request_at_point
+from hase.inference.llm.requests import count_other_logits, layers_with_cache, request_at_point
 from hase.learned import target_files
 from hase.records.generations import PHASES, Generation, measured_model_names, measured_points
 from hase.training.fits.generation import LoopStep, fit_on_cpu, step_time
@@ -39,12 +39,12 @@ def loop_steps(predictor: Predictor, workspace: Workspace, name: str) -> Iterato
     analysed = AnalysedModel(predictor, model)
     for point in measured_points(workspace, name):
         request = request_at_point(model, point, point.generated)  # whose kernels judge.py measures
-        steps = analysed.prompt_step(request), analysed.token_step(request, request.middle)
+        steps = analysed.prompt_step(request), analysed.token_step(request, request.middle_length)
         for phase, step in zip(PHASES, steps, strict=True):
             file, record = analysed.file(step), analysed.record(step)
             run, = predictor.runs([record])
-            yield LoopStep(name, point.family, phase, point.batch, point.prompt, file.vocabulary_size, layers_of(file),
-                           other_logits(record, file, step), run.prediction.latency_ms, step_time(point, phase)[0]), point
+            yield LoopStep(name, point.family, phase, point.batch, point.prompt, file.vocabulary_size, layers_with_cache(file),
+                           count_other_logits(record, file, step), run.prediction.latency_ms, step_time(point, phase)[0]), point
 
 
 def main() -> int:

@@ -35,7 +35,7 @@ def steps_of(model: LanguageModel, point: Generation) -> Iterator[DecoderStep]:
     """The step of the prompt, and that of the middle one of the generated tokens."""
     request = request_at_point(model, point, point.generated)
     yield model.step(request.batch, request.prompt, 0, request.max_length)
-    yield model.step(request.batch, 1, request.middle, request.max_length)
+    yield model.step(request.batch, 1, request.middle_length, request.max_length)
 
 
 def record_steps(workspace: Workspace, name: str, flavour: Flavour) -> int:

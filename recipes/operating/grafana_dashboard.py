@@ -25,13 +25,12 @@ EXAMPLES = """
 """
 
 
-def dashboard() -> str:
+def dashboard_json() -> str:
     """The dashboard as JSON. Raises UserError if Grafana's builders are not installed."""
     try:
-        from hase.recipes.operating.grafana_panels import as_json  # noqa: PLC0415 - needs a package that the options do not
+        from hase.recipes.operating.grafana_panels import as_json  # noqa: PLC0415 - needs a package that --help does not
     except ModuleNotFoundError as error:
-        raise UserError(f"the package {error.name} is not installed, and this needs it; "
-                        "pip install '.[operating]'") from None
+        raise UserError(f"this needs the package {error.name}: pip install '.[operating]'") from None
     return as_json()
 
 
@@ -41,7 +40,7 @@ def main() -> int:
                         help=f"file to write (default: {OUT.relative_to(ROOT)})")
     args = parser.parse_args()
     cli.start(args)
-    files.write_text(args.out, dashboard())
+    files.write_text(args.out, dashboard_json())
     if args.json:
         cli.print_json({"file": str(args.out)})
     else:

@@ -21,7 +21,7 @@ import pytest
 
 from hase.benchmark.measuring.blocks import Steadiness
 from hase.benchmark.metrics.source import MetricSource, OpenWindow
-from hase.records.measurement import counting_measurements, read_blocks
+from hase.records.measurement import best_measurements, read_blocks
 from hase.utils.paths import ROOT
 
 pytestmark = pytest.mark.slow
@@ -83,7 +83,7 @@ def test_the_command_resumes_after_ctrl_c(module: ModuleType, tmp_path: Path) ->
     process.send_signal(signal.SIGINT)
     stderr = process.communicate()[1]
     assert process.returncode == 128 + signal.SIGINT, stderr
-    before = counting_measurements(read_blocks(journal))
+    before = best_measurements(read_blocks(journal))
     assert 0 < len(before) < 16
     with journal.open("a") as torn:
         torn.write('{"level": 0.0, "key": "to')
@@ -92,7 +92,7 @@ def test_the_command_resumes_after_ctrl_c(module: ModuleType, tmp_path: Path) ->
     totals = module.collect(folder, units, "cpu", 0.01)
     assert {unit.id for unit in totals.units} == {unit.id for unit in units} - set(before)
     assert not module.collect(folder, units, "cpu", 0.01).units
-    after = counting_measurements(read_blocks(journal))
+    after = best_measurements(read_blocks(journal))
     assert after.items() >= before.items()
     assert {m.status for m in after.values()} == {"ok"}
     assert set(table_of(folder)) == set(after) == {unit.id for unit in units}

@@ -39,7 +39,7 @@ from hase.records.dataset_files import (
     read_kernels,
     read_table,
 )
-from hase.records.dataset_tables import input_shape, kernel_rows, model_rows, model_sessions
+from hase.records.dataset_tables import input_shape, kernel_table_rows, model_sessions, model_table_rows
 from hase.records.host_pace import idle_models, usual_probe_us
 from hase.records.kernel_record import Kernel, KernelInput, Tensor
 from hase.records.kernel_record_files import index_path, read_index
@@ -291,7 +291,8 @@ def of_model(name: str, label: str, *samples_ms: float, **fields: Any) -> Measur
 
 
 def gpu_rows(blocks: list[Block], *kernels: Kernel) -> list[dict[str, Any]]:
-    return kernel_rows(blocks, {kernel.id: DatasetKernel(kernel=kernel, models=(), groups=()) for kernel in kernels}, "gpu")
+    described = {kernel.id: DatasetKernel(kernel=kernel, models=(), groups=()) for kernel in kernels}
+    return kernel_table_rows(blocks, described, "gpu")
 
 
 def of_gpu(kernel: Kernel, time_ms: float, launches: int = 5, queued: bool = False, status: Status = "ok") -> Measurement:
@@ -306,7 +307,7 @@ def test_gpu_columns_of_a_kernel_and_a_model() -> None:
                      of_model("net", "latency", 1.0, 1.0), of_model("net", "gpu", 0.8, launches=7))
     [row] = gpu_rows([block], kernel)
     assert (row["gpu_ms"], row["gpu_launches"], row["gpu_kernels"], row["Status"]) == (0.0, 0, "", "ok")
-    model = model_rows(model_sessions([block]), {"net": "nets"})[0]
+    model = model_table_rows(model_sessions([block]), {"net": "nets"})[0]
     assert (model["Latency_ms"], model["host_ms"], model["gpu_ms"], model["gpu_launches"]) == (1.0, 0.6, 0.8, 7)
     assert model["Groups"] == "nets"
 
@@ -329,7 +330,7 @@ def timed_models(number: int, disturbance: dict[str, float]) -> Block:
 
 def test_each_session_of_a_model_is_a_row_and_the_median_of_those_that_tell_counts() -> None:
     blocks = [timed_models(number, {"net": ratio}) for number, ratio in enumerate((0.0, 0.1, 0.5, 0.08))]
-    table = pd.DataFrame(model_rows(model_sessions(blocks), {}))
+    table = pd.DataFrame(model_table_rows(model_sessions(blocks), {}))
     assert table["median_ms"].to_list() == [1.0, 1.1, 1.5, 1.08]
     assert idle_models(table)["median_ms"].to_dict() == pytest.approx({"net": 1.08})
 
@@ -339,7 +340,7 @@ def test_sessions_with_better_inputs_replace_others() -> None:
     old, new, loaded = timed_models(1, {"net": 0.5, "other": 0.0}), timed_models(2, {"net": 0.1}), timed_models(3, {"net": 0.2})
     better = tuple(m.model_copy(update={"inputs": "standardised"}) for m in new.measurements)
     blocks = [old, new.model_copy(update={"measurements": better}), loaded.model_copy(update={"level": 0.9})]
-    assert [(row["Model"], row["Level"], row["Started"]) for row in model_rows(model_sessions(blocks), {})] == [
+    assert [(row["Model"], row["Level"], row["Started"]) for row in model_table_rows(model_sessions(blocks), {})] == [
         ("other", 0.0, "1"), ("net", 0.0, "2"), ("net", 0.9, "3")]
 
 

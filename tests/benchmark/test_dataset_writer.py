@@ -83,7 +83,7 @@ def tables(folder: Path) -> list[str]:
 
 def rewritten(folder: Path) -> list[str]:
     """The tables made anew from the whole journal."""
-    dataset_writer.write_tables(folder, read_header(folder), read_journal(folder))
+    dataset_writer.write_dataset_tables(folder, read_header(folder), read_journal(folder))
     return tables(folder)
 
 
@@ -91,13 +91,14 @@ def rewritten(folder: Path) -> list[str]:
 def rewrites(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """For each time that the tables are written anew from here on: how many blocks they are made of."""
     written: list[int] = []
-    write = dataset_writer.write_tables
+    write = dataset_writer.write_dataset_tables
 
-    def noting(folder: Path, header: DatasetHeader, blocks: list[Block]) -> None:
-        written.append(len(blocks))
-        write(folder, header, blocks)
+    def noting(folder: Path, header: DatasetHeader, blocks: list[Block], add: bool = False) -> None:
+        if not add:
+            written.append(len(blocks))
+        write(folder, header, blocks, add)
 
-    monkeypatch.setattr(dataset_writer, "write_tables", noting)
+    monkeypatch.setattr(dataset_writer, "write_dataset_tables", noting)
     return written
 
 

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from hase.ort_analysis.graph.analysis import analyze
 from hase.records.dataset_files import DatasetHeader, DatasetKernel, header_path, write_journal, write_kernels
-from hase.records.dataset_tables import write_tables
+from hase.records.dataset_tables import write_dataset_tables
 from hase.records.kernel_record import Kernel, ModelRecord
 from hase.records.kernel_record_files import record_path
 from hase.records.measurement import DEFAULT_LABELS, Block, Measurement
@@ -102,7 +102,7 @@ def make_dataset(workspace: Workspace, records: list[ModelRecord]) -> None:
     files.write_json(header_path(folder), header)
     write_journal(folder, blocks)
     write_kernels(folder, (DatasetKernel.held_by(kernel, records).model_dump_json() for kernel in kernels.values()))
-    write_tables(folder, header, blocks)
+    write_dataset_tables(folder, header, blocks)
 
 
 def make_models(workspace: Workspace) -> list[ModelRecord]:

@@ -10,7 +10,7 @@ import pytest
 
 from hase.graph_model.simulation.pipeline import Floats, PipelineCosts, Tracks, pipeline_ms
 from hase.graph_model.simulation.serving import PACES, SLOWER, STEADY, Case, Host, Served, busy_share, served, set_of
-from hase.graph_model.simulation.sharing import Grids, MpsProcess, MpsRules, mps_runs_ms, times_at_share, with_share
+from hase.graph_model.simulation.sharing import Grids, MpsProcess, MpsRules, mps_runs_ms, times_at_share
 
 ALONE = np.ones((1, 2, 2, 1))
 
@@ -166,4 +166,4 @@ def test_a_share_makes_only_kernels_longer_that_are_wider() -> None:
     times = times_at_share(np.array([1.0, 1.0, 1.0]), np.array([0.25, 0.5, 1.0]), 0.25, RULES)
     assert times.tolist() == [1.0, 2.0, 4.0]
     assert mps_ms(HALF, HALF, HALF) > 1.3 * mps_ms(HALF)  # three processes with half of the threads each wait
-    assert mps_ms(HALF) == pytest.approx(pipeline_ms(with_share(FULL.tracks, FULL.grids, 0.5, RULES), COSTS))
+    assert mps_ms(HALF) == pytest.approx(pipeline_ms(HALF.tracks_alone(RULES), COSTS))

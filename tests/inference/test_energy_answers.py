@@ -14,7 +14,7 @@ from hase.inference import Predictor
 from hase.inference.prediction.energy import EnergyPrediction
 from hase.learned import target_files
 from hase.records.dataset_files import header_path, journal_path, read_header, read_journal
-from hase.records.dataset_writer import write_tables
+from hase.records.dataset_tables import write_dataset_tables
 from hase.records.kernel_record import ModelRecord
 from hase.records.kernel_record_files import read_model_records
 from hase.records.measurement import Measurement
@@ -53,7 +53,7 @@ def workspace(trained_workspace: Workspace) -> Workspace:
     header = read_header(folder).model_copy(update={"energy": True})
     files.write_json(header_path(folder), header)
     files.write_text(journal_path(folder), "".join(block.model_dump_json() + "\n" for block in blocks))
-    write_tables(folder, header, blocks)
+    write_dataset_tables(folder, header, blocks)
     return trained_workspace
 
 

@@ -26,7 +26,7 @@ from hase.inference.llm.answers import LlmPrediction
 from hase.inference.llm.language_model import DecoderStep, decoder_file, language_model
 from hase.inference.llm.memory import longest_context
 from hase.inference.llm.predicting import NO_LOOP, AnalysedModel, predict_language_model
-from hase.inference.llm.requests import LlmRequest, over_generation, request_for
+from hase.inference.llm.requests import LlmRequest, interpolate_tokens, request_for
 from hase.inference.memory.buffers import Arena
 from hase.learned import target_files
 from hase.learned.composition.fitted import read_composition
@@ -157,10 +157,10 @@ def test_damaged_configs(config: str, message: str, tmp_path: Path) -> None:
 def test_lengths_and_what_is_between() -> None:
     """Start, middle, end and the powers of two between; the runs after the prompt's are one fewer than the tokens."""
     request = LlmRequest(1, 100, 1000, 2048)
-    assert (request.further[0], request.further[-1], len(request.further)) == (100, 1098, 999)
-    assert request.lengths == [100, 128, 256, 512, 599, 1024, 1098]
-    assert [LlmRequest(1, 128, count, 2048).lengths for count in (1, 2, 3)] == [[], [128], [128, 129]]
-    values = over_generation(request, [100, 599, 1098], [1.0, 2.0, 4.0])
+    assert (request.cache_lengths[0], request.cache_lengths[-1], len(request.cache_lengths)) == (100, 1098, 999)
+    assert request.predicted_lengths == [100, 128, 256, 512, 599, 1024, 1098]
+    assert [LlmRequest(1, 128, count, 2048).predicted_lengths for count in (1, 2, 3)] == [[], [128], [128, 129]]
+    values = interpolate_tokens(request, [100, 599, 1098], [1.0, 2.0, 4.0])
     assert (values[0], values[499], values[-1]) == (1.0, 2.0, 4.0)
     assert values.sum() == pytest.approx(1.5 * 499 + 3.0 * 499 + 0.5 * (1.0 + 4.0))  # trapezes
 
@@ -191,7 +191,7 @@ def test_a_request_is_the_sum_of_its_runs(folders: Path) -> None:
     lengths = [token.cached for token in answer.tokens]
     assert lengths == [100, 128, 129, 158]
     for end in (lambda time: time.ms, lambda time: time.interval_ms[0], lambda time: time.interval_ms[1]):
-        further = over_generation(request, lengths, [end(token) for token in answer.tokens]).sum()
+        further = interpolate_tokens(request, lengths, [end(token) for token in answer.tokens]).sum()
         assert (end(answer.request), end(answer.tpot)) == pytest.approx((end(answer.ttft) + further, further / 59))
     assert [time and time.ms for time in (answer.tpot_start, answer.tpot_middle, answer.tpot_end)] == [
         answer.tokens[place].ms for place in (0, 2, 3)]
@@ -267,7 +267,7 @@ def test_an_arenas_regions(sizes_mib: list[int], regions_mib: int) -> None:
     arena = Arena()
     for size in sizes_mib:
         arena.allocate(size * MIB)
-    assert arena.taken == regions_mib * MIB
+    assert arena.reserved_bytes == regions_mib * MIB
 
 
 @pytest.mark.parametrize("grows_mib", [lambda n: 3.0 * n, lambda n: 0.001 * n * n, lambda n: 3.0 * (n // 64 * 64)])

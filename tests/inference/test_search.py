@@ -27,7 +27,7 @@ from trained_workspace import conv_net
 from hase.inference import Predictor
 from hase.inference.prediction.answers import chance_within
 from hase.inference.search import evaluating, ofa, searching
-from hase.inference.search.evaluating import SearchCandidate, SearchLimits, SearchQuestion, read_scores, score_of
+from hase.inference.search.evaluating import SearchCandidate, SearchLimits, SearchQuestion, read_scores, table_score
 from hase.inference.search.searching import Best, Front, hypervolume, search
 from hase.inference.search.spaces import space_of
 from hase.records.kernel_record import ModelRecord
@@ -248,9 +248,9 @@ def test_scores_of_a_table_make_the_best_and_the_front(tmp_path: Path) -> None:
     assert [one.score for one in found.best] == [accuracies[one.model] for one in found.best]
     assert found.front[-1].model == found.best[0].model
     assert found.failed == 12 - len(accuracies)
-    assert found.first_error.endswith("has no score in accuracies.csv")
+    assert found.first_error.endswith("has no score in accuracies.csv; add a row for it")
     of_files = {"a.onnx": 1.0, "there/a.onnx": 2.0}  # files are found by their names
-    assert [score_of(of_files, f"{folder}/a.onnx", "") for folder in ("here", "there")] == [1.0, 2.0]
+    assert [table_score(of_files, f"{folder}/a.onnx", "") for folder in ("here", "there")] == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(("text", "message"), [

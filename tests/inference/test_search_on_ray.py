@@ -105,7 +105,8 @@ def test_predictors_of_ones_own_travel(cluster: NodesHere, tmp_path: Path, monke
     assert found == search(asked, 5)
     assert (len(found.best), found.failed) == (2, 0)
     here = Evaluator(asked)
-    work = on_ray.ClusterWork(here.elsewhere._replace(workspace=Path("/nowhere")), 0, SMALL, tmp_path, here.learned, {})
+    question = here.portable_question._replace(workspace=Path("/nowhere"))
+    work = on_ray.ClusterWork(question, 0, SMALL, tmp_path, here.predictor_files, {})
     assert on_ray._evaluator(work, tmp_path / "elsewhere")(models) == here(models)
 
 

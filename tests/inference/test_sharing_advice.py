@@ -23,7 +23,7 @@ from hase.inference.prediction.run import PredictedRun
 from hase.inference.prediction.uncertainty import CERTAIN, Span
 from hase.inference.prediction.under_load import NotShared, UnderLoad
 from hase.inference.reporting.comparisons import share_chart
-from hase.inference.sharing.advice import SharingAdvice, advise, rows, verdict
+from hase.inference.sharing.advice import SharingAdvice, advice_rows, advice_verdict, advise_sharing
 from hase.inference.sharing.shared_models import Pair
 from hase.inference.sharing.ways import MIG, MPS, MPS_SHARES, NotThroughMps, WayTimes
 from hase.learned import target_files
@@ -112,7 +112,7 @@ def with_ways(monkeypatch: pytest.MonkeyPatch, ways: Mapping[str, WayTimes | Non
 
 def test_a_model_alone(predictor: Predictor) -> None:
     """Its requests wait for nothing but each other."""
-    advice = advise(predictor, [net(100.0, 5.0)], [[1]])
+    advice = advise_sharing(predictor, [net(100.0, 5.0)], [[1]])
     only, = advice.ways[0].models
     assert (only.alone_ms, only.run_ms) == pytest.approx((predictor.run(NET, dims={"batch": 1}).alone_ms,) * 2)
     assert only.headroom == 1.0 - (only.p95_ms or math.nan) / 5.0
@@ -124,12 +124,12 @@ def test_a_model_alone(predictor: Predictor) -> None:
 
 def test_on_a_host_that_serves(workspace: Workspace, predictor: Predictor) -> None:
     """Its pace changes from run to run. One that stalls often makes an answer a rough estimate."""
-    steady = advise(predictor, [net(20.0, 5.0)], [[1]]).ways[0].models[0]
+    steady = advise_sharing(predictor, [net(20.0, 5.0)], [[1]]).ways[0].models[0]
     with shipped_too(workspace, "serving") as serving:
         for per_s, rough in ((0.5, False), (9.0, True)):
             pace = MachinePace(probe_us=300.0, spread=0.1, readings=10, stalls_per_s=per_s, stalls_ms=(8.0,),
                                taken=datetime.now(UTC), boot_id="", device="cuda", machine=machine("cpu"))
-            advice = advise(serving, [net(20.0, 5.0)], [[1]], host_pace=HostPace(1.0, "given", pace))
+            advice = advise_sharing(serving, [net(20.0, 5.0)], [[1]], host_pace=HostPace(1.0, "given", pace))
             (only,) = advice.ways[0].models
             assert only.run_ms > 1.05 * only.alone_ms
             assert (only.p95_ms or 0.0) > 1.2 * (only.p50_ms or math.inf) > 1.2 * steady.run_ms
@@ -183,25 +183,25 @@ def test_a_share_that_is_none(monkeypatch: pytest.MonkeyPatch, share: str) -> No
 
 def test_the_advice_knows_mps_and_instances(through_mps: Predictor) -> None:
     """Instances were never measured, so they come last, and are marked."""
-    advice = advise(through_mps, [net(100.0, 20.0), net(50.0, 20.0)], [[4], [1]])
+    advice = advise_sharing(through_mps, [net(100.0, 20.0), net(50.0, 20.0)], [[4], [1]])
     assert {way.way for way in advice.ways} == {SLICES, MPS, MPS_SHARES, MIG}
     shares = next(way for way in advice.ways if way.way == MPS_SHARES)
     assert sum(model.percent or 0 for model in shares.models) == 100
     last = advice.ways[-1]
     assert (last.way, {model.percent for model in last.models}) == (MIG, {57, 43})
     assert all(model.rough_estimate for model in last.models)
-    assert [row["note"] for row in rows(advice)][-2:] == ["never measured"] * 2
+    assert [row["note"] for row in advice_rows(advice)][-2:] == ["never measured"] * 2
     assert any("instances (MIG) were never measured" in warning for warning in advice.warnings)
     for model in last.models:  # nobody else is in its instance
         assert model.run_ms == pytest.approx(model.alone_ms, rel=0.2)  # the pace of a host that serves changes it
 
 
 def test_the_batch_that_keeps_up_is_chosen(predictor: Predictor) -> None:
-    advice, single = (advise(predictor, [net(3000.0, 10.0)], [batches]) for batches in ([1, 2, 4, 8, 16], [1]))
+    advice, single = (advise_sharing(predictor, [net(3000.0, 10.0)], [batches]) for batches in ([1, 2, 4, 8, 16], [1]))
     only, alone = advice.ways[0].models[0], single.ways[0].models[0]
     assert (advice.meets, only.stable, single.meets, alone.stable) == (True, True, False, False)
     assert (alone.latency_ms, single.ways[0].headroom) == (None, None)
-    assert "gets more than it can serve" in verdict(single)
+    assert "gets more than it can serve" in advice_verdict(single)
 
 
 def test_the_way_with_the_most_headroom_wins(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +213,7 @@ def test_the_way_with_the_most_headroom_wins(predictor: Predictor, monkeypatch: 
     with_ways(monkeypatch, {
         SLICES: MadeUp({100: 2.0}, lambda _: 3.0, SetSharing()), MPS: None,
         MPS_SHARES: MadeUp({25: 4.0, 50: 3.0, 75: 2.0}, lambda _: 1.0, halves, uneven)})
-    advice = advise(predictor, [net(100.0, 5.0), net(20.0, 20.0)], [[1], [1]])
+    advice = advise_sharing(predictor, [net(100.0, 5.0), net(20.0, 20.0)], [[1], [1]])
     assert [way.sharing for way in advice.ways] == ["mps:75/25", SLICES]
     first, second = advice.ways
     assert [model.percent for model in first.models] == [75, 25]
@@ -230,10 +230,10 @@ def test_what_is_refused(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(error, match=message):
             predictor.pair(NET, NET, dims={"batch": 1}, second_dims={"batch": 1}, sharing=SetSharing.parse(sharing))
     with pytest.raises(UserError, match="5 models: advice is for 4 at most"):
-        advise(predictor, [net(1.0, 1.0)] * 5, [[1]] * 5)
+        advise_sharing(predictor, [net(1.0, 1.0)] * 5, [[1]] * 5)
     with_ways(monkeypatch, {SLICES: None, MPS: None})
     with pytest.raises(NotShared, match="nothing was learned of how it is shared"):
-        advise(predictor, [net(1.0, 1.0)], [[1]])
+        advise_sharing(predictor, [net(1.0, 1.0)], [[1]])
 
 
 def test_the_command(workspace: Workspace, tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_the_command(workspace: Workspace, tmp_path: Path) -> None:
     table = printed(*options, "--set", path).splitlines()
     assert [line.split("\t")[:2] for line in table[1:3]] == [[SLICES, "resnet18"]] * 2
     assert all(line.endswith("not learned for this target") for line in table[3:6])
-    assert table[6] == verdict(advice)
+    assert table[6] == advice_verdict(advice)
     assert table[6].startswith("slices meets all objectives, with ")
     missed = run_script(*options, "--model", NET, "--rate", "10", "--slo-ms", "0.5")
     assert missed.returncode == EXIT_SLO_MISSED

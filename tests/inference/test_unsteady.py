@@ -30,8 +30,13 @@ from hase.learned.kernels.measured import measured_times
 from hase.learned.kernels.sidecar import renew_measured
 from hase.ort_analysis.graph.analysis import analyze
 from hase.records.dataset_files import DatasetKernel, journal_path, kernel_table_path, read_header, read_journal, write_digests
-from hase.records.dataset_tables import kernel_rows, model_rows, model_sessions, read_kernel_table
-from hase.records.dataset_writer import write_tables
+from hase.records.dataset_tables import (
+    kernel_table_rows,
+    model_sessions,
+    model_table_rows,
+    read_kernel_table,
+    write_dataset_tables,
+)
 from hase.records.host_pace import idle_models
 from hase.records.kernel_record import Kernel
 from hase.records.measurement import BUSY_ADMITTED, Block, Label, Measurement, Placement, read_blocks, unit_rows
@@ -83,10 +88,10 @@ def test_a_row_names_the_labels_that_rest_on_an_unsteady_block(tmp_path: Path) -
     assert old.unsteady
     assert not block(drift=0.04).unsteady
     assert not old.model_copy(update={"drift_admitted": 4.0}).unsteady  # so a config may ask
-    [row] = kernel_rows([old, block(timed(1.0, "run", "alone"))], DESCRIBED)
+    [row] = kernel_table_rows([old, block(timed(1.0, "run", "alone"))], DESCRIBED)
     assert (row["Unsteady"], row["Drift"]) == ("node_span:3.45", 0.0)
     session = timed(9.0, "run", subject="model", name="net").model_copy(update={"label": "latency"})
-    [of_model] = model_rows(model_sessions([block(session, drift=BAD)]), {})
+    [of_model] = model_table_rows(model_sessions([block(session, drift=BAD)]), {})
     [of_unit] = unit_rows([old])
     assert (of_model["Unsteady"], of_unit["Unsteady"]) == ("latency:3.45", "node_span:3.45")
 
@@ -94,11 +99,11 @@ def test_a_row_names_the_labels_that_rest_on_an_unsteady_block(tmp_path: Path) -
 @pytest.mark.parametrize("order", [1, -1])
 def test_what_is_measured_again_replaces_the_unsteady_block(order: int) -> None:
     bad, good = block(timed(4.0), drift=BAD), block(timed(1.0))
-    [row] = kernel_rows([bad, good][::order], DESCRIBED)
+    [row] = kernel_table_rows([bad, good][::order], DESCRIBED)
     assert (row["node_span_ms"], row["Unsteady"]) == (1.0, "")
     [of_unit] = unit_rows([bad, good][::order])
     assert (of_unit["node_span_ms"], of_unit["Unsteady"], of_unit["Runs"]) == (1.0, "", 1)
-    two_good = kernel_rows([good, block(timed(3.0))][::order], DESCRIBED)
+    two_good = kernel_table_rows([good, block(timed(3.0))][::order], DESCRIBED)
     assert two_good[0]["node_span_ms"] == 2.0  # the median over both, as ever
 
 
@@ -159,7 +164,7 @@ def rewrite(workspace: Workspace, changed: Callable[[Block], Block]) -> None:
     folder = workspace.dataset(TARGET)
     blocks = [changed(block) for block in read_journal(folder)]
     files.write_text(journal_path(folder), "".join(f"{block.model_dump_json()}\n" for block in blocks))
-    write_tables(folder, read_header(folder), blocks)
+    write_dataset_tables(folder, read_header(folder), blocks)
     renew_measured(workspace.predictors(TARGET), measured_times(workspace, TARGET))
 
 

@@ -15,7 +15,7 @@ import pytest
 from command import run_script
 from made_up_dataset import TARGET, chain, collect, conv, gemm, relu
 
-from hase.recipes.h200.dataset_archives import archives_in, pack_more, unpack_all
+from hase.recipes.h200.dataset_archives import archives_in, pack_addition, unpack_archives
 from hase.recipes.h200.quiet_host_kernels import LABEL
 from hase.records.dataset_files import (
     journal_path,
@@ -48,7 +48,7 @@ def archives(tmp_path: Path) -> Path:
 def workspace(tmp_path: Path, archives: Path) -> Workspace:
     """A dataset of one machine, packed as the first of the archives; then another machine's is added."""
     first = collect(tmp_path / "first", chain("resnet_a", [SHARED, relu()]))
-    assert pack_more(first, archives, NAME) == archives / f"{NAME}.tar.xz"
+    assert pack_addition(first, archives, NAME) == archives / f"{NAME}.tar.xz"
     merge_dataset(collect(tmp_path / "second", chain("vit_b", [SHARED, gemm()]), uuid="1"), first, NAME, {}, "")
     return first
 
@@ -57,7 +57,7 @@ def test_a_further_collection_adds_only_itself(workspace: Workspace, archives: P
     """Its blocks, the kernels that are new or have new owners, and its records. The first archive does not change."""
     first = archives / f"{NAME}.tar.xz"
     before = first.read_bytes()
-    further = pack_more(workspace, archives, NAME)
+    further = pack_addition(workspace, archives, NAME)
     assert further is not None
     assert further.name.startswith(f"{NAME}-002-20")
     assert archives_in(archives, NAME) == [first, further]
@@ -74,18 +74,18 @@ def test_a_further_collection_adds_only_itself(workspace: Workspace, archives: P
 def test_archives_together_are_the_workspace(workspace: Workspace, archives: Path, tmp_path: Path) -> None:
     """To the last row of its tables. Packing again adds nothing; a third archive follows the second. Unpacking into a dataset
     keeps the blocks that no archive holds."""
-    pack_more(workspace, archives, NAME)
-    assert pack_more(workspace, archives, NAME) is None
+    pack_addition(workspace, archives, NAME)
+    assert pack_addition(workspace, archives, NAME) is None
     merge_dataset(collect(tmp_path / "third", chain("vgg_c", [relu(8), gemm()]), uuid="2"), workspace, NAME, {}, "")
     packed = workspace.dataset(NAME)
     before = read_journal(packed), read_kernels(packed)
-    unpack_all(archives_in(archives, NAME), workspace, NAME)
+    unpack_archives(archives_in(archives, NAME), workspace, NAME)
     assert (read_journal(packed), read_kernels(packed)) == before
-    third = pack_more(workspace, archives, NAME)
+    third = pack_addition(workspace, archives, NAME)
     assert third is not None
     assert third.name.startswith(f"{NAME}-003-")
     copy = Workspace(tmp_path / "again")
-    unpack_all(archives_in(archives, NAME), copy, NAME)
+    unpack_archives(archives_in(archives, NAME), copy, NAME)
     unpacked = copy.dataset(NAME)
     assert read_header(unpacked) == read_header(packed)
     for path in (journal_path, kernels_path, kernel_table_path):
@@ -99,16 +99,16 @@ def test_packing_never_removes_from_the_archives(workspace: Workspace, archives:
     folder = workspace.dataset(NAME)
     write_journal(folder, read_journal(folder)[1:])
     with pytest.raises(UserError, match=r"measurements\.jsonl: 1 blocks of the archives are not in it"):
-        pack_more(workspace, archives, NAME)
+        pack_addition(workspace, archives, NAME)
     assert len(archives_in(archives, NAME)) == 1
 
 
 def test_no_archives_and_a_damaged_one(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"no archive of target {NAME}"):
-        unpack_all(archives_in(tmp_path, NAME), Workspace(tmp_path / "w"), NAME)
+        unpack_archives(archives_in(tmp_path, NAME), Workspace(tmp_path / "w"), NAME)
     (tmp_path / f"{NAME}.tar.xz").write_bytes(b"no archive")
     with pytest.raises(UserError, match=r"\.tar\.xz: not an archive, or damaged"):
-        unpack_all(archives_in(tmp_path, NAME), Workspace(tmp_path / "w"), NAME)
+        unpack_archives(archives_in(tmp_path, NAME), Workspace(tmp_path / "w"), NAME)
 
 
 def test_of_several_measurements_of_a_hosts_kernels_the_fastest_is_kept(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from hase.records.dataset_files import (
     read_header,
     read_journal,
 )
-from hase.records.dataset_writer import write_tables
+from hase.records.dataset_tables import write_dataset_tables
 from hase.utils import files
 from hase.utils.paths import ROOT, SHIPPED, Workspace
 
@@ -71,7 +71,7 @@ def part(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
             kept.append(block.model_copy(update={"measurements": of_part}))
     journal_path(folder).write_text("".join(block.model_dump_json() + "\n" for block in kept))
     (workspace.root / "whole" / COUNTS).write_text(json.dumps(Counter(kernels[name][1] for name in timed)))
-    write_tables(folder, header, kept)
+    write_dataset_tables(folder, header, kept)
     (workspace.root / "few.yaml").write_text(
         "folds: 4\nxgboost_gpu: {trees: 240, depth: 8, learning_rate: 0.1, objective: squarederror, own_predictors: none}\n"
         "xgboost: {trees: 60}\nforest: {trees: 12}\n")

@@ -22,7 +22,7 @@ from optional_packages import needs
 from hase.benchmark.collecting.collect import collect
 from hase.benchmark.collecting.config import CollectorConfig
 from hase.benchmark.ort_kernel_runner import measure_by, runtime_of
-from hase.inference.sum_and_path import chosen_by_others, kernel_times, target_rows
+from hase.inference.sum_and_path import chosen_by_others, record_times_ms, target_rows
 from hase.kernel_model.sampling.draws import read_seeds
 from hase.records.dataset_files import header_path, kernel_table_path, read_header, read_journal, read_kernels, read_table
 from hase.records.devices import cache_kib, container_limit_mib, current_environment
@@ -115,7 +115,7 @@ def test_sum_and_path_in_one_table(measured: tuple[Workspace, str]) -> None:
     done = run_script(*command, "--choose-by", "small", "--choose-by", "vgg")
     assert done.stderr.splitlines()[-1] == "error: --choose-by: no target has measured models of vgg; there are: small"
     with pytest.raises(UserError, match="small: 1 of 1 kernels were not measured, MatMul_Relu_"):
-        kernel_times(read_model_record(record_path(workspace, tvm_flavour(), "small")), {}, "run")
+        record_times_ms(read_model_record(record_path(workspace, tvm_flavour(), "small")), {}, "run")
 
 
 def test_predictions_and_the_evaluator(workspace: Workspace) -> None:

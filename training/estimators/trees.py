@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Trees(OnRoofline, Estimator):
-    """Learns trees whose leaves add up to log(time / roofline)."""
+    """An estimator of trees whose leaves add up to log(time / roofline), for kernels of all types together."""
 
     boosters: Mapping[str, xgboost.Booster]
 
@@ -42,7 +42,7 @@ class Trees(OnRoofline, Estimator):
 
 
 class BoostedTrees(Trees):
-    """XGBoost with the training's settings for the label."""
+    """Boosted trees by XGBoost, with the training's settings for the label."""
 
     name = "xgboost"
 
@@ -51,7 +51,7 @@ class BoostedTrees(Trees):
 
 
 class RandomForest(Trees):
-    """scikit-learn's forest with the training's settings. A prediction needs no scikit-learn."""
+    """A random forest by scikit-learn, with the training's settings; it is saved so that predictions need no scikit-learn."""
 
     name = FOREST
     version = 2

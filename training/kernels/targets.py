@@ -1,4 +1,4 @@
-"""Shared by the scripts in training/: their options, and a loop over targets with one result each."""
+"""What the scripts in training/ share: their options, and the loop over targets."""
 
 from __future__ import annotations
 
@@ -15,30 +15,29 @@ CONFIG = ROOT / "training" / "config.yaml"
 Show = Callable[[Sequence[Mapping[str, Any]], str], None]  # prints rows as a table, under a title
 
 
-def add_options(parser: argparse.ArgumentParser, target: str = "") -> None:
+def add_options(parser: argparse.ArgumentParser, target: str = "a target in training/predictors (default: all)") -> None:
     """Adds `--target`, with the help text `target`, `--config` and `--set`."""
-    parser.add_argument("--target", help=target or "name of a target in training/predictors (default: all)")
-    add_config(parser)
+    parser.add_argument("--target", help=target)
+    add_training_config(parser)
 
 
-def add_config(parser: argparse.ArgumentParser) -> None:
+def add_training_config(parser: argparse.ArgumentParser) -> None:
     """Adds `--config` and `--set`, for a TrainingConfig."""
     cli.add_config(parser, CONFIG, "xgboost.trees=100", "how to train")
 
 
 def trained_targets(workspace: Workspace) -> list[str]:
-    """Every target that has predictors."""
+    """The names of all targets that have predictors."""
     return targets_in(workspace.predictors(""), target_files.PREDICTORS.name, f"no predictors; train them with: {TRAIN}")
 
 
 def for_each_target(targets: Iterable[str], work: Callable[[str, Show], Any], as_json: bool, as_list: bool = False) -> None:
-    """Calls `work` for each target, and prints its tables or, with `as_json`, the results. `work` takes a target and a function
-    that prints a table, and returns the result for JSON. `as_list`: the JSON is a list of the results, else an object by
-    target."""
-    def show(rows: Sequence[Mapping[str, Any]], title: str) -> None:
-        if not as_json:
-            cli.print_table(rows, title)
+    """Calls `work` for each target, and prints its tables or, with `as_json`, the results.
 
+    `work` takes a target and a function that prints a table; it returns the result for JSON, which is an object by target, or
+    a list with `as_list`.
+    """
+    show: Show = (lambda rows, title: None) if as_json else cli.print_table
     results = {target: work(target, show) for target in targets}
     if as_json:
         cli.print_json(list(results.values()) if as_list else results)

@@ -13,7 +13,7 @@ import numpy as np
 
 from hase.extras.convolutions.profiling.algorithms import count_names, describe_unexpected
 from hase.extras.convolutions.profiling.measure import CONVOLUTION, PROFILE, REMAKE, VERSION, ProfileSettings
-from hase.records.measurement import Block, JournalFile, Measurement, counting_measurements, read_blocks
+from hase.records.measurement import Block, JournalFile, Measurement, best_measurements, read_blocks
 from hase.utils import files
 from hase.utils.errors import UserError
 
@@ -67,7 +67,7 @@ class ResultsJournal(JournalFile):
 
 def write_tables(folder: Path, name: str, blocks: Iterable[Block]) -> tuple[Path, Path]:
     """Writes both tables and returns their paths."""
-    measurements = list(counting_measurements(blocks).values())
+    measurements = list(best_measurements(blocks).values())
     overall, layers = folder / f"{name}_overall.csv", folder / f"{name}_layers.csv"
     files.write_csv(overall, (*OVERALL, *OVERALL_MORE), overall_rows(measurements))
     files.write_csv(layers, (*LAYERS, *LAYERS_MORE), layer_rows(measurements))
@@ -81,7 +81,7 @@ SHOWN = ("model", "algorithm", "input_size", "batch", "mean", "std", "min", "max
 def finished_rows(folder: Path, settings: ProfileSettings) -> list[dict[str, Any]]:
     """Rows of the sizes in `settings`, with the columns SHOWN."""
     wanted = {unit.id for unit in settings.units}
-    measured = counting_measurements(read_blocks(folder / JOURNAL)).values()
+    measured = best_measurements(read_blocks(folder / JOURNAL)).values()
     measurements = [m for m in measured if m.id in wanted or m.context in wanted]
     return [{name: row.get(name) for name in SHOWN} for row in overall_rows(measurements)]
 

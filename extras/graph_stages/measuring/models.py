@@ -11,7 +11,7 @@ All files hold the same weights. They are written whether or not this machine ha
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,56 +36,51 @@ WEIGHTS = ("weight", "bias")  # the constants that an FP16 file stores in FP16
 Precision = Literal["FP32", "FP16"]
 EXPORTER_VERSION = 1  # files of another version are exported again
 ONNX_FOLDER, IR_FOLDER = "onnx_models", "ir_models"
-STAMP = "hase.stages"
-Kind = str  # of a unit: `CPU`, `GPU`, `NPU` or `CUDA`
+STAMP = "hase.stages"  # key of the metadata of a file
+IR_PROPERTIES_BYTES = 4096  # at the end of an IR's .xml, which hold its stamp
+UnitKind = str  # `CPU`, `GPU`, `NPU` or `CUDA`
 
 
-def stage_model(stage: LayerStage, weights: Weights, precision: Precision, size: GraphSize, static: bool,
-                metadata: Mapping[str, str] | None = None) -> ModelProto:
-    """One stage as an ONNX model; if `static`, nodes and edges are fixed, else only the widths of `size` count.
+def stage_model(file: ModelFile, weights: Weights) -> ModelProto:
+    """The ONNX model of a file. In a dynamic one, the numbers of nodes and edges are open.
 
     Weights stored in FP16 are followed by a Cast to float32, which runtimes fold; they choose the precision of the computation.
     Inputs and outputs are always float32.
     """
+    stage, size, static = file.stage, file.size, file.form.static
     nodes, constants = _body(stage, weights, size)
-    made, initializers = [], []
+    casts, initializers = [], []
     for name, value in constants.items():
-        node, stored = _constant(name, value, precision)
-        made += node
-        initializers.append(stored)
+        if file.form.precision == "FP16" and name in WEIGHTS:
+            casts.append(_node("Cast", [f"{name}_fp16"], name, to=onnx.TensorProto.FLOAT))
+            initializers.append(onnx.numpy_helper.from_array(value.astype(np.float16), f"{name}_fp16"))
+        else:
+            initializers.append(onnx.numpy_helper.from_array(value, name))
     if static and "node_count" in stage.inputs:
         initializers.append(onnx.numpy_helper.from_array(np.array([size.nodes], np.int64), "node_count"))
     inputs = [name for name in stage.inputs if not (static and name == "node_count")]
     graph = onnx.helper.make_graph(
-        [*made, *nodes], stage.name, [_described(name, size, static) for name in inputs],
-        [_described(name, size, static) for name in stage.outputs], initializers)
+        [*casts, *nodes], stage.name, [_value_info(name, size, static) for name in inputs],
+        [_value_info(name, size, static) for name in stage.outputs], initializers)
     model = onnx.helper.make_model(graph, ir_version=IR_VERSION, opset_imports=[onnx.helper.make_opsetid("", OPSET)])
-    onnx.helper.set_model_props(model, dict(metadata or {}))
+    onnx.helper.set_model_props(model, {STAMP: file.stamp})
     return model
 
 
-def _described(name: str, size: GraphSize, static: bool) -> ValueInfoProto:
-    """An input or output; the widths are always fixed."""
+def _value_info(name: str, size: GraphSize, static: bool) -> ValueInfoProto:
+    """Type and shape of an input or output; the widths are always fixed."""
     tensor = TENSORS[name]
     shape: list[int | str] = [dim if dim in ("nodes", "edges") and not static else length
                               for dim, length in zip(tensor.dims, tensor.shape(size), strict=True)]
-    kind = onnx.TensorProto.FLOAT if tensor.dtype == "float32" else onnx.TensorProto.INT64
-    return onnx.helper.make_tensor_value_info(name, kind, shape)
+    dtype = onnx.TensorProto.FLOAT if tensor.dtype == "float32" else onnx.TensorProto.INT64
+    return onnx.helper.make_tensor_value_info(name, dtype, shape)
 
 
-def _constant(name: str, value: Array, precision: Precision) -> tuple[list[NodeProto], TensorProto]:
-    """A constant of the graph, with the node that casts it to float32 if it is stored in FP16."""
-    if precision == "FP32" or name not in WEIGHTS:
-        return [], onnx.numpy_helper.from_array(value, name)
-    stored = onnx.numpy_helper.from_array(value.astype(np.float16), f"{name}_fp16")
-    return [_node("Cast", [stored.name], name, to=onnx.TensorProto.FLOAT)], stored
+def _node(op_type: str, inputs: Sequence[str], output: str, **attributes: Any) -> NodeProto:
+    return onnx.helper.make_node(op_type, inputs, [output], name=output, **attributes)
 
 
-def _node(kind: str, inputs: Sequence[str], output: str, **attributes: Any) -> NodeProto:
-    return onnx.helper.make_node(kind, list(inputs), [output], name=output, **attributes)
-
-
-def _filled(value: float) -> TensorProto:
+def _fill_value(value: float) -> TensorProto:
     """The value that ConstantOfShape fills a tensor with."""
     return onnx.helper.make_tensor("value", onnx.TensorProto.FLOAT, [1], [value])
 
@@ -96,13 +91,13 @@ def _body(stage: LayerStage, weights: Weights, size: GraphSize) -> tuple[list[No
     bodies: dict[str, tuple[list[NodeProto], dict[str, Array]]] = {
         "gather": ([_node("Gather", ["x", "source"], "messages", axis=0)], {}),
         "sum": ([_node("Concat", ["node_count", "width"], "shape", axis=0),
-                 _node("ConstantOfShape", ["shape"], "zeros", value=_filled(0.0)),
+                 _node("ConstantOfShape", ["shape"], "zeros", value=_fill_value(0.0)),
                  _node("Unsqueeze", ["target", "last_axis"], "rows"),
                  _node("ScatterND", ["zeros", "rows", "messages"], "sums", reduction="add")],
                 last | {"width": np.array([size.features], np.int64)}),
-        "count": ([_node("ConstantOfShape", ["node_count"], "zeros", value=_filled(0.0)),
+        "count": ([_node("ConstantOfShape", ["node_count"], "zeros", value=_fill_value(0.0)),
                    _node("Shape", ["target"], "edge_count"),
-                   _node("ConstantOfShape", ["edge_count"], "ones", value=_filled(1.0)),
+                   _node("ConstantOfShape", ["edge_count"], "ones", value=_fill_value(1.0)),
                    _node("Unsqueeze", ["target", "last_axis"], "rows"),
                    _node("ScatterND", ["zeros", "rows", "ones"], "degrees", reduction="add")], last),
         "mean": ([_node("Max", ["degrees", "one"], "divisors"),
@@ -121,26 +116,26 @@ def _body(stage: LayerStage, weights: Weights, size: GraphSize) -> tuple[list[No
 
 @dataclass(frozen=True)
 class Form:
-    """The form of models for a kind of unit: precision of the weights, and whether sizes are fixed."""
+    """The form of models for a kind of unit: name in the files, precision of the weights, and whether sizes are fixed."""
 
-    word: str
+    name: str
     precision: Precision
     static: bool
 
 
-FORMS: dict[Kind, Form] = {"CPU": Form("cpu", "FP32", static=False), "GPU": Form("gpu", "FP16", static=False),
-                           "NPU": Form("npu", "FP16", static=True)}
+FORMS: dict[UnitKind, Form] = {"CPU": Form("cpu", "FP32", static=False), "GPU": Form("gpu", "FP16", static=False),
+                               "NPU": Form("npu", "FP16", static=True)}
 FORM_OF = FORMS | {"CUDA": FORMS["CPU"]}
 
 
-def kind_of(unit: str) -> Kind:
+def unit_kind(unit: str) -> UnitKind:
     """The kind of a unit: `GPU` for `GPU.1`."""
     return unit.partition(".")[0]
 
 
 @dataclass(frozen=True)
 class ModelFile:
-    """One model to export; a dynamic one uses only the widths of `size`."""
+    """A model to export; a dynamic one uses only the widths of `size`."""
 
     stage: LayerStage
     form: Form
@@ -150,11 +145,11 @@ class ModelFile:
     @property
     def stem(self) -> str:
         suffix = f"_{self.size.name}" if self.form.static else ""
-        return f"stage{self.stage.id}_{self.stage.name}_{self.form.word}_{self.form.precision.lower()}{suffix}"
+        return f"stage{self.stage.id}_{self.stage.name}_{self.form.name}_{self.form.precision.lower()}{suffix}"
 
     @property
     def stamp(self) -> str:
-        """A text that distinguishes files of the same name with other weights or widths."""
+        """A text that differs between files of the same name with other weights or widths."""
         facts = (EXPORTER_VERSION, self.size.features, self.size.hidden, self.seed)
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
@@ -171,21 +166,16 @@ class ModelFile:
     def has_ir(self, folder: Path) -> bool:
         """Whether both IR files exist, with these weights; the `.xml` is written last."""
         path = self.ir(folder)
-        return path.is_file() and path.with_suffix(".bin").is_file() and f'value="{self.stamp}"' in _end_of(path)
+        return (path.is_file() and path.with_suffix(".bin").is_file()
+                and f'value="{self.stamp}"'.encode() in path.read_bytes()[-IR_PROPERTIES_BYTES:])
 
 
-def _end_of(path: Path, characters: int = 4096) -> str:
-    """The last characters of a file; an IR has its properties there."""
-    data = path.read_bytes()
-    return data[-characters:].decode(errors="replace")
-
-
-def model_file(unit: str, stage: LayerStage, size: GraphSize, seed: int) -> ModelFile:
+def stage_model_file(unit: str, stage: LayerStage, size: GraphSize, seed: int) -> ModelFile:
     """The model file from which a unit runs a stage."""
-    return ModelFile(stage, FORM_OF[kind_of(unit)], size, seed)
+    return ModelFile(stage, FORM_OF[unit_kind(unit)], size, seed)
 
 
-def model_files(sizes: Sequence[GraphSize], seed: int) -> Iterator[ModelFile]:
+def stage_model_files(sizes: Sequence[GraphSize], seed: int) -> Iterator[ModelFile]:
     """All models for some sizes: 14 dynamic ones, and 7 static ones per size."""
     for form in FORMS.values():
         for size in sizes if form.static else sizes[:1]:
@@ -212,24 +202,23 @@ class Exported:
 
 def export_stages(folder: Path, models: Iterable[ModelFile]) -> Exported:
     """Writes missing models into `onnx_models` and `ir_models`; all must have the same widths and seed."""
-    done, models = Exported(), list(models)
-    with_ir = has_openvino()
+    done, models, with_ir = Exported(), list(models), has_openvino()
     weights = draw_weights(models[0].size.features, models[0].size.hidden, models[0].seed)
     for model in progress(models, "export"):
-        path = model.onnx(folder)
+        path, ir_path = model.onnx(folder), model.ir(folder)
         if model.has_onnx(folder):
             done.onnx_kept += 1
         else:
-            stage = stage_model(model.stage, weights, model.form.precision, model.size, model.form.static, {STAMP: model.stamp})
-            onnx.checker.check_model(stage, full_check=True)
-            files.write_bytes(path, stage.SerializeToString())
+            proto = stage_model(model, weights)
+            onnx.checker.check_model(proto, full_check=True)
+            files.write_bytes(path, proto.SerializeToString())
             done.onnx_written += 1
         if with_ir and model.has_ir(folder):
             done.ir_kept += 1
         elif with_ir:
-            write_ir(path, model.ir(folder), model.stamp)
+            write_ir(path, ir_path, model.stamp)
             done.ir_written += 1
-        done.megabytes += sum(file.stat().st_size for file in (path, model.ir(folder), model.ir(folder).with_suffix(".bin"))
+        done.megabytes += sum(file.stat().st_size for file in (path, ir_path, ir_path.with_suffix(".bin"))
                               if file.is_file()) / 1e6
     return done
 

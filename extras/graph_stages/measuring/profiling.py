@@ -22,7 +22,7 @@ from hase.extras.graph_stages.measuring.records import (
 )
 from hase.extras.graph_stages.measuring.units import OPENVINO, PACKAGES, TORCH, StageTask, runtime_version
 from hase.extras.graph_stages.measuring.worker import RESIDENT, StageRequest, copies_to_time, failed_measurement
-from hase.records.measurement import Block, Journal, JournalFile, Measurement, counting_measurements
+from hase.records.measurement import Block, Journal, JournalFile, Measurement, best_measurements
 from hase.utils import files
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import Machine, machine, package_version
@@ -69,7 +69,7 @@ class StageJournal(JournalFile):
 
     def write_raw(self) -> RawMeasurements:
         """Writes and returns what is measured so far of the profile."""
-        measured = counting_measurements(block for block in self.blocks if block.machine == self._here.uuid)
+        measured = best_measurements(block for block in self.blocks if block.machine == self._here.uuid)
         raw = RawMeasurements(
             machine=self._here.model_dump(), versions=installed(), warmup=self._profile.warmup, runs=self._profile.runs,
             seed=self._profile.seed, units=tuple(self._profile.reports),

@@ -25,7 +25,7 @@ from hase.extras.graph_stages.measuring.layer import (
     draw_weights,
     stage_function,
 )
-from hase.extras.graph_stages.measuring.models import FORM_OF, ModelFile, has_openvino, kind_of, model_file
+from hase.extras.graph_stages.measuring.models import FORM_OF, ModelFile, has_openvino, stage_model_file, unit_kind
 from hase.extras.graph_stages.measuring.records import UnitReport
 from hase.utils.config import Frozen
 from hase.utils.errors import UserError
@@ -68,7 +68,7 @@ def find_units(cpu_runtime: str | None = None, devices: Mapping[str, str] | None
         raise UserError(f"--cpu-runtime {chosen}: it is not installed; {INSTALL}")
     units = [_unit("CPU", present.get("CPU") or machine("cpu").device_name, chosen)]
     for kind in ("GPU", "NPU"):
-        names = [name for name in present if kind_of(name) == kind]
+        names = [name for name in present if unit_kind(name) == kind]
         units += [_unit(name, present[name], OPENVINO) for name in names] or [_absent(kind, _why_absent(kind, present))]
     if why := _why_no_cuda():
         return [*units, _absent("CUDA", why)]
@@ -77,7 +77,7 @@ def find_units(cpu_runtime: str | None = None, devices: Mapping[str, str] | None
 
 def _unit(name: str, device_name: str, runtime: str) -> UnitReport:
     return UnitReport(name=name, present=True, device_name=device_name, runtime=runtime,
-                      inference_precision=INFERENCE_PRECISION[kind_of(name)])
+                      inference_precision=INFERENCE_PRECISION[unit_kind(name)])
 
 
 def _absent(name: str, why: str) -> UnitReport:
@@ -105,7 +105,7 @@ def choose_units(reports: Sequence[UnitReport], requested: Sequence[str]) -> lis
     for name in requested:
         if name not in names and name not in KINDS:
             raise UserError(f"--units {name}: no such unit; this machine was asked for {', '.join(names)}")
-    wanted = [unit for unit in reports if not requested or unit.name in requested or kind_of(unit.name) in requested]
+    wanted = [unit for unit in reports if not requested or unit.name in requested or unit_kind(unit.name) in requested]
     if present := [unit for unit in wanted if unit.present]:
         return present
     raise UserError("no unit to measure: " + "; ".join(f"{unit.name}: {unit.why}" for unit in wanted))
@@ -155,16 +155,16 @@ class StageTask(Frozen):
     @property
     def file(self) -> ModelFile:
         """The model file."""
-        return model_file(self.unit, self.definition, self.size, self.source.seed)
+        return stage_model_file(self.unit, self.definition, self.size, self.source.seed)
 
     @property
     def precision(self) -> str:
         """Precision of the weights: `FP32` or `FP16`."""
-        return FORM_OF[kind_of(self.unit)].precision
+        return FORM_OF[unit_kind(self.unit)].precision
 
     @property
     def inference_precision(self) -> str:
-        return INFERENCE_PRECISION[kind_of(self.unit)]
+        return INFERENCE_PRECISION[unit_kind(self.unit)]
 
     @property
     def weights(self) -> Weights:
@@ -290,7 +290,7 @@ def by_openvino(task: StageTask) -> OpenedStage:
         raise Refused("the package openvino is not installed")
     core = openvino.Core()
     settings: dict[str, Any] = {PRECISION_HINT: task.inference_precision, "PERFORMANCE_HINT": "LATENCY"}
-    if kind_of(task.unit) == "CPU" and task.threads:
+    if unit_kind(task.unit) == "CPU" and task.threads:
         settings["INFERENCE_NUM_THREADS"] = task.threads
     settable = {name for name, access in core.get_property(task.unit, "SUPPORTED_PROPERTIES").items() if access == "RW"}
     compiled = core.compile_model(str(task.file.ir(task.folder)), task.unit, {
@@ -308,7 +308,7 @@ def by_openvino(task: StageTask) -> OpenedStage:
 def by_ort(task: StageTask) -> OpenedStage:
     """Opens a stage by ONNX Runtime, on the CPU or by CUDA without TF32. On the CPU one thread does the sums (SUMMING)."""
     device = "cuda" if task.unit == "CUDA" else "cpu"
-    if kind_of(task.unit) not in ("CPU", "CUDA"):
+    if unit_kind(task.unit) not in ("CPU", "CUDA"):
         raise Refused(f"ONNX Runtime is not used for {task.unit}")
     path = task.file.onnx(task.folder)
     threads = 1 if device == "cpu" and task.definition.name in SUMMING else task.threads
@@ -403,7 +403,7 @@ def _torch_device(unit: str) -> tuple[str, str]:
     """The torch device that runs work for a unit, and that device's unit name."""
     if unit == "CUDA" and torch.cuda.is_available():
         return "cuda", unit
-    if kind_of(unit) == "GPU" and torch.xpu.is_available():
+    if unit_kind(unit) == "GPU" and torch.xpu.is_available():
         return f"xpu:{unit.partition('.')[2] or 0}", unit
     return "cpu", "CPU"
 

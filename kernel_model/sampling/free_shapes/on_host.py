@@ -1,7 +1,7 @@
-"""Draws kernels that the CUDA provider lacks, so that the CPU provider runs them in a CUDA session.
+"""Draws kernels that the CUDA provider lacks: in a CUDA session, the CPU provider runs them.
 
 CUDA has integer products and convolutions, as quantisers write them, only for signed numbers. It also lacks signal processing,
-some scalar functions, tables of features, and the newest version of some operators of image networks.
+some elementwise functions, tables of features, and the newest version of some operators of image networks.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from hase.kernel_model.sampling.free_shapes import elementwise, forms, layers
 from hase.kernel_model.sampling.free_shapes.forms import any_rank, any_shape
 from hase.kernel_model.sampling.free_shapes.language import product_sizes, rows
 from hase.kernel_model.sampling.free_shapes.sizes import (
+    ABSENT,
     CONTRIB,
     Generator,
     activation_shape,
@@ -34,41 +35,41 @@ from hase.kernel_model.sampling.free_shapes.sizes import (
 from hase.records.kernel_record import Kernel, KernelInput, Tensor, type_code
 from hase.records.kernel_types import describe_kernel
 
-WHOLE = ("uint8", "uint8", "int8")  # quantisers mostly round activations to the first
+QUANTISED_TYPES = ("uint8", "uint8", "int8")  # of activations; quantisers mostly choose the first
 UNARY = ("Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Celu", "Cosh", "Hardmax", "Mish", "Sinh", "Tan")
 FRAME_LENGTHS = (64, 128, 256, 400, 512, 1024, 2048)  # of short-time Fourier transforms
-TRIES = 100  # forms; CUDA lacks some
+MAX_TRIES = 100  # draws until one is what CUDA lacks
 SOME_FORMS = (forms.unary, forms.binary, forms.where, forms.cast, forms.reduction, forms.along_an_axis, forms.transpose,
               forms.concat, forms.pad, forms.expand_or_tile, forms.slice_axes)
 
 
-def _whole(generator: Generator) -> str:
-    return str(generator.choice(WHOLE))
+def _quantised_type(generator: Generator) -> str:
+    return str(generator.choice(QUANTISED_TYPES))
 
 
-def _rounding(whole: str, *scales: int) -> list[KernelInput]:
-    """The scale and zero point of a quantised tensor, or one per channel."""
-    return [tensor("float32", *scales, constant=True), tensor(whole, *scales, constant=True)]
+def _scale(dtype: str, *shape: int) -> list[KernelInput]:
+    """The inputs for a quantised tensor's scale and zero point; `shape` if there is one of each per channel."""
+    return [tensor("float32", *shape, constant=True), tensor(dtype, *shape, constant=True)]
 
 
 def quantised_convolution(dtype: str, batch: int, generator: Generator) -> Kernel:
     """A convolution of quantised images, with quantised (channels first or last) or integer output."""
     plain = layers.convolution("float32", batch, generator)
     image, weights, *bias = plain.inputs
-    whole, out = _whole(generator), plain.outputs[0].shape
-    activation, quantised = tensor(whole, *image.shape), tensor("int8", *weights.shape, constant=True)
+    quantised, out = _quantised_type(generator), plain.outputs[0].shape
+    activation, quantised_weights = tensor(quantised, *image.shape), tensor("int8", *weights.shape, constant=True)
     if generator.random() < 0.2:
-        zero_points = [tensor(whole, constant=True), tensor("int8", constant=True)]
-        summed = Tensor(dtype="int32", shape=out)
-        return kernel("ConvInteger", [activation, quantised, *zero_points], [summed], **plain.attributes)
-    behind = generator.random() < 0.5
-    if behind:
-        activation, out = tensor(whole, *_channels_last(image.shape)), _channels_last(out)
+        zero_points = [tensor(quantised, constant=True), tensor("int8", constant=True)]
+        return kernel("ConvInteger", [activation, quantised_weights, *zero_points], [Tensor(dtype="int32", shape=out)],
+                      **plain.attributes)
+    channels_last = generator.random() < 0.5
+    if channels_last:
+        activation, out = tensor(quantised, *_channels_last(image.shape)), _channels_last(out)
     scales = weights.shape[:1] if generator.random() < 0.5 else ()
-    inputs = [activation, *_rounding(whole), quantised, *_rounding("int8", *scales), *_rounding(whole),
+    inputs = [activation, *_scale(quantised), quantised_weights, *_scale("int8", *scales), *_scale(quantised),
               *(tensor("int32", *each.shape, constant=True) for each in bias)]
-    attributes = plain.attributes | ({"channels_last": 1} if behind else {})
-    return kernel("QLinearConv", inputs, [out], CONTRIB if behind else "", **attributes)
+    attributes = plain.attributes | ({"channels_last": 1} if channels_last else {})
+    return kernel("QLinearConv", inputs, [out], CONTRIB if channels_last else "", **attributes)
 
 
 def _channels_last(shape: Sequence[int]) -> tuple[int, ...]:
@@ -76,7 +77,7 @@ def _channels_last(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _product_shape(batch: int, generator: Generator) -> tuple[tuple[int, ...], int, int]:
-    """The leading sizes, depth and columns of a product: of a language model, or of any layer."""
+    """The leading sizes, the depth (the sum's length) and the columns of a product: of a language model, or of any layer."""
     depth, columns = product_sizes(generator) if generator.random() < 0.3 else (
         channels(generator, 32, 4096), channels(generator, 32, 4096))
     lead = rows(batch, generator) if generator.random() < 0.6 else (batch * pick([1, 1, 2, 8, 49, 197], generator),)
@@ -95,18 +96,18 @@ def integer_product(dtype: str, batch: int, generator: Generator) -> Kernel:
 def quantised_product(dtype: str, batch: int, generator: Generator) -> Kernel:
     """A product of quantised matrices with quantised output, with or without bias."""
     lead, depth, columns = _product_shape(batch, generator)
-    whole = _whole(generator)
+    quantised = _quantised_type(generator)
     if generator.random() < 0.5:
-        inputs = [tensor(whole, *lead, depth), *_rounding(whole), tensor("int8", depth, columns, constant=True),
-                  *_rounding("int8"), *_rounding(whole)]
+        inputs = [tensor(quantised, *lead, depth), *_scale(quantised), tensor("int8", depth, columns, constant=True),
+                  *_scale("int8"), *_scale(quantised)]
         return kernel("QLinearMatMul", inputs, [(*lead, columns)])
-    inputs = [tensor(whole, lead[0], depth), *_rounding(whole), tensor("int8", columns, depth, constant=True),
-              *_rounding("int8"), tensor("int32", columns, constant=True), *_rounding(whole)]
+    inputs = [tensor(quantised, lead[0], depth), *_scale(quantised), tensor("int8", columns, depth, constant=True),
+              *_scale("int8"), tensor("int32", columns, constant=True), *_scale(quantised)]
     return kernel("QGemm", inputs, [(lead[0], columns)], CONTRIB, alpha=1.0, transA=0, transB=1)
 
 
 def rounded_while_running(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Dynamic quantisation of an activation to 8 bits, which first finds its range."""
+    """The quantisation of an activation to 8 bits at run time, which first finds its range."""
     shape = activation_shape(batch, generator)
     return kernel("DynamicQuantizeLinear", [tensor("float32", *shape)],
                   [Tensor(dtype="uint8", shape=shape), Tensor(dtype="float32", shape=()), Tensor(dtype="uint8", shape=())])
@@ -114,60 +115,60 @@ def rounded_while_running(dtype: str, batch: int, generator: Generator) -> Kerne
 
 def quantised_arithmetic(dtype: str, batch: int, generator: Generator) -> Kernel:
     """The sum or product of two quantised activations."""
-    shape, whole = activation_shape(batch, generator), _whole(generator)
+    shape, quantised = activation_shape(batch, generator), _quantised_type(generator)
     op = str(generator.choice(["QLinearAdd", "QLinearMul"], p=[0.75, 0.25]))
     second = shape if generator.random() < 0.85 else (*shape[:2], *[1] * len(shape[2:]))
-    return kernel(op, [tensor(whole, *shape), *_rounding(whole), tensor(whole, *second), *_rounding(whole), *_rounding(whole)],
-                  [shape], CONTRIB)
+    return kernel(op, [tensor(quantised, *shape), *_scale(quantised), tensor(quantised, *second), *_scale(quantised),
+                       *_scale(quantised)], [shape], CONTRIB)
 
 
 def quantised_activation(dtype: str, batch: int, generator: Generator) -> Kernel:
     """An elementwise function of quantised numbers."""
-    shape, whole = activation_shape(batch, generator), _whole(generator)
+    shape, quantised = activation_shape(batch, generator), _quantised_type(generator)
     op = str(generator.choice(["QLinearSigmoid", "QLinearLeakyRelu"]))
     slope: dict[str, Any] = {"alpha": as_float32(0.01)} if op == "QLinearLeakyRelu" else {}
-    return kernel(op, [tensor(whole, *shape), *_rounding(whole), *_rounding(whole)], [shape], CONTRIB, **slope)
+    return kernel(op, [tensor(quantised, *shape), *_scale(quantised), *_scale(quantised)], [shape], CONTRIB, **slope)
 
 
 def quantised_pool(dtype: str, batch: int, generator: Generator) -> Kernel:
     """The mean of a quantised image."""
-    pixels, whole, behind = side(generator), _whole(generator), int(generator.integers(2))
-    deep = channels_at(pixels, generator)
-    shape, out = [_channels_last(sizes) if behind else sizes
-                  for sizes in ((batch, deep, pixels, pixels), (batch, deep, 1, 1))]
-    return kernel("QLinearGlobalAveragePool", [tensor(whole, *shape), *_rounding(whole), *_rounding(whole)], [out], CONTRIB,
-                  channels_last=behind)
+    pixels, quantised, channels_last = side(generator), _quantised_type(generator), int(generator.integers(2))
+    depth = channels_at(pixels, generator)
+    shape, out = [_channels_last(sizes) if channels_last else sizes
+                  for sizes in ((batch, depth, pixels, pixels), (batch, depth, 1, 1))]
+    inputs = [tensor(quantised, *shape), *_scale(quantised), *_scale(quantised)]
+    return kernel("QLinearGlobalAveragePool", inputs, [out], CONTRIB, channels_last=channels_last)
 
 
 def moved_channels(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """A quantised image from channels first to channels last, or back."""
+    """The transposition of a quantised image from channels first to channels last, or back."""
     pixels = side(generator)
     image = (batch, channels_at(pixels, generator), pixels, pixels)
     shape, order = (image, (0, 2, 3, 1)) if generator.random() < 0.5 else (_channels_last(image), (0, 3, 1, 2))
-    return kernel("Transpose", [tensor(_whole(generator), *shape)], [tuple(shape[axis] for axis in order)], perm=list(order))
+    transposed = tuple(shape[axis] for axis in order)
+    return kernel("Transpose", [tensor(_quantised_type(generator), *shape)], [transposed], perm=list(order))
 
 
 def bias(dtype: str, batch: int, generator: Generator) -> Kernel:
     """A quantised bias converted to floating point, with one scale or one per channel."""
-    deep = channels(generator)
-    about = (deep,) if generator.random() < 0.5 else ()
-    inputs = [tensor("int32", deep, constant=True), *_rounding("int32", *about)]
-    return kernel("DequantizeLinear", inputs, [Tensor(dtype="float32", shape=(deep,))], axis=0)
+    depth = channels(generator)
+    scales = (depth,) if generator.random() < 0.5 else ()
+    inputs = [tensor("int32", depth, constant=True), *_scale("int32", *scales)]
+    return kernel("DequantizeLinear", inputs, [Tensor(dtype="float32", shape=(depth,))], axis=0)
 
 
 def unary(dtype: str, batch: int, generator: Generator) -> Kernel:
     """An elementwise function."""
-    op = str(generator.choice(UNARY))
-    return inferred(op, [tensor("float32", *activation_shape(batch, generator))])
+    return inferred(str(generator.choice(UNARY)), [tensor("float32", *activation_shape(batch, generator))])
 
 
 def any_form(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """An operator in an element type that CUDA lacks."""
-    for _ in range(TRIES):
+    """An operator in a form or element type that CUDA lacks."""
+    for _ in range(MAX_TRIES):
         drawn = SOME_FORMS[int(generator.integers(len(SOME_FORMS)))](dtype, batch, generator)
         if not on_cuda(drawn):
             return drawn
-    raise ValueError(f"CUDA has all of {TRIES} drawn forms")
+    raise ValueError(f"CUDA has all of {MAX_TRIES} drawn forms")
 
 
 def above_threshold(dtype: str, batch: int, generator: Generator) -> Kernel:
@@ -184,10 +185,10 @@ NEWER: tuple[tuple[str, Callable[[str, int, Generator], Kernel]], ...] = (  # op
 def newer_version(dtype: str, batch: int, generator: Generator) -> Kernel:
     """A pooling, normalisation or activation that CUDA lacks only in its version of opset 22."""
     op, draw = NEWER[int(generator.integers(len(NEWER)))]
-    for _ in range(TRIES):
+    for _ in range(MAX_TRIES):
         if (drawn := draw(dtype, batch, generator)).op_type == op:
             return drawn
-    raise ValueError(f"none of {TRIES} draws was a {op}")
+    raise ValueError(f"none of {MAX_TRIES} draws was a {op}")
 
 
 def spectrum(dtype: str, batch: int, generator: Generator) -> Kernel:
@@ -202,7 +203,7 @@ def spectrum(dtype: str, batch: int, generator: Generator) -> Kernel:
         return kernel("STFT", [signal, scalar("int64", step), window, scalar("int64", frame)], [out], onesided=onesided)
     length = pick([64, 100, 128, 256, 400, 512, 1000, 1024, 2048], generator)
     lead, onesided = pick([1, 3, 16, 64, 256], generator), int(generator.integers(2))
-    return kernel("DFT", [tensor("float32", batch, lead, length, 1), KernelInput(dtype=""), scalar("int64", 2)],
+    return kernel("DFT", [tensor("float32", batch, lead, length, 1), ABSENT, scalar("int64", 2)],
                   [(batch, lead, length // 2 + 1 if onesided else length, 2)], inverse=0, onesided=onesided)
 
 
@@ -245,7 +246,7 @@ def other(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def on_shapes(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """An operator on a few integers, such as a tensor's sizes, which a session runs on the CPU although CUDA could."""
+    """An operator on a few integers, such as a tensor's sizes: a session runs it on the CPU although CUDA could."""
     count = pick([1, 1, 2, 3, 4, 8, 64, 512], generator)
     values, other_values = tensor("int64", count), tensor("int64", count, constant=True)
     makers: tuple[Callable[[], Kernel], ...] = (
@@ -261,7 +262,7 @@ def on_shapes(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def table_of_features(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Columns that are scaled, imputed, normalised or weighted, as in scikit-learn's pipelines."""
+    """A step of scikit-learn's pipelines on a table: its columns are scaled, imputed, normalised or weighted."""
     examples, columns = batch * pick([1, 16, 256, 4096], generator), pick([4, 16, 30, 100, 784], generator)
     table, classes, weights = tensor("float32", examples, columns), pick([2, 3, 10, 100], generator), [0.5] * columns
     op = str(generator.choice(["Scaler", "Imputer", "Normalizer", "LinearClassifier", "LinearRegressor"]))

@@ -15,7 +15,7 @@ from command import run_script
 from hase.extras.graph_stages.measuring import worker
 from hase.extras.graph_stages.measuring.analysis import analyze
 from hase.extras.graph_stages.measuring.layer import OUTPUT, STAGES, GraphSize
-from hase.extras.graph_stages.measuring.models import export_stages, model_files
+from hase.extras.graph_stages.measuring.models import export_stages, stage_model_files
 from hase.extras.graph_stages.measuring.profiling import Profile, measure_copies, record_of
 from hase.extras.graph_stages.measuring.records import (
     RAW,
@@ -53,7 +53,7 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for runtime in ("ort", "torch"):
         workspace = Workspace(tmp_path_factory.mktemp(runtime))
         if runtime == "ort":
-            export_stages(workspace.stage_models, list(model_files(SIZES, 0)))
+            export_stages(workspace.stage_models, list(stage_model_files(SIZES, 0)))
         work = [task_of(workspace.stage_results.parent, size, stage.id, runtime) for size in SIZES for stage in STAGES]
         records = tuple(record_of(task, measure_stage(task)) for task in work)
         assert {(record.runtime, record.status) for record in records} == {(runtime, "ok")}

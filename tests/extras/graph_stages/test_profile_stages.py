@@ -32,7 +32,7 @@ from hase.extras.graph_stages.measuring.analysis import (
     read_lookup,
 )
 from hase.extras.graph_stages.measuring.layer import STAGES, GraphSize, GraphSource, LayerStage
-from hase.extras.graph_stages.measuring.models import export_stages, model_files
+from hase.extras.graph_stages.measuring.models import export_stages, stage_model_files
 from hase.extras.graph_stages.measuring.records import RAW, RawMeasurements, StageRecord, UnitReport, read_raw
 from hase.extras.graph_stages.measuring.units import OpenedStage, Refused, StageTask, choose_units, find_units, open_stage
 from hase.extras.graph_stages.measuring.worker import measure_stage
@@ -87,7 +87,7 @@ def test_export_and_measure(runtime: str, cases: Path, tmp_path: Path) -> None:
 
 def task_of(folder: Path, stage: int = 2, **changes: Any) -> StageTask:
     size = GraphSize(nodes=300, edges=3000, features=16, hidden=8)
-    export_stages(folder, [file for file in model_files([size], 0) if file.stage.id == stage])
+    export_stages(folder, [file for file in stage_model_files([size], 0) if file.stage.id == stage])
     return StageTask(**{"size": size, "source": GraphSource(), "graph": "uniform", "unit": "CPU", "stage": stage,
                         "runtime": "ort", "warmup": 1, "runs": 4, "models": str(folder), **changes})
 

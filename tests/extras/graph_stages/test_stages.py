@@ -24,7 +24,7 @@ from hase.extras.graph_stages.measuring.layer import (
     read_cases,
     read_edge_list,
 )
-from hase.extras.graph_stages.measuring.models import ModelFile, export_stages, model_file, model_files
+from hase.extras.graph_stages.measuring.models import ModelFile, export_stages, stage_model_file, stage_model_files
 from hase.utils.errors import UserError
 from hase.utils.ort_sessions import open_session
 from hase.utils.paths import ROOT
@@ -59,7 +59,7 @@ def reference(graph: Graph, weights: Weights) -> Array:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The exported models of all graphs."""
     made = tmp_path_factory.mktemp("exported_models")
-    export_stages(made, list(model_files([size_of(draw()) for draw in GRAPHS.values()], 0)))
+    export_stages(made, list(stage_model_files([size_of(draw()) for draw in GRAPHS.values()], 0)))
     return made
 
 
@@ -102,13 +102,13 @@ def test_exported_models_compute_the_layer(draw: Callable[[], Graph], run: Run, 
     for unit in ("CPU", "GPU", "NPU"):
         tensors = {name: wanted[name] for name in ("x", "source", "target", "node_count")}
         for stage in STAGES:
-            tensors[stage.outputs[0]] = run(model_file(unit, stage, size_of(graph), 0), folder, tensors)
+            tensors[stage.outputs[0]] = run(stage_model_file(unit, stage, size_of(graph), 0), folder, tensors)
         np.testing.assert_allclose(tensors[OUTPUT], wanted[OUTPUT], atol=1e-4 if unit == "CPU" else 2e-3)
 
 
 def test_the_documented_number_of_models() -> None:
     sizes = read_cases(ROOT / "extras" / "graph_stages" / "test_cases.json")
-    files = list(model_files(sizes, 0))
+    files = list(stage_model_files(sizes, 0))
     static = [file for file in files if file.form.static]
     assert (len(sizes), len(files) - len(static), len(static)) == (15, 14, 105)
     assert len({file.stem for file in files}) == 119
@@ -118,14 +118,14 @@ def test_the_documented_number_of_models() -> None:
 @pytest.mark.slow
 def test_files_of_other_widths_or_cut_short_are_written_again(tmp_path: Path) -> None:
     size = GraphSize(nodes=10, edges=20, features=4, hidden=3)
-    files = list(model_files([size], 0))
+    files = list(stage_model_files([size], 0))
     first, again = export_stages(tmp_path, files), export_stages(tmp_path, files)
     assert (first.onnx_written, first.onnx_kept) == (21, 0)
     assert (again.onnx_written, again.onnx_kept, again.ir_written) == (0, 21, 0)
     cut = files[0].onnx(tmp_path)
     cut.write_bytes(cut.read_bytes()[:50])
     assert export_stages(tmp_path, files).onnx_written == 1
-    wider = list(model_files([size.model_copy(update={"hidden": 5})], 0))
+    wider = list(stage_model_files([size.model_copy(update={"hidden": 5})], 0))
     assert export_stages(tmp_path, wider).onnx_written == 21
 
 
