@@ -85,8 +85,8 @@ def compare_plans(problem: PlanningProblem) -> list[tuple[str, PlanCost]]:
     plans = [(name, plan_cost(problem, plan)) for name, plan in on_one_unit if problem.can_run(plan)]
     if (live := max_live_tensors(problem)) <= MAX_LIVE_TENSORS:
         return [*plans, ("the best of all", best_plan(problem))]
-    log.warning("no search for the best plan: it would take too long, since up to %d tensors are needed at one time; the limit is "
-                "%d", live, MAX_LIVE_TENSORS)
+    log.warning("no search for the best plan, which would take too long: up to %d tensors are needed at one time, more than %d",
+                live, MAX_LIVE_TENSORS)
     return plans
 
 

@@ -15,13 +15,13 @@ from typing import Any
 from hase.ort_analysis.cuda.placement import assign_providers
 from hase.ort_analysis.cuda.reduced_precision import InSinglePrecision, as_single, holds_reduced, restore_types
 from hase.ort_analysis.cuda.rewrites import (
-    check_on_gpu,
+    check_gpu_only_nodes,
     cover_gpu_only,
     cover_pools,
     cuda_optimizers,
-    holds_gpu_only,
+    has_gpu_only_nodes,
+    has_quantised_operators,
     rewrite_for_cuda,
-    runs_on_whole_numbers,
     uncover_gpu_only,
     uncover_pools,
 )
@@ -168,9 +168,9 @@ def _optimized(source: Source, changed: onnx.ModelProto, flavour: Flavour, deriv
     only if an optimiser needs them; in the result they refer to `folder`."""
     path, original = folder / "optimized.onnx", source.graph_only.graph
     if derived:
-        if holds_gpu_only(original):
+        if has_gpu_only_nodes(original):
             changed = cover_gpu_only(changed, types_by_schema(shape_query(without_weights(changed), {})))
-        if runs_on_whole_numbers(original):
+        if has_quantised_operators(original):
             cover_pools(changed.graph)
     fold_large(changed)
     put_zeros(changed, _kept or folder)
@@ -293,7 +293,7 @@ def _parsed(source: Source, proto: onnx.ModelProto, flavour: Flavour, reduced: I
         rewrite_for_cuda(proto, original, tensors, shapes_known)
         tensors = restore_types(proto, reduced, tensors) if reduced else tensors
         derived_providers = assign_providers(proto, tensors, outside)
-        check_on_gpu(source.name, proto.graph.node, derived_providers, tensors)
+        check_gpu_only_nodes(source.name, proto.graph.node, derived_providers, tensors)
         return tensors, [*derived_providers]
 
     def finish(body: Body, original: onnx.GraphProto) -> tuple[dict[str, KernelInput], list[str]]:
