@@ -1,4 +1,4 @@
-"""The metrics that Hase knows by DCGM's field names (old and new) with their units, and the sharing probe's reading as metrics.
+"""Metrics by DCGM's field names (old and new) with their units, and the reading of Hase's sharing probe as metrics.
 
 The unit follows from the name, never from the size of a value. The PCIe rates and the CPU's utilisation keep their old names.
 Sources, looked up in November 2026:
@@ -113,8 +113,8 @@ INDEX_LABEL, UUID_LABEL, DEVICE_LABEL, MODEL_LABEL, HOST_LABEL = "gpu", "UUID", 
 PART_LABEL, PROFILE_LABEL = "GPU_I_ID", "GPU_I_PROFILE"
 
 
-def names_of(field: str) -> list[str]:
-    """All names of a metric of FIELDS, the old one first."""
+def metric_names(field: str) -> list[str]:
+    """All names of a metric in FIELDS, the old one first."""
     return [name for name, about in NAMES.items() if about.field == field]
 
 
@@ -124,33 +124,33 @@ def is_blank(value: float) -> bool:
             or FP64_BLANK <= value <= FP64_BLANK + 15 or value >= INT64_BLANK)
 
 
-def in_unit(name: str, value: float) -> float:
-    """Converts a value under a name to the unit of FIELDS; blanks are not converted."""
+def in_field_unit(name: str, value: float) -> float:
+    """Converts the value of a metric, under one of its names, to its unit in FIELDS; blanks stay."""
     return value if is_blank(value) else value * NAMES[name].scale
 
 
-def new_name(field: str) -> str:
-    """The new name of a metric of FIELDS, or the old one if there is no new one."""
-    return names_of(field)[-1]
+def new_metric_name(field: str) -> str:
+    """The new name of a metric in FIELDS, or the old one if there is no new one."""
+    return metric_names(field)[-1]
 
 
 # the sharing probe's reading as metrics ----------------------------------------------------------------------------------
 
-LATENCY, PHASE, TAKEN = "hase_probe_latency_seconds", "hase_probe_phase_seconds", "hase_probe_timestamp_seconds"
+LATENCY, PHASE, PROBE_TIME = "hase_probe_latency_seconds", "hase_probe_phase_seconds", "hase_probe_timestamp_seconds"
 MEANINGS = {
     LATENCY: "latency of the sharing probe's runs; runs: all, or those that waited for other work (s)",
     PHASE: "mean length of phases in which other work kept the device busy or left it idle (s)",
-    TAKEN: "time of the sharing probe's measurement; mode: how processes share the device (s since 1970)",
+    PROBE_TIME: "time of the sharing probe's measurement; mode: how processes share the device (s since 1970)",
 }
 RUNS, QUANTILE, KIND, MODE = "runs", "quantile", "phase", "mode"  # labels
-OWN_LABELS = {LATENCY: (RUNS, QUANTILE), PHASE: (KIND,), TAKEN: (MODE,)}
+OWN_LABELS = {LATENCY: (RUNS, QUANTILE), PHASE: (KIND,), PROBE_TIME: (MODE,)}
 ALL, WAITED, BUSY, QUIET = "all", "waited", "busy", "quiet"
 NO_GPU = "cpu"  # the mode on a CPU: an empty label would be the same as no label
-AT = tuple(f"{rank / (QUANTILES - 1):g}" for rank in range(QUANTILES))
+QUANTILE_VALUES = tuple(f"{rank / (QUANTILES - 1):g}" for rank in range(QUANTILES))
 
 
-class Unreadable(UserError):
-    """Samples without a valid summary; `fact` says what is wrong."""
+class InvalidProbeSamples(UserError):
+    """Samples from which no valid summary can be made; `fact` says what is wrong."""
 
     def __init__(self, fact: str) -> None:
         super().__init__(f"the sharing probe's reading: {fact}")
@@ -165,28 +165,28 @@ class ProbeSample(NamedTuple):
     value: float
 
 
-class Probed(NamedTuple):
+class TimedProbeSummary(NamedTuple):
     """The summary of a sharing probe's measurement, and its time (seconds since 1970)."""
 
     summary: ProbeSummary
     taken_s: float
 
 
-def samples_of(probed: Probed) -> Iterator[ProbeSample]:
-    """The samples to serve, by metric. If no run waited, there are no samples of waiting runs."""
+def probe_to_samples(probed: TimedProbeSummary) -> Iterator[ProbeSample]:
+    """The samples to serve, metric by metric. If no run waited, there are no samples of waiting runs."""
     summary = probed.summary
     for runs, latencies_ms in ((ALL, summary.latencies_ms), (WAITED, summary.waited_ms)):
-        for at, latency_ms in zip(AT, latencies_ms, strict=False):
-            yield ProbeSample(LATENCY, {RUNS: runs, QUANTILE: at}, latency_ms / 1e3)
+        for quantile, latency_ms in zip(QUANTILE_VALUES, latencies_ms, strict=False):
+            yield ProbeSample(LATENCY, {RUNS: runs, QUANTILE: quantile}, latency_ms / 1e3)
     for kind, length_ms in ((BUSY, summary.busy_ms), (QUIET, summary.quiet_ms)):
         yield ProbeSample(PHASE, {KIND: kind}, length_ms / 1e3)
-    yield ProbeSample(TAKEN, {MODE: summary.sharing or NO_GPU}, probed.taken_s)
+    yield ProbeSample(PROBE_TIME, {MODE: summary.sharing or NO_GPU}, probed.taken_s)
 
 
-def probed_of(samples: Iterable[ProbeSample]) -> Probed:
-    """The summary that samples give. Raises Unreadable if one is missing, is no number, or contradicts others.
+def probe_from_samples(samples: Iterable[ProbeSample]) -> TimedProbeSummary:
+    """The probe's summary from its samples. Raises InvalidProbeSamples if one is missing, is no number, or contradicts others.
 
-    A server may keep old series (for instance with federation), so samples that the summary does not mention are ignored.
+    A server may keep old series (for instance with federation), so samples that the summary does not need are ignored.
     """
     samples_by_key = {(sample.name, *(sample.labels.get(label, "") for label in OWN_LABELS[sample.name])): sample.value
                       for sample in samples}
@@ -195,24 +195,24 @@ def probed_of(samples: Iterable[ProbeSample]) -> Probed:
         if missing := [key for key in keys if key not in samples_by_key]:
             name, *labels = missing[0]
             shown = ",".join(f'{label}="{value}"' for label, value in zip(OWN_LABELS[name], labels, strict=True))
-            raise Unreadable(f"{len(missing)} of its samples are missing, {name}{{{shown}}} first")
+            raise InvalidProbeSamples(f"{len(missing)} of its samples are missing, {name}{{{shown}}} first")
         return tuple(samples_by_key[key] for key in keys)
 
-    taken = {key[1]: value for key, value in samples_by_key.items() if key[0] == TAKEN}
-    if not taken:
-        raise Unreadable(f"{TAKEN} is missing")
-    if not all(math.isfinite(taken_s) for taken_s in taken.values()):
-        raise Unreadable(f"{TAKEN} is not a time")
-    mode = max(taken, key=lambda mode: taken[mode])
+    taken_s = {key[1]: value for key, value in samples_by_key.items() if key[0] == PROBE_TIME}  # by sharing mode
+    if not taken_s:
+        raise InvalidProbeSamples(f"{PROBE_TIME} is missing")
+    if not all(map(math.isfinite, taken_s.values())):
+        raise InvalidProbeSamples(f"{PROBE_TIME} is not a time")
+    mode = max(taken_s, key=taken_s.__getitem__)
     busy_s, quiet_s = values((PHASE, BUSY), (PHASE, QUIET))
-    everything, waited = (values(*((LATENCY, runs, at) for at in AT)) if served else () for runs, served in (
-        (ALL, True), (WAITED, busy_s != 0.0)))
+    latencies_s = values(*((LATENCY, ALL, quantile) for quantile in QUANTILE_VALUES))
+    waited_s = values(*((LATENCY, WAITED, quantile) for quantile in QUANTILE_VALUES)) if busy_s != 0.0 else ()
     try:
         summary = ProbeSummary.model_validate({
-            "sharing": None if mode == NO_GPU else mode, "latencies_ms": [1e3 * value for value in everything],
-            "waited_ms": [1e3 * value for value in waited], "busy_ms": 1e3 * busy_s, "quiet_ms": 1e3 * quiet_s})
+            "sharing": None if mode == NO_GPU else mode, "latencies_ms": [1e3 * value for value in latencies_s],
+            "waited_ms": [1e3 * value for value in waited_s], "busy_ms": 1e3 * busy_s, "quiet_ms": 1e3 * quiet_s})
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise Unreadable(f"{where + ': ' if where else ''}{first['msg'].removeprefix('Value error, ')}") from None
-    return Probed(summary, taken[mode])
+        where = ".".join(map(str, first["loc"]))
+        raise InvalidProbeSamples(f"{where + ': ' if where else ''}{first['msg'].removeprefix('Value error, ')}") from None
+    return TimedProbeSummary(summary, taken_s[mode])

@@ -28,11 +28,11 @@ EXAMPLES = """
 def dashboard() -> str:
     """The dashboard as JSON. Raises UserError if Grafana's builders are not installed."""
     try:
-        from hase.recipes.operating.grafana_panels import as_json  # noqa: PLC0415 - needs a package that the options do not
+        from hase.recipes.operating.grafana_panels import dashboard_json  # noqa: PLC0415 - needs a package that the options do not
     except ModuleNotFoundError as error:
         raise UserError(f"the package {error.name} is not installed, and this needs it; pip install -r "
                         "requirements-operating.txt") from None
-    return as_json()
+    return dashboard_json()
 
 
 def main() -> int:
