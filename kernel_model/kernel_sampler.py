@@ -45,7 +45,7 @@ from hase.records.dataset_files import read_header
 from hase.records.kernel_record import Kernel
 from hase.records.kernel_record_files import index_paths, read_index
 from hase.records.operators import operator_row
-from hase.runtimes import flavour_of
+from hase.runtimes import local_flavour
 from hase.utils import cli, files
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import Flavour, resolve_device
@@ -355,7 +355,7 @@ def main() -> int:
         named = (args.cliffs and read_header(workspace.dataset(args.cliffs)).target) or (
             source.target if isinstance(source, KernelErrors) else None)
         flavours: Iterable[tuple[Flavour, Sequence[Drawn]]] = [
-            (named.flavour if named else flavour_of("cpu" if args.free_kind == "host" else resolve_device("auto")), ())]
+            (named.flavour if named else local_flavour("cpu" if args.free_kind == "host" else resolve_device("auto")), ())]
     else:
         flavours = map(indexed, index_paths(workspace))
     rows = []

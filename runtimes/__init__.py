@@ -26,7 +26,7 @@ def runtime_named(name: str) -> Runtime:
     return runtime
 
 
-def flavour_of(device: str, runtime: str = DEFAULT_RUNTIME, level: str = "") -> Flavour:
+def local_flavour(device: str, runtime: str = DEFAULT_RUNTIME, level: str = "") -> Flavour:
     """The flavour of graphs for `cpu` or `cuda` under a runtime of this machine; `level` "" is the usual optimisation."""
     described = runtime_named(runtime)
     return Flavour(
@@ -38,7 +38,7 @@ def flavour_of(device: str, runtime: str = DEFAULT_RUNTIME, level: str = "") -> 
 def local_target(device: str, runtime: str = DEFAULT_RUNTIME, level: str = "", threads: int = 0, cores: int = 0) -> Target:
     """This machine as a target, with the runtime's default options. On a CPU, `threads` 0 is one per physical core, and `cores`
     0 means that threads are not pinned."""
-    flavour = flavour_of(device, runtime, level)
+    flavour = local_flavour(device, runtime, level)
     if device == "cuda":
         return Target(device_name=gpu_facts()["name"], flavour=flavour)
     return Target(device_name=cpu_name(), flavour=flavour, threads=threads or physical_cores(), cores=cores)

@@ -41,7 +41,7 @@ from hase.ort_analysis.graph.shapes import (
 from hase.ort_analysis.graph.sizes import refuse_other_caches
 from hase.ort_analysis.graph.source import Source, open_dims, read_source, tensor_of_size
 from hase.records.kernel_record import GuessedRuns, KernelInput, Tensor
-from hase.runtimes import flavour_of
+from hase.runtimes import local_flavour
 from hase.utils.errors import UserError
 from hase.utils.files import temporary_folder
 from hase.utils.fingerprint import Flavour, graph_device, has_cuda
@@ -255,7 +255,7 @@ def parse_graph(model: Path | onnx.ModelProto, device: str = "auto", dims: Mappi
     that ORT created are in a file in `folder`; without a folder they are lost.
     """
     provider = graph_device(device)
-    flavour, source = flavour_of(provider), read_source(model, dims, name)
+    flavour, source = local_flavour(provider), read_source(model, dims, name)
     derived = provider == "cuda" and (not has_cuda() or bytes_in_files(source.graph_only) > MOST_LOADED_BYTES)
     reduced = as_single(source.graph_only, source.name) if derived and holds_reduced(source.graph_only.graph) else None
     changed = onnx.ModelProto()
@@ -269,7 +269,7 @@ def parse_to_run(path: Path, model: Path, device: str, dims: Mapping[str, int] |
                  static: bool = False) -> ParsedGraph:
     """Like `parse_graph` for a device of this machine, but also writes the graph with all weights to `path`. ORT's names for
     nodes that it inserts vary, so a graph and its description must come from one run."""
-    flavour, source = flavour_of(graph_device(device)), read_source(model, dims)
+    flavour, source = local_flavour(graph_device(device)), read_source(model, dims)
     return _parsed(source, optimize(source, flavour, path, static), flavour, None, False, static)
 
 

@@ -18,7 +18,7 @@ from hase.learned.composition.cuda_nodes import is_copy, reads_shape
 from hase.records.kernel_costs import is_control_flow
 from hase.records.kernel_record import KernelIndex, ModelRecord
 from hase.records.kernel_record_files import build_index, index_path, read_model_record
-from hase.runtimes import flavour_of
+from hase.runtimes import local_flavour
 from hase.utils import cli, files
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import Flavour
@@ -63,7 +63,7 @@ def main() -> int:
     parser.add_argument("--into", type=Path, required=True, metavar="DIR", help="the workspace of the host's kernels")
     args = parser.parse_args()
     workspace = cli.start(args)
-    flavour, into = flavour_of("cpu"), Workspace(args.into)
+    flavour, into = local_flavour("cpu"), Workspace(args.into)
     index = host_index(cuda_records(workspace), flavour)
     files.write_json(index_path(into, flavour), index)
     log.info("%d kernels of %d models", len(index.entries()), len(index.groups))
