@@ -179,7 +179,7 @@ def test_a_curve_over_the_load(workspace: Workspace, model: SharedModel, tmp_pat
     first, *_, last = curve.points
     assert [point.busy_share for point in curve.points] == [0.0, 0.25, 0.5, 0.75, 1.0]
     assert [first.mean_ms, first.p50_ms, first.p99_ms] == pytest.approx([model.prediction.latency_ms] * 3, rel=1e-4)
-    always = model.next_to(CoRunner(1.0, 0.0, np.array(SHARING.waits_ms)), "share")
+    always = model.beside_co_runner(CoRunner(1.0, 0.0, np.array(SHARING.waits_ms)), "share")
     assert (last.mean_ms, last.p95_ms) == (always.mean_ms, always.percentile_ms(95))
     written = stdout_of(shell(workspace, "load_curve", "--points", "5", "--json", "--out", tmp_path / "curve.csv", "--plot",
                               tmp_path / "curve.png", "--slo-ms", "5"))
