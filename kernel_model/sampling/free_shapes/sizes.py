@@ -1,4 +1,4 @@
-"""Typical sizes of networks, and helpers that describe a drawn kernel."""
+"""Draws typical sizes of networks, and describes kernels with them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from hase.utils.ort_sessions import outputs_by_schema
 
 SIDES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 13, 14, 16, 17, 18, 20, 24, 27, 28, 32, 35, 36, 40, 48, 55, 56, 64, 72, 75, 80, 96,
          109, 112, 128, 144, 149, 150, 160, 192, 224, 256, 288, 320)
-HALVED = (7, 14, 28, 56, 112, 224)  # an image of 224, halved again and again
+HALVED_SIDES = (7, 14, 28, 56, 112, 224)  # an image of 224, halved again and again
 CHANNEL_MULTIPLES, MULTIPLE_WEIGHTS = (2, 8, 16, 32, 64), (0.08, 0.34, 0.2, 0.18, 0.2)
-POWERS = (16, 32, 64, 128, 256, 512, 1024, 2048)
-WIDTH_SIDE = 3584  # channels × side of a typical image inside a network: 64 at 56, 512 at 7
+POWERS_OF_TWO = (16, 32, 64, 128, 256, 512, 1024, 2048)
+CHANNELS_TIMES_SIDE = 3584  # of a typical image inside a network: 64 channels at side 56, 512 at 7
 TOKENS = (1, 16, 32, 49, 50, 64, 65, 100, 128, 144, 145, 196, 197, 225, 256, 257, 384, 400, 512, 577, 785, 1024, 1025, 2048,
           3136)
 HEADS, HEAD_WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32), (16, 24, 32, 48, 64, 80, 96, 128)
@@ -43,26 +43,26 @@ def channels(generator: Generator, low: float = 8, high: float = 2560) -> int:
     """A log-uniform number of channels: a power of two or a multiple of a small number."""
     size = log_uniform(low, high, generator)
     if generator.random() < 0.25:
-        return min(POWERS, key=lambda power: abs(np.log(power / size)))
+        return min(POWERS_OF_TWO, key=lambda power: abs(np.log(power / size)))
     multiple = int(generator.choice(CHANNEL_MULTIPLES, p=MULTIPLE_WEIGHTS))
     return max(multiple, round(size / multiple) * multiple)
 
 
-def channels_at(near: int, generator: Generator) -> int:
-    """Channels of an image of side `near`: mostly many for small images and few for large ones, as in networks."""
+def channels_at(image_side: int, generator: Generator) -> int:
+    """Channels of an image: mostly many for small images and few for large ones, as in networks."""
     if generator.random() < 0.2:
         return channels(generator)
-    usual = WIDTH_SIDE / max(near, 2)
+    usual = CHANNELS_TIMES_SIDE / max(image_side, 2)
     return channels(generator, min(max(usual / 8, 8), 512), min(max(usual * 6, 64), 2560))
 
 
 def side(generator: Generator) -> int:
-    """A log-uniform image side."""
-    return int(generator.choice(HALVED if generator.random() < 0.4 else SIDES))
+    """The side of an image: a halved 224, or any of SIDES."""
+    return int(generator.choice(HALVED_SIDES if generator.random() < 0.4 else SIDES))
 
 
-def tokens(batch: int, generator: Generator) -> tuple[int, int, int, int]:
-    """Sizes for attention: images or windows, heads, tokens of each, and head size."""
+def attention_sizes(batch: int, generator: Generator) -> tuple[int, int, int, int]:
+    """Sizes of attention: images or windows, heads, tokens of each image or window, and head size."""
     windows = pick([1, 1, 1, 4, 16, 64], generator)
     return batch * windows, pick(HEADS, generator), pick(TOKENS[1:18], generator), pick(HEAD_WIDTHS, generator)
 
@@ -157,19 +157,20 @@ ABSENT = KernelInput(dtype="")  # an optional input that is left out
 def kernel(op_type: str, inputs: Sequence[KernelInput], outputs: Sequence[Sequence[int] | Tensor], domain: str = "",
            opset: int = OPSET, **attributes: Any) -> Kernel:
     """A kernel's description; an output given as a shape has the first input's type. `opset` is of ONNX's domain."""
-    made = [output if isinstance(output, Tensor) else Tensor(dtype=inputs[0].dtype, shape=tuple(output)) for output in outputs]
-    return describe_kernel(op_type, domain, 1 if domain == CONTRIB else opset, attributes, inputs, made)
+    tensors = [shape if isinstance(shape, Tensor) else Tensor(dtype=inputs[0].dtype, shape=tuple(shape)) for shape in outputs]
+    return describe_kernel(op_type, domain, 1 if domain == CONTRIB else opset, attributes, inputs, tensors)
 
 
 def inferred(op_type: str, inputs: Sequence[KernelInput], **attributes: Any) -> Kernel:
     """A kernel's description whose only output and remaining attributes follow from the operator's schema."""
     opset, kept = max(OPSET, _schema(op_type).since_version), _defaults(op_type) | attributes
-    asked = describe_kernel(op_type, "", opset, kept, inputs, [Tensor(dtype=inputs[0].dtype, shape=())])
-    found = {value.name: value for value in outputs_by_schema(without_large_weights(asked).SerializeToString())}
-    if "y0" not in found or any(not isinstance(size, int) or size < 1 for size in found["y0"].shape):
+    unshaped = describe_kernel(op_type, "", opset, kept, inputs, [Tensor(dtype=inputs[0].dtype, shape=())])
+    values = outputs_by_schema(without_large_weights(unshaped).SerializeToString())
+    output = next((value for value in values if value.name == "y0"), None)
+    if output is None or any(not isinstance(size, int) or size < 1 for size in output.shape):
         raise UserError(f"{op_type}: the sizes drawn do not fit together")
-    made = Tensor(dtype=session_dtype(found["y0"].type), shape=tuple(found["y0"].shape))
-    return describe_kernel(op_type, "", opset, kept, inputs, [made])
+    return describe_kernel(op_type, "", opset, kept, inputs, [
+        Tensor(dtype=session_dtype(output.type), shape=tuple(output.shape))])
 
 
 @functools.cache
