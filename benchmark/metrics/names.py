@@ -29,31 +29,48 @@ from hase.utils.errors import UserError
 
 @dataclass(frozen=True)
 class MetricField:
-    """A metric's unit and largest possible value (the smallest is 0)."""
+    """A metric's unit and largest possible value (the smallest is 0); for DCGM also its identifier and new name.
+
+    The new names are since DCGM 4.7 and dcgm-exporter 4.9. Values by identifier keep the old unit.
+    """
 
     unit: str
     maximum: float
     meaning: str
+    dcgm_id: int | None = None
+    new_name: str = ""
+    new_unit: str = ""  # of values under the new name, if another
+    new_scale: float = 1.0  # factor from the new unit to the old one
 
 
 FIELDS = {
     # NVIDIA GPU, by its performance counters (NVML GPM: Hopper and later)
-    "DCGM_FI_PROF_GR_ENGINE_ACTIVE": MetricField("ratio", 1.0, "time that any graphics or compute engine was active"),
-    "DCGM_FI_PROF_SM_ACTIVE": MetricField("ratio", 1.0, "time that an SM had a warp, averaged over the SMs"),
-    "DCGM_FI_PROF_SM_OCCUPANCY": MetricField("ratio", 1.0, "resident warps out of those that fit"),
-    "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE": MetricField("ratio", 1.0, "time that the tensor cores were active"),
-    "DCGM_FI_PROF_DRAM_ACTIVE": MetricField("ratio", 1.0, "time that the memory moved data"),
-    "DCGM_FI_PROF_PIPE_FP64_ACTIVE": MetricField("ratio", 1.0, "time that the fp64 pipe was active"),
-    "DCGM_FI_PROF_PIPE_FP32_ACTIVE": MetricField("ratio", 1.0, "time that the fp32 pipe was active"),
-    "DCGM_FI_PROF_PIPE_FP16_ACTIVE": MetricField("ratio", 1.0, "time that the fp16 pipe was active"),
-    "DCGM_FI_PROF_PCIE_TX_BYTES": MetricField("bytes/s", 1e12, "sent over PCIe"),
-    "DCGM_FI_PROF_PCIE_RX_BYTES": MetricField("bytes/s", 1e12, "received over PCIe"),
+    "DCGM_FI_PROF_GR_ENGINE_ACTIVE": MetricField(
+        "ratio", 1.0, "time that any graphics or compute engine was active", 1001, "DCGM_FI_PROF_GR_ENGINE_UTIL_RATIO"),
+    "DCGM_FI_PROF_SM_ACTIVE": MetricField(
+        "ratio", 1.0, "time that an SM had a warp, averaged over the SMs", 1002, "DCGM_FI_PROF_SM_UTIL_RATIO"),
+    "DCGM_FI_PROF_SM_OCCUPANCY": MetricField(
+        "ratio", 1.0, "resident warps out of those that fit", 1003, "DCGM_FI_PROF_SM_OCCUPANCY_RATIO"),
+    "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE": MetricField(
+        "ratio", 1.0, "time that the tensor cores were active", 1004, "DCGM_FI_PROF_TENSOR_UTIL_RATIO"),
+    "DCGM_FI_PROF_DRAM_ACTIVE": MetricField(
+        "ratio", 1.0, "time that the memory moved data", 1005, "DCGM_FI_PROF_DRAM_UTIL_RATIO"),
+    "DCGM_FI_PROF_PIPE_FP64_ACTIVE": MetricField(
+        "ratio", 1.0, "time that the fp64 pipe was active", 1006, "DCGM_FI_PROF_FP64_UTIL_RATIO"),
+    "DCGM_FI_PROF_PIPE_FP32_ACTIVE": MetricField(
+        "ratio", 1.0, "time that the fp32 pipe was active", 1007, "DCGM_FI_PROF_FP32_UTIL_RATIO"),
+    "DCGM_FI_PROF_PIPE_FP16_ACTIVE": MetricField(
+        "ratio", 1.0, "time that the fp16 pipe was active", 1008, "DCGM_FI_PROF_FP16_UTIL_RATIO"),
+    "DCGM_FI_PROF_PCIE_TX_BYTES": MetricField("bytes/s", 1e12, "sent over PCIe", 1009),
+    "DCGM_FI_PROF_PCIE_RX_BYTES": MetricField("bytes/s", 1e12, "received over PCIe", 1010),
     # NVIDIA GPU, by plain NVML
-    "DCGM_FI_DEV_GPU_UTIL": MetricField("per cent", 100.0, "time that any kernel ran"),
-    "DCGM_FI_DEV_MEM_COPY_UTIL": MetricField("per cent", 100.0, "time that the memory was read or written"),
-    "DCGM_FI_DEV_SM_CLOCK": MetricField("MHz", 1e4, "clock of the SMs"),
-    "DCGM_FI_DEV_MEM_CLOCK": MetricField("MHz", 1e5, "clock of the memory"),
-    "DCGM_FI_DEV_POWER_USAGE": MetricField("W", 1e4, "power drawn"),
+    "DCGM_FI_DEV_GPU_UTIL": MetricField(
+        "per cent", 100.0, "time that any kernel ran", 203, "DCGM_FI_DEV_GPU_UTIL_RATIO", "ratio", 100.0),
+    "DCGM_FI_DEV_MEM_COPY_UTIL": MetricField(
+        "per cent", 100.0, "time that the memory was read or written", 204, "DCGM_FI_DEV_MEMORY_UTIL_RATIO", "ratio", 100.0),
+    "DCGM_FI_DEV_SM_CLOCK": MetricField("MHz", 1e4, "clock of the SMs", 100, "DCGM_FI_DEV_SM_CLOCK_HERTZ", "Hz", 1e-6),
+    "DCGM_FI_DEV_MEM_CLOCK": MetricField("MHz", 1e5, "clock of the memory", 101, "DCGM_FI_DEV_MEMORY_CLOCK_HERTZ", "Hz", 1e-6),
+    "DCGM_FI_DEV_POWER_USAGE": MetricField("W", 1e4, "power drawn", 155, "DCGM_FI_DEV_BOARD_POWER_WATTS"),
     # CPU, all logical processors together
     "DCGM_FI_DEV_CPU_UTIL_TOTAL": MetricField("ratio", 1.0, "time not idle"),
     "DCGM_FI_DEV_CPU_UTIL_USER": MetricField("ratio", 1.0, "time in user code"),
@@ -72,39 +89,10 @@ class MetricName:
     scale: float = 1.0  # factor from this unit to the unit of FIELDS
 
 
-NEW_NAMES = {  # since DCGM 4.7 and dcgm-exporter 4.9
-    "DCGM_FI_PROF_GR_ENGINE_UTIL_RATIO": MetricName("DCGM_FI_PROF_GR_ENGINE_ACTIVE", "ratio"),
-    "DCGM_FI_PROF_SM_UTIL_RATIO": MetricName("DCGM_FI_PROF_SM_ACTIVE", "ratio"),
-    "DCGM_FI_PROF_SM_OCCUPANCY_RATIO": MetricName("DCGM_FI_PROF_SM_OCCUPANCY", "ratio"),
-    "DCGM_FI_PROF_TENSOR_UTIL_RATIO": MetricName("DCGM_FI_PROF_PIPE_TENSOR_ACTIVE", "ratio"),
-    "DCGM_FI_PROF_DRAM_UTIL_RATIO": MetricName("DCGM_FI_PROF_DRAM_ACTIVE", "ratio"),
-    "DCGM_FI_PROF_FP64_UTIL_RATIO": MetricName("DCGM_FI_PROF_PIPE_FP64_ACTIVE", "ratio"),
-    "DCGM_FI_PROF_FP32_UTIL_RATIO": MetricName("DCGM_FI_PROF_PIPE_FP32_ACTIVE", "ratio"),
-    "DCGM_FI_PROF_FP16_UTIL_RATIO": MetricName("DCGM_FI_PROF_PIPE_FP16_ACTIVE", "ratio"),
-    "DCGM_FI_DEV_GPU_UTIL_RATIO": MetricName("DCGM_FI_DEV_GPU_UTIL", "ratio", 100.0),
-    "DCGM_FI_DEV_MEMORY_UTIL_RATIO": MetricName("DCGM_FI_DEV_MEM_COPY_UTIL", "ratio", 100.0),
-    "DCGM_FI_DEV_SM_CLOCK_HERTZ": MetricName("DCGM_FI_DEV_SM_CLOCK", "Hz", 1e-6),
-    "DCGM_FI_DEV_MEMORY_CLOCK_HERTZ": MetricName("DCGM_FI_DEV_MEM_CLOCK", "Hz", 1e-6),
-    "DCGM_FI_DEV_BOARD_POWER_WATTS": MetricName("DCGM_FI_DEV_POWER_USAGE", "W"),
-}
+NEW_NAMES = {about.new_name: MetricName(field, about.new_unit or about.unit, about.new_scale)
+             for field, about in FIELDS.items() if about.new_name}
 NAMES = {field: MetricName(field, about.unit) for field, about in FIELDS.items()} | NEW_NAMES  # all, old and new
-IDS = {  # DCGM's identifiers; their values keep the old units
-    "DCGM_FI_PROF_GR_ENGINE_ACTIVE": 1001,
-    "DCGM_FI_PROF_SM_ACTIVE": 1002,
-    "DCGM_FI_PROF_SM_OCCUPANCY": 1003,
-    "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE": 1004,
-    "DCGM_FI_PROF_DRAM_ACTIVE": 1005,
-    "DCGM_FI_PROF_PIPE_FP64_ACTIVE": 1006,
-    "DCGM_FI_PROF_PIPE_FP32_ACTIVE": 1007,
-    "DCGM_FI_PROF_PIPE_FP16_ACTIVE": 1008,
-    "DCGM_FI_PROF_PCIE_TX_BYTES": 1009,
-    "DCGM_FI_PROF_PCIE_RX_BYTES": 1010,
-    "DCGM_FI_DEV_GPU_UTIL": 203,
-    "DCGM_FI_DEV_MEM_COPY_UTIL": 204,
-    "DCGM_FI_DEV_SM_CLOCK": 100,
-    "DCGM_FI_DEV_MEM_CLOCK": 101,
-    "DCGM_FI_DEV_POWER_USAGE": 155,
-}
+IDS = {field: about.dcgm_id for field, about in FIELDS.items() if about.dcgm_id is not None}
 # Numbers that mean "no value": a base, plus up to 15 for the reason. Drivers report -1 as an unsigned number.
 INT32_BLANK, INT64_BLANK, FP64_BLANK = 0x7FFFFFF0, 0x7FFFFFFFFFFFFFF0, 2.0**47
 UNSIGNED_MINUS_ONE = (2**32 - 1, 2**64 - 1)

@@ -59,7 +59,7 @@ Floats = npt.NDArray[np.float64]
 OUTLIER_ERROR = 0.03  # logarithmic error from which a step counts as an outlier
 OUTLIER_ERROR_ON_CPU = 0.1
 SHORT_MS = 30.0  # steps too short for any device to lower its clocks
-# Where the searches begin, in microseconds: the costs of `_HostCosts`, of `CapturedTokens` and of a `GenerationLoop` on a CPU
+# Where the searches begin, in microseconds: a product, attention and the `GenerationLoop`; `CapturedTokens`; the loop on a CPU
 HOST_START_US = (4.0, 5.0, 80.0, 0.5, 200.0, 5.0, 5.0, 100.0)
 CAPTURED_START_US = (0.5, 50.0, 100.0)
 CPU_LOOP_START_US = (5.0, 5.0, 50.0, 5.0, 20.0, 600.0, 800.0)
@@ -106,24 +106,25 @@ class MeasuredStep:
 
 
 class _HostCosts(NamedTuple):
-    """The fitted costs of the host, and the device's time for choosing tokens; ms."""
+    """The fitted costs of the host, with those of the loop."""
 
     product_ms: float
     attention_ms: float
-    step_ms: float
-    sequence_ms: float
-    first_ms: float
-    first_layer_ms: float
-    first_sequence_ms: float
-    million_logits_ms: float
+    loop: GenerationLoop
 
-    @property
-    def loop(self) -> GenerationLoop:
-        return GenerationLoop(**{name: getattr(self, name) for name in GenerationLoop.model_fields if name in self._fields})
+    @classmethod
+    def from_us(cls, times_us: Sequence[float]) -> _HostCosts:
+        """The costs from numbers of a search, in the order of HOST_START_US."""
+        return cls(times_us[0] / 1e3, times_us[1] / 1e3, _loop_from_us(times_us[2:]))
 
     def in_pipeline(self, costs: PipelineCosts) -> PipelineCosts:
         """The costs of a run, with those of its products and attention."""
         return costs.model_copy(update={"product_ms": self.product_ms, "attention_ms": self.attention_ms})
+
+
+def _loop_from_us(times_us: Iterable[float]) -> GenerationLoop:
+    return GenerationLoop(**{name: float(time_us) / 1e3
+                             for name, time_us in zip(GenerationLoop.model_fields, times_us, strict=False)})
 
 
 class _FittedCosts(NamedTuple):
@@ -191,13 +192,10 @@ def _fit_costs(steps: Sequence[MeasuredStep], costs: PipelineCosts, energy: Ener
     short = [step for step in steps if step.measured_ms < SHORT_MS]
     runs, measured_ms = _runs(short), np.array([step.measured_ms for step in short])
 
-    def host_costs(times_us: Sequence[float]) -> _HostCosts:
-        return _HostCosts(*(time_us / 1e3 for time_us in times_us))
-
     def errors(times_us: Sequence[float]) -> Floats:
-        return np.asarray(np.log(_with_loop_ms(short, runs, host_costs(times_us), costs) / measured_ms))
+        return np.asarray(np.log(_with_loop_ms(short, runs, _HostCosts.from_us(times_us), costs) / measured_ms))
 
-    host = host_costs(_fit_us(errors, HOST_START_US, OUTLIER_ERROR))
+    host = _HostCosts.from_us(_fit_us(errors, HOST_START_US, OUTLIER_ERROR))
     return _FittedCosts(host, None if energy is None else _fit_power_limit(steps, host, costs, energy))
 
 
@@ -322,15 +320,11 @@ def fit_loop(steps: Sequence[LoopStep]) -> GenerationLoop:
     """The loop whose predicted steps are nearest to the measured ones, by their ratios."""
     measured_ms = np.array([step.measured_ms for step in steps])
 
-    def loop(values_us: Iterable[float]) -> GenerationLoop:
-        return GenerationLoop(**{name: float(value) / 1e3
-                                 for name, value in zip(GenerationLoop.model_fields, values_us, strict=True)})
+    def errors(times_us: Sequence[float]) -> Floats:
+        loop = _loop_from_us(times_us)
+        return np.asarray(np.log(np.array([step.time_ms(loop) for step in steps]) / measured_ms))
 
-    def errors(values_us: Sequence[float]) -> Floats:
-        tried_loop = loop(values_us)
-        return np.asarray(np.log(np.array([step.time_ms(tried_loop) for step in steps]) / measured_ms))
-
-    return loop(np.round(_fit_us(errors, CPU_LOOP_START_US, OUTLIER_ERROR_ON_CPU), DECIMALS_US))
+    return _loop_from_us(np.round(_fit_us(errors, CPU_LOOP_START_US, OUTLIER_ERROR_ON_CPU), DECIMALS_US))
 
 
 def fit_on_cpu(target: str, steps: Sequence[LoopStep], genai_version: str, predictors_created: str) -> LearnedGeneration:

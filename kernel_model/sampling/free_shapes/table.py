@@ -16,7 +16,7 @@ from hase.kernel_model.sampling.free_shapes import elementwise, forms, language,
 from hase.kernel_model.sampling.free_shapes.sizes import Generator
 from hase.records.kernel_record import Kernel
 
-WELL_KNOWN = {"Relu", "Sigmoid", "Gelu", "QuickGelu", "HardSwish", "HardSigmoid", "Clip"}  # common in image models
+WELL_KNOWN = {"Relu", "Sigmoid", "Gelu", "QuickGelu", "HardSwish", "HardSigmoid", "Clip"}  # often measured in image models
 Draw = Callable[[str, int, Generator], Kernel]
 # Convolutions are drawn most often: their times follow their shapes least simply.
 DRAWS: tuple[tuple[Draw, float], ...] = (  # how often, relative to each other
