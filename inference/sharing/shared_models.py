@@ -34,7 +34,6 @@ class SharedModel:
     """
 
     prediction: Prediction
-    alone_ms: float
     tracks: Tracks
     costs: PipelineCosts
     sharing: Sharing
@@ -66,7 +65,7 @@ def shared_model_of(run: PredictedRun, as_here: bool = True) -> SharedModel:
         check_mode_here(run.fitted)
     if sharing is None or costs is None:
         raise NotShared(run.fitted.target.name)
-    return SharedModel(run.prediction, run.alone_ms, run.run.tracks, costs, sharing, run.run.beyond_tracks_ms(costs))
+    return SharedModel(run.prediction, run.run.tracks, costs, sharing, run.run.beyond_tracks_ms(costs))
 
 
 class ModelOfPair(Frozen):

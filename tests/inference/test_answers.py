@@ -115,7 +115,7 @@ def test_two_models_that_share_the_gpu(model: SharedModel, workspace: Workspace)
                       ) == pair.model_dump(mode="json")
     assert len(stdout_of(shell(workspace, "pair_latency", "--beside-model", "resnet18.onnx")).splitlines()) == 3
     low, high = model.prediction.interval_ms  # alone; beside another model less is known
-    assert first.interval_ratios[0] < low / model.alone_ms < high / model.alone_ms < first.interval_ratios[1]
+    assert first.interval_ratios[0] < low / first.idle_ms < high / first.idle_ms < first.interval_ratios[1]
 
 
 def test_a_target_whose_sharing_is_not_known(workspace: Workspace, torch_models: dict[str, Path], tmp_path: Path) -> None:
