@@ -61,7 +61,7 @@ def side(generator: Generator) -> int:
     return int(generator.choice(HALVED_SIDES if generator.random() < 0.4 else SIDES))
 
 
-def attention_sizes(batch: int, generator: Generator) -> tuple[int, int, int, int]:
+def heads_and_tokens(batch: int, generator: Generator) -> tuple[int, int, int, int]:
     """Sizes of attention: images or windows, heads, tokens of each image or window, and head size."""
     windows = pick([1, 1, 1, 4, 16, 64], generator)
     return batch * windows, pick(HEADS, generator), pick(TOKENS[1:18], generator), pick(HEAD_WIDTHS, generator)
