@@ -195,7 +195,7 @@ def _node(op_type: str, inputs: Sequence[str], output: str, **attributes: Any) -
 
 def _split(tensor: str, outputs: Sequence[str], opset: int) -> onnx.NodeProto:
     """Splits a tensor into equal parts along its last axis."""
-    number = {"num_outputs": len(outputs)} if opset >= NUMBERED_SPLIT else {}
+    number: dict[str, Any] = {"num_outputs": len(outputs)} if opset >= NUMBERED_SPLIT else {}
     return onnx.helper.make_node("Split", [tensor], list(outputs), axis=-1, **number)
 
 
