@@ -17,8 +17,7 @@ import heapq
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -97,22 +96,14 @@ def _accepts(kernel: Mapping[str, Any], types: Mapping[str, Sequence[str]], inpu
     return True
 
 
-@dataclass(frozen=True)
-class Placement:
-    """The providers of a graph's nodes."""
-
-    providers: tuple[Provider, ...]  # of each node, in the graph's order
-    kernels: tuple[CudaKernel | None, ...]  # the CUDA kernel of each node that has one; None for the others
-
-
 def assign_providers(proto: onnx.ModelProto, tensors: dict[str, KernelInput],
                      captured: frozenset[str] = frozenset()) -> list[Provider]:
     """Inserts copies between host and GPU into an optimised graph and `tensors`; returns each resulting node's provider.
     `captured` are tensors that a body captures. They are not its inputs, and ONNX Runtime copies them without a node."""
     no_inputs = {tensor.name for tensor in proto.graph.initializer} | captured
-    placement = place_nodes(proto.graph.node, tensors, {entry.domain: entry.version for entry in proto.opset_import},
-                            [value.name for value in proto.graph.input if value.name not in no_inputs])
-    return _insert_copies(proto.graph, placement, tensors, captured)
+    kernels = place_nodes(proto.graph.node, tensors, {entry.domain: entry.version for entry in proto.opset_import},
+                          {value.name for value in proto.graph.input} - no_inputs)
+    return _insert_copies(proto.graph, kernels, tensors, captured)
 
 
 def cuda_refuses(node: onnx.NodeProto) -> bool:
@@ -136,8 +127,9 @@ def cuda_refuses(node: onnx.NodeProto) -> bool:
 
 
 def place_nodes(nodes: Sequence[onnx.NodeProto], tensors: Mapping[str, KernelInput], opsets: Mapping[str, int],
-                graph_inputs: Sequence[str]) -> Placement:
-    """The provider of each node in a CUDA session; `nodes` are in topological order."""
+                graph_inputs: Set[str]) -> list[CudaKernel | None]:
+    """The kernel with which the CUDA provider runs each node in a session; None for those of the CPU provider. `nodes` are in
+    topological order."""
     def types(names: Sequence[str]) -> list[str]:
         return [tensors[name].dtype if name in tensors else "" for name in names]
 
@@ -145,13 +137,11 @@ def place_nodes(nodes: Sequence[onnx.NodeProto], tensors: Mapping[str, KernelInp
         return opsets.get(domain) or (opsets.get("ai.onnx", 1) if not domain else 1)
 
     kernels: list[CudaKernel | None] = [
-        None if cuda_refuses(node) else cuda_kernel(node.op_type, "" if node.domain == "ai.onnx" else node.domain,
-                                               opset(node.domain), types(node.input), types(node.output)) for node in nodes]
-    on_cpu = _prefer_cpu(nodes, kernels, tensors, set(graph_inputs)) - _added_by_fusions(nodes)
-    on_cpu |= _layout_changes(nodes)
-    providers: tuple[Provider, ...] = tuple(
-        "cuda" if kernel is not None and index not in on_cpu else "cpu" for index, kernel in enumerate(kernels))
-    return Placement(providers, tuple(kernels))
+        None if cuda_refuses(node) else cuda_kernel(
+            node.op_type, "" if node.domain == "ai.onnx" else node.domain, opset(node.domain), types(node.input),
+            types(node.output)) for node in nodes]
+    on_cpu = (_prefer_cpu(nodes, kernels, tensors, graph_inputs) - _added_by_fusions(nodes)) | _layout_changes(nodes)
+    return [None if index in on_cpu else kernel for index, kernel in enumerate(kernels)]
 
 
 def _layout_changes(nodes: Sequence[onnx.NodeProto]) -> set[int]:
@@ -173,7 +163,7 @@ def _added_by_fusions(nodes: Sequence[onnx.NodeProto]) -> set[int]:
 
 
 def _prefer_cpu(nodes: Sequence[onnx.NodeProto], kernels: Sequence[CudaKernel | None], tensors: Mapping[str, KernelInput],
-                graph_inputs: set[str]) -> set[int]:
+                graph_inputs: Set[str]) -> set[int]:
     """The indices of nodes with CUDA kernels that stay on the CPU, since all their inputs are there. Such inputs are: outputs
     that a CUDA kernel leaves in host memory (those of Shape), results of these, small constants, and graph inputs."""
     consumers: dict[str, list[int]] = defaultdict(list)
@@ -202,7 +192,7 @@ def _prefer_cpu(nodes: Sequence[onnx.NodeProto], kernels: Sequence[CudaKernel | 
 
 
 def _all_on_host(node: onnx.NodeProto, kernel: CudaKernel, tensors: Mapping[str, KernelInput], on_host: set[str],
-                 graph_inputs: set[str]) -> bool:
+                 graph_inputs: Set[str]) -> bool:
     """Whether a node reads only host tensors, and none that its CUDA kernel wants in host memory anyway."""
     for slot, name in enumerate(node.input):
         tensor = tensors.get(name)
@@ -215,23 +205,21 @@ def _all_on_host(node: onnx.NodeProto, kernel: CudaKernel, tensors: Mapping[str,
     return True
 
 
-def _insert_copies(graph: onnx.GraphProto, placement: Placement, tensors: dict[str, KernelInput],
+def _insert_copies(graph: onnx.GraphProto, kernels: Sequence[CudaKernel | None], tensors: dict[str, KernelInput],
                    captured: frozenset[str]) -> list[Provider]:
     """Inserts MemcpyToHost and MemcpyFromHost where needed; returns each node's provider, in the new order.
 
     A tensor is copied once for all readers. Constants need no copy: each side has its own. A graph input is placed where it is
     read, and copied if both sides read it. The session, not a node, copies graph outputs.
     """
-    wanted = [_wanted_sides(node, provider, kernel) for node, provider, kernel in zip(
-        graph.node, placement.providers, placement.kernels, strict=True)]
-    copies = _copies(graph, placement, wanted, tensors, captured)
-    if not copies:
-        return list(placement.providers)
+    sides = [(_sides(node.input, kernel and kernel.host_inputs), _sides(node.output, kernel and kernel.host_outputs))
+             for node, kernel in zip(graph.node, kernels, strict=True)]
+    copies = _copies(graph, sides, tensors, captured)
     ordered: list[onnx.NodeProto] = []
     providers: list[Provider] = []
     copied: set[str] = set()
-    for node, provider, sides in zip(list(graph.node), placement.providers, wanted, strict=True):
-        for slot, (name, side) in enumerate(zip(list(node.input), sides, strict=True)):
+    for node, kernel, (input_sides, _) in zip(list(graph.node), kernels, sides, strict=True):
+        for slot, (name, side) in enumerate(zip(list(node.input), input_sides, strict=True)):
             copy = copies.get(name)
             if copy is None or side != ("cpu" if copy.op_type == "MemcpyToHost" else "cuda"):
                 continue
@@ -241,30 +229,29 @@ def _insert_copies(graph: onnx.GraphProto, placement: Placement, tensors: dict[s
                 providers.append("cuda")  # the CUDA provider runs both kinds of copy
             node.input[slot] = copy.output[0]
         ordered.append(node)
-        providers.append(provider)
-    del graph.node[:]
-    graph.node.extend(ordered)
+        providers.append("cpu" if kernel is None else "cuda")
+    if copies:
+        del graph.node[:]
+        graph.node.extend(ordered)
     return providers
 
 
-def _wanted_sides(node: onnx.NodeProto, provider: Provider, kernel: CudaKernel | None) -> tuple[Provider, ...]:
-    """The side (host or GPU) where a node wants each input."""
-    on_gpu = kernel if provider == "cuda" else None
-    return tuple("cpu" if on_gpu is None or slot in on_gpu.host_inputs else "cuda" for slot in range(len(node.input)))
+def _sides(names: Sequence[str], host_slots: Sequence[int] | None) -> list[Provider]:
+    """The side (host or GPU) where a node has each of its inputs or outputs. `host_slots` are those that its CUDA kernel keeps
+    in host memory; None if the node runs on the CPU."""
+    return ["cpu" if host_slots is None or slot in host_slots else "cuda" for slot in range(len(names))]
 
 
-def _copies(graph: onnx.GraphProto, placement: Placement, wanted: Sequence[tuple[Provider, ...]],
+def _copies(graph: onnx.GraphProto, sides: Sequence[tuple[Sequence[Provider], Sequence[Provider]]],
             tensors: dict[str, KernelInput], captured: frozenset[str]) -> dict[str, onnx.NodeProto]:
-    """The copies that a graph needs, by copied tensor; adds their outputs to `tensors`. `wanted`: for each node, the side where
-    it wants each input."""
+    """The copies that a graph needs, by copied tensor; adds their outputs to `tensors`. `sides`: where each node has its inputs
+    and its outputs."""
     written_on: dict[str, Provider] = {}
     read_on: dict[str, set[Provider]] = defaultdict(set)
-    for node, provider, kernel, sides in zip(graph.node, placement.providers, placement.kernels, wanted, strict=True):
-        on_gpu = kernel if provider == "cuda" else None
-        for name, side in zip(node.input, sides, strict=True):
+    for node, (input_sides, output_sides) in zip(graph.node, sides, strict=True):
+        for name, side in zip(node.input, input_sides, strict=True):
             read_on[name].add(side)
-        for slot, name in enumerate(node.output):
-            written_on[name] = "cpu" if on_gpu is None or slot in on_gpu.host_outputs else "cuda"
+        written_on.update(zip(node.output, output_sides, strict=True))
     graph_inputs = {value.name for value in graph.input} - captured
     copies = {}
     for name, readers in read_on.items():
