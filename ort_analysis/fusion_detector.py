@@ -57,9 +57,9 @@ def main() -> int:
     parser.add_argument("--model", type=Path, action="append",
                         help="an ONNX file (repeatable; default: all in model_zoo/models)")
     parser.add_argument("--runtime", choices=tuple(MODULES), default=DEFAULT_RUNTIME,
-                        help="whose graph (default: ort, ONNX Runtime)")
+                        help="the runtime whose graph is analysed (default: ort, which is ONNX Runtime)")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto",
-                        help="whose graph; cuda also works without a GPU (default: auto)")
+                        help="the device whose graph is analysed; cuda also works without a GPU (default: auto)")
     cli.add_dim(parser)
     cli.add_static(parser)
     cli.add_no_weights(parser)

@@ -1,7 +1,7 @@
 """Keeps the fastest of several measurements of each kernel on a shared host.
 
-Other tenants slow the host of a virtual machine down by up to 1.8 times, for seconds to minutes. Its canary hardly shows that:
-it keeps all cores busy, and most of these kernels keep one. Disturbances only make a kernel slower, so the fastest of several
+Other tenants slow the host of a virtual machine down by up to 1.8 times, for seconds to minutes. The canary hardly shows that:
+it keeps all cores busy, but most of these kernels only one. Disturbances only make a kernel slower, so the fastest of several
 measurements is the nearest to a host at its usual pace. Reads the only dataset in each workspace that --from names. Writes one
 to --workspace, with the kernels of the first.
 """
@@ -65,7 +65,7 @@ def only_dataset(workspace: Workspace) -> Path:
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--from", dest="sources", type=Path, action="append", required=True, metavar="DIR",
-                        help="a workspace with such measurements; the first says which kernels (repeatable)")
+                        help="a workspace with measured kernels; the first one decides which kernels are kept (repeatable)")
     args = parser.parse_args()
     workspace, folders = cli.start(args, begins=True), [only_dataset(Workspace(source)) for source in args.sources]
     header, lines = read_header(folders[0]), kernel_lines(folders[0])
