@@ -14,6 +14,7 @@ operator's schema. ONNX Runtime may rename what the branches read; `uncover_gpu_
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -69,11 +70,9 @@ def fuse_bias_softmax(proto: onnx.ModelProto, tensors: Mapping[str, KernelInput]
                       known_shapes: Callable[[], Mapping[str, Shape]]) -> None:
     """Fuses Add + Softmax as ONNX Runtime's `BiasSoftmaxFusion` does for GPU providers."""
     graph = proto.graph
-    opset = next((entry.version for entry in proto.opset_import if entry.domain == ""), SOFTMAX_PER_AXIS)
+    opsets = {entry.domain: entry.version for entry in proto.opset_import}
     producer = {name: node for node in graph.node for name in node.output}
-    reads = _read_counts(graph)
-    fused = False
-    known: Mapping[str, Shape] | None = None
+    reads, shapes = _read_counts(graph), functools.cache(known_shapes)
     for softmax in [node for node in graph.node if node.op_type == "Softmax" and not node.domain]:
         add = producer.get(softmax.input[0])
         if add is None or add.op_type != "Add" or add.domain or reads[softmax.input[0]] != 1:
@@ -81,17 +80,15 @@ def fuse_bias_softmax(proto: onnx.ModelProto, tensors: Mapping[str, KernelInput]
         if any(tensors[name].dtype not in BIASED_DTYPES for name in add.input):
             continue
         given_axis = next((attribute.i for attribute in softmax.attribute if attribute.name == "axis"), None)
-        known = known_shapes() if known is None else known
-        left, right = (tensors[name].shape if tensors[name].constant else known.get(name) for name in add.input)
+        left, right = (tensors[name].shape if tensors[name].constant else shapes().get(name) for name in add.input)
         if left is None or right is None:
             continue  # the rank is unknown
-        if (alignment := bias_alignment(left, right, given_axis, opset)) is not None:
+        if (alignment := bias_alignment(left, right, given_axis, opsets.get("", SOFTMAX_PER_AXIS))) is not None:
             swapped, axis, inner = alignment
             inputs = [add.input[1], add.input[0]] if swapped else list(add.input)
             attributes = {"axis": axis, "is_inner_broadcast": int(inner)}
             _replace_nodes(graph, [add, softmax], "BiasSoftmax", CONTRIB, inputs, attributes)
-            fused = True
-    if fused and not any(entry.domain == CONTRIB for entry in proto.opset_import):
+    if CONTRIB not in opsets and any(node.domain == CONTRIB for node in graph.node):
         proto.opset_import.add(domain=CONTRIB, version=1)
 
 
