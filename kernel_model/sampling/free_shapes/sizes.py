@@ -67,7 +67,7 @@ def heads_and_tokens(batch: int, generator: Generator) -> tuple[int, int, int, i
     return batch * windows, pick(HEADS, generator), pick(TOKENS[1:18], generator), pick(HEAD_WIDTHS, generator)
 
 
-class SizesByLetter:
+class SizesByLetter(dict[str, int]):
     """The sizes of one kernel by letter, each drawn when first used.
 
     `b` batch, `B` batch times windows, `c` channels that suit the side, `s` image side, `f` frames of a video, `t` tokens, `h`
@@ -76,26 +76,21 @@ class SizesByLetter:
     """
 
     def __init__(self, batch: int, generator: Generator) -> None:
-        self._batch, self._generator = batch, generator
-        self._known: dict[str, int] = {}
+        super().__init__(b=batch)
+        self._generator = generator
 
-    def __getitem__(self, letter: str) -> int:
-        if letter.isdigit():
-            return int(letter)
-        if letter not in self._known:
-            self._known[letter] = self._draw(letter)
-        return self._known[letter]
+    def __missing__(self, letter: str) -> int:
+        self[letter] = int(letter) if letter.isdigit() else self._draw(letter)
+        return self[letter]
 
     def shape(self, letters: str) -> tuple[int, ...]:
         """The shape of a tensor with axes `letters`."""
         return tuple(self[letter] for letter in letters)
 
     def _draw(self, letter: str) -> int:
-        generator, batch = self._generator, self._batch
-        if letter == "b":
-            return batch
+        generator = self._generator
         if letter == "B":
-            return batch * pick([1, 1, 4, 16, 64], generator)
+            return self["b"] * pick([1, 1, 4, 16, 64], generator)
         if letter == "c":
             return channels_at(self["s"], generator)
         if letter == "s":
@@ -103,7 +98,7 @@ class SizesByLetter:
         if letter == "x":
             return channels(generator, 32, 5120)
         if letter == "r":
-            return batch * pick(TOKENS, generator)
+            return self["b"] * pick(TOKENS, generator)
         if letter == "l":
             return round(log_uniform(16, 4096, generator))
         return pick({"f": (1, 2, 4, 8, 16), "t": TOKENS, "h": HEADS, "d": HEAD_WIDTHS, "n": (1, 2, 4, 7, 8, 14, 16),
