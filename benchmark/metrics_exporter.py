@@ -45,9 +45,9 @@ from hase.benchmark.metrics.names import (
     NAMES,
     OWN_LABELS,
     UUID_LABEL,
-    Probed,
-    new_name,
-    samples_of,
+    TimedProbeSummary,
+    new_metric_name,
+    probe_to_samples,
 )
 from hase.benchmark.metrics.source import MetricMean, MetricSource, OpenWindow
 from hase.benchmark.metrics.sources import SOURCES, open_source
@@ -166,15 +166,15 @@ class RegularProbe(ABC, Generic[R]):
 
 
 @dataclass
-class ProbeSampler(RegularProbe[Probed]):
+class ProbeSampler(RegularProbe[TimedProbeSummary]):
     """Runs the sharing probe, with sessions that stay open."""
 
     _probe: SharingProbe | None = None
     whose: ClassVar[str] = "the sharing probe: "
 
-    def take(self) -> Probed:
+    def take(self) -> TimedProbeSummary:
         self._probe = self._probe or SharingProbe(self.device)  # if memory was full before, try again
-        return Probed(summarise_probe(self._probe.read()), time.time())
+        return TimedProbeSummary(summarise_probe(self._probe.read()), time.time())
 
 
 @dataclass
@@ -219,7 +219,7 @@ class DeviceMetrics:
     def collect(self) -> Iterator[Any]:
         """Metric families of the latest sample and of recent probe results."""
         for name, mean in self.sampler.means.items():
-            shown = new_name(name) if self.new_names else name
+            shown = new_metric_name(name) if self.new_names else name
             yield gauge(shown, f"{FIELDS[name].meaning} ({NAMES[shown].unit})", mean.value / NAMES[shown].scale, self.labels)
         yield GaugeMetricFamily(LAST_SAMPLE, "time of the latest good sample (s since 1970)", value=self.sampler.sampled_s)
         if (counted := self.counts.fresh() if self.counts else None) is not None:
@@ -233,7 +233,7 @@ class DeviceMetrics:
             return
         families = {name: GaugeMetricFamily(name, meaning, labels=[*self.labels, *OWN_LABELS[name]])
                     for name, meaning in MEANINGS.items()}
-        for sample in samples_of(probed):
+        for sample in probe_to_samples(probed):
             families[sample.name].add_metric([*self.labels.values(), *sample.labels.values()], sample.value)
         yield from families.values()
 

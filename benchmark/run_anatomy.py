@@ -24,7 +24,7 @@ from hase.ort_analysis.isolated.analysis import own_sizes, record_of, weight_fil
 from hase.records.kernel_record import record_name
 from hase.records.measurement import Effort
 from hase.records.traces import PARTS, Anatomy, GpuRun, anatomy_of, measured_trace, typical_run
-from hase.runtimes import flavour_of
+from hase.runtimes import local_flavour
 from hase.runtimes.protocol import Reply, Request, Worker
 from hase.utils import cli, files
 from hase.utils.config import Frozen
@@ -81,7 +81,7 @@ def runs_of(paths: Sequence[Path], dims: Mapping[str, Sequence[int]], static: bo
     for path in dict.fromkeys(paths):
         sizes = own_sizes(path, dims)
         unused -= set(sizes[0])
-        records = [record_of(path, flavour_of("cuda"), size, static, weight_files(path)) for size in sizes]
+        records = [record_of(path, local_flavour("cuda"), size, static, weight_files(path)) for size in sizes]
         models += [TracedModel(path.resolve(), record.dims, record.batch, static) for record in records]
     if unused:
         raise UserError(f"--dim {', '.join(sorted(unused))}: not a dynamic dimension of any of these models")

@@ -1,4 +1,4 @@
-"""A model's latency from its kernels: `from hase.inference import predict`."""
+"""Predicts a model's latency from its kernels: `from hase.inference import predict`."""
 
 from __future__ import annotations
 

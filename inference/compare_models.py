@@ -1,4 +1,4 @@
-"""Why does model B take longer than model A? Their predicted times, operator by operator, and what explains each difference.
+"""Explains why model B is predicted to take longer than model A, operator by operator.
 
 Reads both models and what training learned for the target. For each operator it prints how often it runs and what that takes in
 A and in B, the difference, its share of the whole, and what explains it: the number of runs, the operations or bytes of a run,
@@ -59,12 +59,12 @@ def main() -> int:
     pace = PaceAsked(args.host_pace, args.machine).now(predictor.fitted, run_mode)
     runs = [predictor.run(model, dims=dims, static=args.static, run_mode=run_mode, host_pace=pace) for model, dims in (
         (a.model, a.sizes[0]), (b.model, b.sizes[0] | cli.one_size_dims(args.b_dim)))]
-    warned = names_by_warning((name, run.prediction.warnings) for name, run in zip("AB", runs, strict=True))
-    for warning in warned:
+    warnings = names_by_warning((name, run.prediction.warnings) for name, run in zip("AB", runs, strict=True))
+    for warning in warnings:
         log.warning("%s", warning)
     difference = compare_runs(runs[0], runs[1], (str(a.model), str(b.model)), args.by)
     if args.html:
-        write_page(difference_page(difference, runs, (a.model, b.model), warned), args.html)
+        write_page(difference_page(difference, runs, (a.model, b.model), warnings), args.html)
     if args.json:
         cli.print_json(difference)
         return 0

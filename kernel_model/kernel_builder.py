@@ -17,7 +17,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 from typing import Any
 
 from hase.records.kernel_record_files import index_paths, kernels_in_file
-from hase.runtimes import flavour_of, runtime_named
+from hase.runtimes import local_flavour, runtime_named
 from hase.utils import cli
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import resolve_device
@@ -40,7 +40,7 @@ def build_all(source: Path, workspace: Workspace, check: bool, force: bool) -> t
     built: list[dict[str, Any]] = []
     failed: list[str] = []
     flavour, kernels = kernels_in_file(source)
-    flavour = flavour or flavour_of(resolve_device("auto"))
+    flavour = flavour or local_flavour(resolve_device("auto"))
     folder, runtime = workspace.kernel_onnx / flavour.name, runtime_named(flavour.runtime)
     if runtime.build_kernel is None or runtime.check_kernel is None:
         log.info("%s: %s builds its kernels when it takes a model apart: %s", source, runtime.title, runtime.build_with)

@@ -45,7 +45,7 @@ from hase.records.dataset_files import read_header
 from hase.records.kernel_record import Kernel
 from hase.records.kernel_record_files import index_paths, read_index
 from hase.records.operators import operator_row
-from hase.runtimes import flavour_of
+from hase.runtimes import local_flavour
 from hase.utils import cli, files
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import Flavour, resolve_device
@@ -353,7 +353,7 @@ def main() -> int:
     elif args.count or any(workspace.kernel_records.glob("*/index.json")):
         flavours = map(indexed_kernels, index_paths(workspace))
     else:
-        flavours = [(flavour_of("cpu" if args.free_kind == "host" else resolve_device("auto")), ())]
+        flavours = [(local_flavour("cpu" if args.free_kind == "host" else resolve_device("auto")), ())]
     rows = []
     with sole_writer(workspace.kernel_onnx):
         for flavour, entries in flavours:

@@ -23,7 +23,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from hase.model_zoo.exporting.onnx_export import ExportProcess
 from hase.model_zoo.exporting.zoo_config import CONFIG_FILE, ZooConfig
-from hase.runtimes import flavour_of
+from hase.runtimes import local_flavour
 from hase.utils import cli
 from hase.utils.config import read_config, validate
 from hase.utils.errors import UserError
@@ -44,7 +44,7 @@ def export_all(workspace: Workspace, config: ZooConfig, force: bool = False) -> 
     """Writes all requested files; returns one row per file. If a model fails, the others are still exported."""
     device = resolve_device(config.device)
     if config.device == "auto" and device == "cpu":
-        log.info("no NVIDIA GPU here: the optimised graphs are those of the CPU provider (%s)", flavour_of("cpu").name)
+        log.info("no NVIDIA GPU here: the optimised graphs are those of the CPU provider (%s)", local_flavour("cpu").name)
     workspace.models.mkdir(parents=True, exist_ok=True)
     rows = []
     with ExportProcess(workspace, device, force) as process:

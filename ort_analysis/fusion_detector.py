@@ -34,8 +34,8 @@ python ort_analysis/fusion_detector.py --model resnet18.onnx --device cuda --jso
 """
 
 
-def summary(record: ModelRecord) -> dict[str, Any]:
-    """A record's row: numbers of nodes and different kernels, GFLOP, weights, and nodes per type."""
+def record_row(record: ModelRecord) -> dict[str, Any]:
+    """A record's row in the table: numbers of nodes and different kernels, GFLOP, weights, and nodes per type."""
     counts = Counter(record.kernel_of(node).type for node in record.nodes)
     return {
         "model": record.model, "flavour": record.flavour.name, "nodes": len(record.nodes), "kernels": len(record.kernels),
@@ -48,7 +48,7 @@ def summary(record: ModelRecord) -> dict[str, Any]:
 def fusion_rows(record: ModelRecord) -> list[dict[str, Any]]:
     """One row per node: kernel type, id, and its original nodes."""
     return [{"node": node.name, "type": record.kernel_of(node).type, "kernel": node.kernel_id,
-             "origins": " + ".join(f"{o.op_type}({o.name})" for o in node.origins) or "(inserted by the runtime)"}
+             "origins": " + ".join(f"{old.op_type}({old.name})" for old in node.origins) or "(inserted by the runtime)"}
             for node in record.nodes]
 
 
@@ -57,9 +57,9 @@ def main() -> int:
     parser.add_argument("--model", type=Path, action="append",
                         help="an ONNX file (repeatable; default: all in model_zoo/models)")
     parser.add_argument("--runtime", choices=tuple(MODULES), default=DEFAULT_RUNTIME,
-                        help="whose graph (default: ort, ONNX Runtime)")
+                        help="the runtime whose graph is analysed (default: ort, which is ONNX Runtime)")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto",
-                        help="whose graph; cuda also works without a GPU (default: auto)")
+                        help="the device whose graph is analysed; cuda also works without a GPU (default: auto)")
     cli.add_dim(parser)
     cli.add_static(parser)
     cli.add_no_weights(parser)
@@ -76,21 +76,22 @@ def main() -> int:
     paths = workspace.find_models(args.model) if args.model else model_files([workspace.models], runtime.model_suffixes)
     if not paths:
         raise UserError(f"{workspace.models}: no models; export some with: python model_zoo/torchvision_exporter.py")
-    sizes = cli.parse_dims(args.dim)
-    work = [(path, dims) for path in paths for dims in cli.combinations(sizes)]
+    work = [(path, dims) for path in paths for dims in cli.combinations(cli.parse_dims(args.dim))]
     with sole_writer(workspace.kernel_records):
-        done = analyze_all(workspace, args.runtime, work, graph_device(args.device), args.jobs, args.static,
-                           ModelOrigin(args.group, args.collection), args.no_weights)
-        records = [record for outcome in done if not isinstance(outcome, UserError) for record in outcome]
+        outcomes = analyze_all(workspace, args.runtime, work, graph_device(args.device), args.jobs, args.static,
+                               ModelOrigin(args.group, args.collection), args.no_weights)
+        records = [record for outcome in outcomes if not isinstance(outcome, UserError) for record in outcome]
         flavours = {record.flavour.name: record.flavour for record in records}
         indexes = [update_index(workspace, flavour) for flavour in flavours.values()]
-    failed = [path.name for (path, _), outcome in zip(work, done, strict=True) if isinstance(outcome, UserError)]
-    for error in (outcome for outcome in done if isinstance(outcome, UserError)):
-        log.error("%s", error)
+    failed = []
+    for (path, _), outcome in zip(work, outcomes, strict=True):
+        if isinstance(outcome, UserError):
+            log.error("%s", outcome)
+            failed.append(path.name)
     for index in indexes:
         log.info("%s: %d kernels of %d types in the index", index_path(workspace, index.flavour),
                  len(index.all_kernels()), len(index.kernels))
-    rows = [summary(record) for record in records]
+    rows = [record_row(record) for record in records]
     if args.json:
         cli.print_json({"records": rows, "failed": failed})
     elif len(records) == 1:

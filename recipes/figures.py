@@ -1,4 +1,4 @@
-"""Reads the figures in docs/figures.yaml, which the README and the pages of docs/ quote.
+"""Reads and updates the figures in docs/figures.yaml, and writes them into the README and the pages of docs/.
 
 A page quotes a figure between `<!-- fig:NAME -->` and `<!-- /fig -->`, which Markdown does not show. docs/accuracy.md also has
 a table of all figures, with command and commit. recipes/write_pages.py writes both, and with --measured it takes the figures
@@ -22,7 +22,7 @@ from hase.utils.text import markdown_table
 
 FIGURES = ROOT / "docs" / "figures.yaml"
 QUOTED = re.compile(r"(?<=<!-- fig:)(\w+)( -->)(.*?)(?=<!-- /fig -->)", re.DOTALL)
-WRITTEN = r"^({}:\n  \{{value: )([^,]+)(,.*?measured: )([^,}}]+)"  # a figure in the file: its value, its commit and date
+FIGURE_IN_FILE = r"^({}:\n  \{{value: )([^,]+)(,.*?measured: )([^,}}]+)"  # a figure's value, and its commit and date
 TABLE = re.compile(r"(?<=<!-- figures -->\n).*?(?=<!-- /figures -->)", re.DOTALL)
 
 
@@ -49,9 +49,9 @@ class Figure(Frozen):
         return self.command if self.command in ("the same", "measured once") else f"`{self.command}`"
 
 
-def read_figures(path: Path = FIGURES) -> dict[str, Figure]:
+def read_figures() -> dict[str, Figure]:
     """The figures by name."""
-    loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    loaded = yaml.safe_load(FIGURES.read_text(encoding="utf-8"))
     return {name: Figure(**{key: value if key == "printed" else str(value) for key, value in entry.items()})
             for name, entry in loaded.items()}
 
@@ -61,25 +61,19 @@ def figure_pages() -> list[Path]:
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
 
 
-def filled(text: str, figures: dict[str, Figure]) -> str:
-    """A page's text with current values. Raises UserError if it quotes an unknown figure."""
+def fill_figures(text: str, figures: dict[str, Figure]) -> str:
+    """A page's text with the figures' current values. Raises UserError if it quotes an unknown figure."""
     if missing := {name for name, *_ in QUOTED.findall(text)} - figures.keys():
         raise UserError(f"no figure {', '.join(sorted(missing))} in {FIGURES}")
     text = QUOTED.sub(lambda found: f"{found[1]}{found[2]}{figures[found[1]].shown}", text)
-    return TABLE.sub(lambda _: f"{table(figures)}\n", text)
+    table = markdown_table([{"figure": figure.shown, "what": figure.what, "command": figure.command_shown,
+                             "measured": figure.measured} for figure in figures.values()])
+    return TABLE.sub(lambda _: f"{table}\n", text)
 
 
-def table(figures: dict[str, Figure]) -> str:
-    """All figures, one per row."""
-    return markdown_table([{"figure": figure.shown, "what": figure.what, "command": figure.command_shown,
-                            "measured": figure.measured} for figure in figures.values()])
-
-
-def measured_again(text: str, group: str, printed: Any) -> str:
-    """The file of figures with new values for those that begin with `group`_ and say where the command printed them.
-
-    Raises UserError if there are none, or if `printed` (the command's JSON) lacks one.
-    """
+def update_figures(text: str, group: str, printed: Any) -> str:
+    """The file of figures with new values, from the JSON that a command `printed`. Only figures change that begin with `group`_
+    and say where the JSON has them. Raises UserError if there are none, or if the JSON lacks one."""
     chosen = {name: figure for name, figure in read_figures().items() if name.startswith(f"{group}_") and figure.printed}
     if not chosen:
         raise UserError(f"{FIGURES}: no figure {group}_… says where a command printed it")
@@ -89,15 +83,15 @@ def measured_again(text: str, group: str, printed: Any) -> str:
         decimals, last = len(figure.value.partition(".")[2]), str(figure.printed[-1])
         as_per_cent = figure.unit == "%" and not last.endswith("_%")
         try:
-            value = f"{(100 if as_per_cent else 1) * _at(printed, figure.printed):.{decimals}f}"
+            value = f"{(100 if as_per_cent else 1) * _number_at(printed, figure.printed):.{decimals}f}"
         except (LookupError, TypeError, ValueError):
             raise UserError(f"{name}: the command's JSON has nothing at {list(figure.printed)}") from None
-        text = re.sub(WRITTEN.format(name), rf"\g<1>{value}\g<3>{measured}", text, flags=re.MULTILINE)
+        text = re.sub(FIGURE_IN_FILE.format(name), rf"\g<1>{value}\g<3>{measured}", text, flags=re.MULTILINE)
     return text
 
 
-def _at(printed: Any, path: tuple[str | int | dict[str, str], ...]) -> float:
-    """The number at a path. Raises LookupError or TypeError: it is not there."""
+def _number_at(printed: Any, path: tuple[str | int | dict[str, str], ...]) -> float:
+    """The number at a path in a JSON document (see `Figure`). Raises LookupError or TypeError if it is not there."""
     for step in path:
         if isinstance(step, dict):
             printed = next((row for row in printed if all(row.get(key) == value for key, value in step.items())), None)

@@ -31,7 +31,7 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from hase.recipes.figures import FIGURES, figure_pages, filled, measured_again, read_figures
+from hase.recipes.figures import FIGURES, figure_pages, fill_figures, read_figures, update_figures
 from hase.utils import cli, files
 from hase.utils.errors import UserError
 from hase.utils.files import temporary_folder
@@ -334,9 +334,9 @@ def main() -> None:
     else:
         for measured in args.measured:
             group, _, path = measured.partition("=")
-            files.write_text(FIGURES, measured_again(FIGURES.read_text(encoding="utf-8"), group, files.read_json(Path(path))))
+            files.write_text(FIGURES, update_figures(FIGURES.read_text(encoding="utf-8"), group, files.read_json(Path(path))))
         figures = read_figures()
-        pages = {path: filled(path.read_text(encoding="utf-8"), figures) for path in figure_pages()}
+        pages = {path: fill_figures(path.read_text(encoding="utf-8"), figures) for path in figure_pages()}
         pages |= {COMMANDS_PAGE: commands_page(), JSON_PAGE: json_page()}
     for path, text in pages.items():
         if path.read_text(encoding="utf-8") != text:

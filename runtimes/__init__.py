@@ -12,7 +12,7 @@ from hase.utils.fingerprint import DEFAULT_RUNTIME, Flavour, Target, cpu_name, g
 if TYPE_CHECKING:
     from hase.runtimes.runtime import Runtime
 
-# By name, the module that defines RUNTIME. It is loaded when it is asked for.
+# By name, the module that defines RUNTIME. It is imported at first use.
 MODULES = {
     "ort": "hase.benchmark.ort.runtime", "tvm": "hase.runtimes.tvm.runtime", "openvino": "hase.runtimes.openvino.runtime"}
 
@@ -26,19 +26,18 @@ def runtime_named(name: str) -> Runtime:
     return runtime
 
 
-def flavour_of(device: str, runtime: str = DEFAULT_RUNTIME, level: str = "") -> Flavour:
-    """The flavour of graphs for `cpu` or `cuda` under a runtime of this machine; `level` "" is the usual optimisation."""
-    described = runtime_named(runtime)
+def local_flavour(device: str, runtime: str = DEFAULT_RUNTIME, level: str = "") -> Flavour:
+    """The flavour of this machine's graphs for device `cpu` or `cuda` under a runtime; `level` "" is the usual optimisation."""
+    description = runtime_named(runtime)
     return Flavour(
-        device=device, runtime=runtime, runtime_version=".".join(described.version().split(".")[:2]),
-        optimization=level or described.levels[0], instruction_set=instruction_set() if device == "cpu" else "",
-    )
+        device=device, runtime=runtime, runtime_version=".".join(description.version().split(".")[:2]),
+        optimization=level or description.levels[0], instruction_set=instruction_set() if device == "cpu" else "")
 
 
 def local_target(device: str, runtime: str = DEFAULT_RUNTIME, level: str = "", threads: int = 0, cores: int = 0) -> Target:
     """This machine as a target, with the runtime's default options. On a CPU, `threads` 0 is one per physical core, and `cores`
     0 means that threads are not pinned."""
-    flavour = flavour_of(device, runtime, level)
+    flavour = local_flavour(device, runtime, level)
     if device == "cuda":
         return Target(device_name=gpu_facts()["name"], flavour=flavour)
     return Target(device_name=cpu_name(), flavour=flavour, threads=threads or physical_cores(), cores=cores)

@@ -23,7 +23,7 @@ from hase.model_zoo.exporting.torch_models import group_of
 from hase.ort_analysis.graph.analysis import analyze
 from hase.records.kernel_record import Kernel
 from hase.records.kernel_record_files import record_path, update_index
-from hase.runtimes import flavour_of
+from hase.runtimes import local_flavour
 from hase.utils import files
 from hase.utils.cache_folder import OFF, VARIABLE
 from hase.utils.fingerprint import Flavour
@@ -267,7 +267,7 @@ def build_workspace(workspace: Workspace, models: Mapping[str, onnx.ModelProto])
         files.write_bytes(workspace.models / f"{name}.onnx", proto.SerializeToString())
         record = analyze(workspace.models / f"{name}.onnx", "cpu", group=name.split("_")[0], collection="made up")
         files.write_json(record_path(workspace, record.flavour, record.model), record)
-    flavour = flavour_of("cpu")
+    flavour = local_flavour("cpu")
     for kernel in update_index(workspace, flavour).all_kernels():
         write_kernel(kernel, workspace.kernel_onnx / flavour.name)
     return flavour

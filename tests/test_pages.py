@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hase.learned import target_files
-from hase.recipes.figures import FIGURES, figure_pages, filled, measured_again, read_figures
+from hase.recipes.figures import FIGURES, figure_pages, fill_figures, read_figures, update_figures
 from hase.recipes.write_pages import COMMANDS_PAGE, all_commands, commands_page
 from hase.utils.errors import UserError
 from hase.utils.paths import ROOT, SHIPPED
@@ -50,7 +50,7 @@ def test_pages_quote_the_figures_of_the_file() -> None:
     figures = read_figures()
     for path in figure_pages():
         text = path.read_text(encoding="utf-8")
-        assert filled(text, figures) == text, f"{path.name}: write the figures again: python recipes/write_pages.py"
+        assert fill_figures(text, figures) == text, f"{path.name}: write the figures again: python recipes/write_pages.py"
         assert "\n<!-- fig:" not in text, f"{path.name}: Markdown does not render a line that begins with a comment"
 
 
@@ -104,10 +104,10 @@ def test_examples_name_existing_files() -> None:
 def test_figures_are_taken_from_what_their_command_printed(group: str, printed: dict[str, Any], values: list[str]) -> None:
     """Those of the group alone change: their value, commit and date."""
     text = FIGURES.read_text(encoding="utf-8")
-    lines = zip(text.splitlines(), measured_again(text, group, printed).splitlines(), strict=True)
+    lines = zip(text.splitlines(), update_figures(text, group, printed).splitlines(), strict=True)
     changed = [after for before, after in lines if before != after]
     assert [line.partition("value: ")[2].partition(",")[0] for line in changed] == values
     with pytest.raises(UserError, match=rf"{group}_\w+: the command's JSON has nothing at"):
-        measured_again(text, group, {})
+        update_figures(text, group, {})
     with pytest.raises(UserError, match="no figure none_… says where"):
-        measured_again(text, "none", printed)
+        update_figures(text, "none", printed)

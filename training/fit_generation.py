@@ -24,9 +24,8 @@ from hase.learned.energy import EnergyModel
 from hase.learned.kernels.predictors import Predictors, read_predictors
 from hase.learned.llm import LearnedGeneration
 from hase.records.generations import PHASES
-from hase.training.fits.energy import fit_energy
-from hase.training.fits.energy import measured_energies as energies_of_models
-from hase.training.fits.generation import MeasuredStep, fit_captured, fit_generation, measured_energies, measured_steps
+from hase.training.fits.energy import fit_energy, measured_energies
+from hase.training.fits.generation import MeasuredStep, fit_captured, fit_generation, measured_step_energies, measured_steps
 from hase.utils import cli, files
 from hase.utils.errors import UserError
 from hase.utils.logger import get_logger
@@ -46,8 +45,8 @@ def fit_energies(steps: list[MeasuredStep], predictors: Predictors, composition:
     With `generation`, the result also has errors for predicted latencies.
     """
     name, learned = predictors.sidecar.target.name, target_files.ENERGY.needed(folder)
-    others = energies_of_models(models, name, predictors, composition)
-    return fit_energy(name, [*others, *measured_energies(steps, generation)], learned.models_sha256, learned.limit_w)
+    others = measured_energies(models, name, predictors, composition)
+    return fit_energy(name, [*others, *measured_step_energies(steps, generation)], learned.models_sha256, learned.limit_w)
 
 
 def learned_rows(fitted: LearnedGeneration) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ from typing import Any, Literal, get_args
 import psutil
 
 from hase.benchmark.metrics.gpu_sources import CountersMissing, DcgmMissing, DcgmSource, NvmlSource
-from hase.benchmark.metrics.names import NAMES, in_unit
+from hase.benchmark.metrics.names import NAMES, in_field_unit
 from hase.benchmark.metrics.source import MetricSource, OpenWindow
 from hase.records.measurement import CPU_BUSY
 from hase.utils.errors import UserError
@@ -124,7 +124,7 @@ def _load(path: Path) -> tuple[list[float], list[dict[str, float]]]:
                 raise UserError(f"{where}: {name}: unknown metric; Hase knows {', '.join(NAMES)}")
             if not isinstance(value, int | float | None):
                 raise UserError(f"{where}: {name}: {value!r} is not a number")
-            readings[-1][NAMES[name].field] = math.nan if value is None else in_unit(name, value)
+            readings[-1][NAMES[name].field] = math.nan if value is None else in_field_unit(name, value)
     if not readings:
         raise UserError(f"{path}: no reading to replay")
     return stamps_s, readings

@@ -16,7 +16,7 @@ from hase.ort_analysis.graph.nodes import SizeNotKnown, bodies_of
 from hase.ort_analysis.graph.parsing import optimize
 from hase.ort_analysis.graph.source import read_source
 from hase.records.kernel_record import BRANCHES
-from hase.runtimes import flavour_of
+from hase.runtimes import local_flavour
 from hase.utils import files
 from hase.utils.errors import UserError
 from hase.utils.files import temporary_folder
@@ -42,7 +42,7 @@ def see_a_run(model: Path, dims: Mapping[str, int], inputs: Mapping[str, np.ndar
     source = read_source(model, dims)
     with temporary_folder() as folder:
         optimized = folder / "optimized.onnx"
-        proto = optimize(source, flavour_of("cpu"), optimized, static)
+        proto = optimize(source, local_flavour("cpu"), optimized, static)
         session = open_session(optimized, "cpu", optimize="none", name=str(model), profile_prefix=folder / "run")
         feed = random_feed(session, source.dims, source.steering, source.graph_only.graph) | dict(inputs or {})
         with model_errors(str(model)):

@@ -1,4 +1,4 @@
-"""Which kernels of a network should run on the CPU and which on the GPU, if both work on each run.
+"""Plans which kernels of a network run on the CPU and which on the GPU, if each run uses both.
 
 Reads two datasets of one runtime, in which the kernels of the network were measured on a CPU and on a GPU, and the network's
 kernel records. Each kernel is a stage of a plan; --copy-us and --copy-gb-s say what copies cost. Prints the plans that use one
@@ -31,7 +31,7 @@ from hase.utils.paths import Workspace
 
 CPU, GPU = "CPU", "GPU"  # the units; PlanningProblem's host is CPU
 BYTES_PER_MS = 1e6  # of one GB/s
-MOST_ALIVE = 8  # tensors at one time: about a second for a hundred kernels
+MAX_LIVE_TENSORS = 8  # with this many, the search takes about a second for a hundred kernels
 log = get_logger("plans")
 EXAMPLES = """
 python extras/graph_stages/plan_network.py --model resnet18 --cpu TARGET --gpu TARGET --copy-us 10 --copy-gb-s 20  # needs both
@@ -39,7 +39,7 @@ python extras/graph_stages/plan_network.py --model resnet18 --cpu TARGET --gpu T
 
 
 def shared_record(workspace: Workspace, model: str, targets: Mapping[str, Target]) -> ModelRecord:
-    """The record of a network. Raises UserError if two targets (by unit) run different kernels or pass other tensors."""
+    """The record of a network, the same for the two `targets` (by unit); a UserError if their kernels or tensors differ."""
     records = {unit: read_model_record(record_path(workspace, target.flavour, model)) for unit, target in targets.items()}
     nodes = {unit: [(node.kernel_id, node.inputs, node.outputs) for node in record.nodes] for unit, record in records.items()}
     if nodes[CPU] != nodes[GPU]:
@@ -50,9 +50,9 @@ def shared_record(workspace: Workspace, model: str, targets: Mapping[str, Target
 
 def planning_problem(record: ModelRecord, times_ms: Mapping[str, Mapping[str, float]], copy_ms: float,
                      bytes_per_ms: float) -> PlanningProblem:
-    """A network as a planning problem, one stage per kernel in run order; copies have a minimum time and a speed.
+    """A network as a planning problem, one stage per kernel in run order. Each copy takes `copy_ms` and the time of its bytes.
 
-    Times are by unit (CPU, GPU) and kernel id. A missing kernel cannot run there, unless it only renames a tensor.
+    `times_ms` are by unit (CPU, GPU) and kernel id. A missing kernel cannot run there, unless it only renames a tensor.
     """
     sizes = {name: tensor.bytes for name, tensor in record.inputs.items()}
     stages, costs = [], {}
@@ -68,26 +68,26 @@ def planning_problem(record: ModelRecord, times_ms: Mapping[str, Mapping[str, fl
     return PlanningProblem(tuple(stages), tuple(record.inputs), tuple(record.outputs), tuple(times_ms), costs, copies, copies)
 
 
-def most_alive(problem: PlanningProblem) -> int:
-    """The most tensors that later stages need at one time; search time grows with 3 to this power."""
+def max_live_tensors(problem: PlanningProblem) -> int:
+    """The largest number of tensors that later stages still need; search time grows with 3 to this power."""
     last_read = {name: index for index, stage in enumerate(problem.stages) for name in stage.reads}
     last_read |= dict.fromkeys(problem.outputs, len(problem.stages))
-    alive, most = set(problem.inputs), 0
+    live, largest = set(problem.inputs), 0
     for index, stage in enumerate(problem.stages):
-        alive = {name for name in alive | set(stage.writes) if last_read.get(name, -1) > index}
-        most = max(most, len(alive))
-    return most
+        live = {name for name in live | set(stage.writes) if last_read.get(name, -1) > index}
+        largest = max(largest, len(live))
+    return largest
 
 
-def plans(problem: PlanningProblem) -> list[tuple[str, PlanCost]]:
+def compare_plans(problem: PlanningProblem) -> list[tuple[str, PlanCost]]:
     """The plans that use one unit for all kernels, and the best plan of all unless the search would take too long."""
-    alone = [(f"all on the {unit}", (unit,) * len(problem.stages)) for unit in problem.units]
-    listed = [(name, plan_cost(problem, plan)) for name, plan in alone if problem.can_run(plan)]
-    if (alive := most_alive(problem)) <= MOST_ALIVE:
-        return [*listed, ("the best of all", best_plan(problem))]
-    log.warning("the best plan is not searched for: %d tensors are needed at one time, and the search ends in time for up to "
-                "%d only", alive, MOST_ALIVE)
-    return listed
+    on_one_unit = [(f"all on the {unit}", (unit,) * len(problem.stages)) for unit in problem.units]
+    plans = [(name, plan_cost(problem, plan)) for name, plan in on_one_unit if problem.can_run(plan)]
+    if (live := max_live_tensors(problem)) <= MAX_LIVE_TENSORS:
+        return [*plans, ("the best of all", best_plan(problem))]
+    log.warning("no search for the best plan, which would take too long: up to %d tensors are needed at one time, more than %d",
+                live, MAX_LIVE_TENSORS)
+    return plans
 
 
 def main() -> None:
@@ -96,15 +96,15 @@ def main() -> None:
     parser.add_argument("--cpu", required=True, metavar="TARGET", help="the dataset of a CPU")
     parser.add_argument("--gpu", required=True, metavar="TARGET", help="the dataset of a GPU")
     parser.add_argument("--copy-us", type=cli.positive, required=True, metavar="US",
-                        help="what a copy between host and GPU takes at least, in microseconds")
+                        help="the shortest time of a copy between host and GPU, in microseconds")
     parser.add_argument("--copy-gb-s", type=cli.positive, required=True, metavar="RATE",
-                        help="how fast large tensors are copied, in GB/s")
+                        help="the copy speed of large tensors, in GB/s")
     args = parser.parse_args()
     workspace = cli.start(args)
     headers = {unit: read_header(workspace.dataset(name)) for unit, name in ((CPU, args.cpu), (GPU, args.gpu))}
     for unit, device in ((CPU, "cpu"), (GPU, "cuda")):
-        if (here := headers[unit].target).flavour.device != device:
-            raise UserError(f"--{unit.lower()} {here.name}: a dataset of device {here.flavour.device}, not {device}")
+        if (target := headers[unit].target).flavour.device != device:
+            raise UserError(f"--{unit.lower()} {target.name}: a dataset of device {target.flavour.device}, not {device}")
     record = shared_record(workspace, args.model, {unit: header.target for unit, header in headers.items()})
     times_ms = {unit: {name: times[header.labels[0]] for name, times in measured_times(workspace, header.target.name).items()
                        if header.labels[0] in times} for unit, header in headers.items()}
@@ -115,7 +115,7 @@ def main() -> None:
                             "python benchmark/collector.py")
     rows = [{"plan": name, "latency_ms": plan.latency_ms, "copies_ms": plan.transfer_ms,
              "copies": sum(len(step.copies) for step in plan.steps), "kernels": plan_text(plan.assignment)}
-            for name, plan in plans(problem)]
+            for name, plan in compare_plans(problem)]
     cli.print_rows(rows, args.json, f"{args.model}: {len(record.nodes)} kernels")
 
 

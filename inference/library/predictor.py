@@ -70,8 +70,8 @@ from hase.inference.sharing.shared_models import (
     SharedModel,
     SloUnderLoad,
     load_curve,
-    objective_of,
     shared_model_of,
+    slo_under_load,
 )
 from hase.inference.sharing.ways import pair_of
 from hase.learned import target_files
@@ -340,7 +340,7 @@ class Predictor:
 
         The search for the highest load assumes the waits and phases of `like`, the co-runner as a probe saw it.
         """
-        return objective_of(self._run_of(model, options), limit_ms, percentile, like)
+        return slo_under_load(self._run_of(model, options), limit_ms, percentile, like)
 
     def energy(self, model: Source | PredictedRun, **options: Unpack[Options]) -> EnergyPrediction:
         """The energy per run and per item, and the mean power, of a model that runs alone on the device.

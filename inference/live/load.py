@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from hase.benchmark.metrics.names import NAMES, in_unit
+from hase.benchmark.metrics.names import NAMES, in_field_unit
 from hase.benchmark.metrics.source import Unsound, checked, values
 from hase.inference.live.prometheus import PrometheusConfig, PrometheusError, PrometheusServer, server_for
 from hase.inference.prediction.targets import Fitted
@@ -56,7 +56,7 @@ def read_metrics(path: Path) -> dict[str, float]:
         if metric in metrics:
             raise UserError(f"{path}: metric {metric} is given twice, under its old and its new name; leave one of them out")
         try:
-            metrics[metric] = checked(metric, in_unit(name, value)) if name in NAMES else float(value)
+            metrics[metric] = checked(metric, in_field_unit(name, value)) if name in NAMES else float(value)
         except Unsound as error:
             raise UserError(f"{path}: {error.fact}; leave it out, or write what it was") from None
     return metrics

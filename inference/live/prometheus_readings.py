@@ -23,11 +23,11 @@ from hase.benchmark.metrics.names import (
     PART_LABEL,
     PROFILE_LABEL,
     UUID_LABEL,
+    InvalidProbeSamples,
     ProbeSample,
-    Unreadable,
-    in_unit,
-    names_of,
-    probed_of,
+    in_field_unit,
+    metric_names,
+    probe_from_samples,
 )
 from hase.benchmark.metrics.source import AT_WORK, UTILISATION, MetricMean, MetricSource, OpenWindow, Unsound
 from hase.inference.live.prometheus import FOREIGN_SERIES, PrometheusError, PrometheusServer, quoted
@@ -133,7 +133,7 @@ def latest_of_one_exporter(server: PrometheusServer, names: Collection[str], fie
     Series that an exporter no longer serves, or whose exporter is down, are gone after the next scrape. `fields` are queried
     too: if they belong to another device, the choice of device is ambiguous.
     """
-    queried = [*names, *(name for field in fields for name in names_of(field))]
+    queried = [*names, *(name for field in fields for name in metric_names(field))]
     answer = [series_of(entry, {*names, *NAMES}) for entry in server.query(selector(server, queried), "vector")]
     if not any(entry.name in names for entry in answer):
         return []
@@ -213,7 +213,7 @@ class PrometheusSource(MetricSource):
 
     def _readings(self, before: OpenWindow, after: OpenWindow) -> dict[str, list[float]]:
         server, window_s = self._server, round(after.began_s - before.began_s, 3)
-        names = [name for field in (*self.fields, *self._further) for name in names_of(field)]
+        names = [name for field in (*self.fields, *self._further) for name in metric_names(field)]
         answer = server.query(f"{selector(server, names)}[{window_s * 1e3:.0f}ms]", "matrix")
         series = [series_of(entry, NAMES) for entry in answer]
         wanted = [entry for entry in series if NAMES[entry.name].field in self.fields]
@@ -233,7 +233,7 @@ class PrometheusSource(MetricSource):
 
 def _newest(series: Sequence[MetricSeries], field: str) -> MetricSeries | None:
     """The series of a field with the newest sample; at equal times the one with the field's old name."""
-    names = names_of(field)
+    names = metric_names(field)
     return max((candidate for candidate in series if candidate.name in names), default=None,
                key=lambda candidate: (candidate.last_s, -names.index(candidate.name)))
 
@@ -244,7 +244,7 @@ def _values(series: Sequence[MetricSeries], name: str) -> list[float]:
     A GPU that changes users (Kubernetes pods) has a series for each; several users at once have the same samples.
     """
     samples = {when: value for part in series if part.name == name for when, value in part.samples}
-    return [in_unit(name, samples[when]) for when in sorted(samples)]
+    return [in_field_unit(name, samples[when]) for when in sorted(samples)]
 
 
 def _check_age(series: MetricSeries, now_s: float, max_age_s: float) -> None:
@@ -277,7 +277,7 @@ def _no_sample_error(server: PrometheusServer, names: Collection[str], window_s:
 
 def _missing_fields_error(fields: Sequence[str], reported: MetricSeries, window_s: float) -> PrometheusError:
     """Explains what to do about missing fields of a device that reports `reported`."""
-    names = ", ".join(" or ".join(names_of(field)) for field in fields)
+    names = ", ".join(" or ".join(metric_names(field)) for field in fields)
     return PrometheusError(f"prometheus: no sample of {names} within {window_s:g} s, though {device_name(reported.labels)} "
                            f"reports {reported.name}; these predictors need it: add it to the exporter's list of metrics "
                            "(dcgm-exporter leaves some out by default)")
@@ -311,8 +311,8 @@ def latest_probe(server: PrometheusServer, fields: Collection[str]) -> tuple[Pro
     if not series:
         return None
     try:
-        probed = probed_of(ProbeSample(entry.name, entry.labels, entry.samples[-1][1]) for entry in series)
-    except Unreadable as error:
+        probed = probe_from_samples(ProbeSample(entry.name, entry.labels, entry.samples[-1][1]) for entry in series)
+    except InvalidProbeSamples as error:
         raise PrometheusError(f"prometheus: the sharing probe's reading of {device_name(series[0].labels)} can't be "
                               f"used: {error.fact}; mend its exporter (benchmark/metrics_exporter.py --probe-every), or do "
                               "without it: prometheus.probe_max_age_s: null") from None

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from hase.inference.prediction.answers import Prediction
     from hase.inference.prediction.run import PredictedRun
 
-PRECISION = 0.005  # tolerance of the highest share
+PRECISION = 0.005  # of the highest busy share, a ratio
 
 
 @dataclass(frozen=True)
 class SharedModel:
-    """A model, with all that is needed to predict it beside a co-runner.
+    """A model, with all that is needed to predict it beside a co-runner: other work on the same GPU.
 
     Attributes:
         sharing: how processes take turns on the target's GPU.
@@ -34,45 +34,41 @@ class SharedModel:
     """
 
     prediction: Prediction
-    alone_ms: float
     tracks: Tracks
     costs: PipelineCosts
     sharing: Sharing
     beyond_tracks_ms: float = 0.0
 
-    def next_to(self, co_runner: CoRunner, load_source: LoadSource) -> UnderLoad:
+    def beside_co_runner(self, co_runner: CoRunner, load_source: LoadSource) -> UnderLoad:
         """The distribution of its latency beside a co-runner."""
         return under_load(self.tracks, self.costs, self.sharing, co_runner, load_source).longer_by(self.beyond_tracks_ms)
 
     def at_share(self, share: float, like: CoRunner | None = None) -> UnderLoad:
-        """The distribution beside a background that is busy for `share` of the time (a ratio).
-
-        Its waits and phases are those of `like`, or of an average measured background.
-        """
-        return self.next_to(co_runner_guessed(share, self.sharing, like), "share")
+        """The distribution of its latency beside a co-runner that is busy for `share` of the time (a ratio). The co-runner's
+        waits and phases are those of `like`, or of an average measured one."""
+        return self.beside_co_runner(co_runner_guessed(share, self.sharing, like), "share")
 
     def co_runner(self, others: Sequence[SharedModel]) -> CoRunner:
-        """Other models as the co-runner of this one; each runs without a pause in its own process."""
+        """The co-runner that other models are for this one; each runs without a pause in its own process."""
         return looped_co_runner([(other.tracks, other.costs) for other in others], (self.tracks, self.costs), self.sharing)
 
     def beside(self, others: Sequence[SharedModel]) -> UnderLoad:
         """The distribution of its latency while others run without a pause, each in its own process."""
-        return self.next_to(self.co_runner(others), "prediction")
+        return self.beside_co_runner(self.co_runner(others), "prediction")
 
 
 def shared_model_of(run: PredictedRun, as_here: bool = True) -> SharedModel:
-    """A predicted model, prepared for prediction beside a co-runner. With `as_here`, this machine's GPU must be shared in a
-    measured way.
-    """
+    """A predicted model, prepared for prediction beside a co-runner. Raises NotShared if nothing was learned of sharing. With
+    `as_here`, a UserError if this machine's GPU is the target and is shared in a way that was not measured."""
     sharing, costs = run.fitted.sharing, run.run.costs
     if sharing is not None and as_here:
         check_local_sharing_mode(run.fitted)
     if sharing is None or costs is None:
         raise NotShared(run.fitted.target.name)
-    return SharedModel(run.prediction, run.alone_ms, run.run.tracks, costs, sharing, run.run.beyond_tracks_ms(costs))
+    return SharedModel(run.prediction, run.run.tracks, costs, sharing, run.run.beyond_tracks_ms(costs))
 
 
-class OneOfTwo(Frozen):
+class ModelOfPair(Frozen):
     """A model's latency alone, and its distribution while the other model runs in a loop.
 
     Attributes:
@@ -111,18 +107,17 @@ class Pair(Frozen):
 
     target: str
     sharing: str = SLICES
-    models: tuple[OneOfTwo, OneOfTwo]
+    models: tuple[ModelOfPair, ModelOfPair]
     warnings: tuple[str, ...]
 
 
-def one_of_two(of: Prediction, neighbour: Prediction, alone_ms: float, under_load: UnderLoad, errors: Span) -> OneOfTwo:
-    """A model of a pair, from its prediction and the neighbour's. `errors`: factors by which latencies beside others are off if
-    the run alone is exact.
-    """
-    alone = Span(*(end / of.latency_ms for end in of.interval_ms)) if of.latency_ms else CERTAIN
-    return OneOfTwo(model=of.model, dims=of.dims, idle_ms=alone_ms, under_load=under_load,
-                    interval_ratios=tuple(joined([alone, errors])),
-                    rough_estimate=of.rough_estimate or neighbour.rough_estimate, estimated_operators=of.estimated_operators)
+def model_of_pair(own: Prediction, other: Prediction, alone_ms: float, under_load: UnderLoad, errors: Span) -> ModelOfPair:
+    """A model of a pair, from its own prediction and the other's. `errors`: factors by which latencies beside others are off if
+    the run alone is exact."""
+    alone = Span(*(end / own.latency_ms for end in own.interval_ms)) if own.latency_ms else CERTAIN
+    return ModelOfPair(model=own.model, dims=own.dims, idle_ms=alone_ms, under_load=under_load,
+                       interval_ratios=tuple(joined([alone, errors])),
+                       rough_estimate=own.rough_estimate or other.rough_estimate, estimated_operators=own.estimated_operators)
 
 
 class LoadPoint(Frozen):
@@ -173,21 +168,18 @@ class LoadCurve(Frozen):
 
 
 def load_curve(model: SharedModel, points: int) -> LoadCurve:
-    """The latency of a model at `points` loads: the background's busy share goes from 0 to 1 in even steps.
-
-    From 0.95 on the background never pauses (`hase.records.probe_reading.ALWAYS`).
-    """
+    """The latency of a model at `points` loads: the co-runner's busy share goes from 0 to 1 in even steps. From 0.95 on, the
+    co-runner never pauses (`hase.records.probe_reading.ALWAYS`)."""
     load_points = []
-    for index in range(points):
-        share = index / (points - 1)
-        under = model.at_share(share)
-        p50, p95, p99 = (under.percentile_ms(percent) for percent in (50, 95, 99))
-        load_points.append(LoadPoint(busy_share=share, mean_ms=under.mean_ms, p50_ms=p50, p95_ms=p95, p99_ms=p99))
-    of = model.prediction
-    low_ms, high_ms = of.interval_ms
-    return LoadCurve(model=of.model, target=of.target, dims=of.dims, points=tuple(load_points),
-                     interval_ratios=(low_ms / of.latency_ms, high_ms / of.latency_ms), rough_estimate=of.rough_estimate,
-                     estimated_operators=of.estimated_operators, warnings=of.warnings)
+    for share in (index / (points - 1) for index in range(points)):
+        loaded = model.at_share(share)
+        p50, p95, p99 = (loaded.percentile_ms(percent) for percent in (50, 95, 99))
+        load_points.append(LoadPoint(busy_share=share, mean_ms=loaded.mean_ms, p50_ms=p50, p95_ms=p95, p99_ms=p99))
+    idle = model.prediction
+    low_ms, high_ms = idle.interval_ms
+    return LoadCurve(model=idle.model, target=idle.target, dims=idle.dims, points=tuple(load_points),
+                     interval_ratios=(low_ms / idle.latency_ms, high_ms / idle.latency_ms), rough_estimate=idle.rough_estimate,
+                     estimated_operators=idle.estimated_operators, warnings=idle.warnings)
 
 
 class SloUnderLoad(Slo):
@@ -204,10 +196,9 @@ class SloUnderLoad(Slo):
 
 def highest_busy_share(model: SharedModel, limit_ms: float, percentile: float = PERCENTILE,
                        like: CoRunner | None = None) -> float | None:
-    """The largest busy share of a background (a ratio) at which an objective is met; None if it is missed even on an idle
-    device.
+    """The largest busy share of a co-runner (a ratio) at which an objective is met; None if even an idle device misses it.
 
-    The objective: `percentile` % of the runs take at most `limit_ms`. Found by bisection, to PRECISION, over backgrounds with
+    The objective: `percentile` % of the runs take at most `limit_ms`. Found by bisection, to PRECISION, over co-runners with
     the waits and phases of the measured ones, or of `like`. All shares use the same simulated runs, so percentiles increase
     with the share. High percentiles depend on few runs.
     """
@@ -227,19 +218,17 @@ def highest_busy_share(model: SharedModel, limit_ms: float, percentile: float = 
     return low
 
 
-def objective_of(run: PredictedRun, limit_ms: float, percentile: float = PERCENTILE,
-                 like: CoRunner | None = None) -> SloUnderLoad:
-    """Compares a predicted run with an objective, and finds the highest load at which it is still met.
-
-    The load is assumed to have the waits and phases of `like`, the co-runner as a probe saw it.
-    """
-    prediction = run.prediction
-    slo = check_slo(prediction, limit_ms, percentile).model_dump()
-    if prediction.way != AS_USUAL:
-        why = f"a model run {prediction.way.description} was not measured while the GPU was shared"
-        return SloUnderLoad(**slo, unknown_because=why)
-    try:
-        model = shared_model_of(run)
-    except NotShared as error:
-        return SloUnderLoad(**slo, unknown_because=str(error))
-    return SloUnderLoad(**slo, highest_busy_share=highest_busy_share(model, limit_ms, percentile, like))
+def slo_under_load(run: PredictedRun, limit_ms: float, percentile: float = PERCENTILE,
+                   like: CoRunner | None = None) -> SloUnderLoad:
+    """Compares a predicted run with an objective, and finds the highest load at which it is still met. The load is assumed to
+    have the waits and phases of `like`, the co-runner as a probe saw it."""
+    slo = check_slo(run.prediction, limit_ms, percentile).model_dump()
+    share = unknown_because = None
+    if run.prediction.way != AS_USUAL:
+        unknown_because = f"a model run {run.prediction.way.description} was not measured while the GPU was shared"
+    else:
+        try:
+            share = highest_busy_share(shared_model_of(run), limit_ms, percentile, like)
+        except NotShared as error:
+            unknown_because = str(error)
+    return SloUnderLoad(**slo, highest_busy_share=share, unknown_because=unknown_because)

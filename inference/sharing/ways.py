@@ -17,7 +17,7 @@ from hase.graph_model.simulation.pipeline import pipeline_ms
 from hase.graph_model.simulation.sharing import MpsProcess, mps_runs_ms, times_at_share
 from hase.inference.prediction.uncertainty import Span, load_span, span_of_error
 from hase.inference.prediction.under_load import SEED, NotShared, UnderLoad, local_sharing
-from hase.inference.sharing.shared_models import OneOfTwo, Pair, one_of_two, shared_model_of
+from hase.inference.sharing.shared_models import ModelOfPair, Pair, model_of_pair, shared_model_of
 from hase.learned.target_files import FIT_MPS
 from hase.utils.errors import UserError
 from hase.utils.sharing_mode import ALL_THREADS, SLICES, SetSharing
@@ -114,9 +114,9 @@ def pair_of(first: PredictedRun, second: PredictedRun, sharing: SetSharing | Non
     times = times_under(fitted, sharing)
     percents = sharing.percent_of(0), sharing.percent_of(1)
 
-    def beside_other(run: PredictedRun, percent: int, other: PredictedRun, other_percent: int) -> OneOfTwo:
+    def beside_other(run: PredictedRun, percent: int, other: PredictedRun, other_percent: int) -> ModelOfPair:
         alone_ms, under_load = times.beside(run, percent, [(other, other_percent)])
-        return one_of_two(run.prediction, other.prediction, alone_ms, under_load, times.span(run, percent, alone_ms))
+        return model_of_pair(run.prediction, other.prediction, alone_ms, under_load, times.span(run, percent, alone_ms))
 
     return Pair(target=fitted.target.name, sharing=str(sharing),
                 models=(beside_other(first, percents[0], second, percents[1]),

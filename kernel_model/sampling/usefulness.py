@@ -1,8 +1,8 @@
-"""Which kernels are worth measuring: errors of predictors on unseen kernels, and an order by usefulness.
+"""Chooses the kernels that are most useful to measure, from what was measured and from the errors of predictions.
 
 Training writes the errors of its cross-validation, one JSON document per target (see `Workspace.kernel_errors`), and the
-sampler reads it. Kernels only of held-out families are in no training, so not in it; it names the held-out families, which seed
-nothing.
+sampler reads it. The document lacks the kernels that only held-out model families have, since these are in no training. It
+names these families, and no kernel is sampled near theirs.
 
 The order says what to measure first if there is no time for all kernels; a kernel is useful where predictors know little. First
 comes one kernel of each kind (kernel type and element type) without measurements. Then each kind gets its share of the rest.
@@ -17,8 +17,10 @@ from __future__ import annotations
 import json
 import math
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,17 +31,17 @@ from hase.utils.config import Frozen
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import Target
 
-AXES = 4  # of a tensor's shape, the last ones
-SIZES = 3 * AXES + 4  # numbers in a position
-FAR = 1.0  # distance of a kernel of an unmeasured kind: one doubling of one size
+AXES = 4  # number of axes of a tensor that count, the last ones
+COORDINATES = 3 * AXES + 4
+UNMEASURED_DISTANCE = 1.0  # distance of a kernel of an unmeasured kind: one doubling of one size
 LEAST_WEIGHT = 0.05  # of a kernel near perfectly predicted ones; near the worst it is 1
-NEAREST = 3  # number of measured kernels that tell how well the neighbourhood is predicted
-BATCH = 0.1  # share of the kernels drawn so far to draw at once, regardless of each other
-CHUNK = 4096  # rows of a matrix of distances
+NEIGHBOURS = 3  # number of measured kernels that tell how well the neighbourhood is predicted
+BATCH_SHARE = 0.1  # share of the kernels drawn so far to draw at once, regardless of each other
+CHUNK_ROWS = 4096  # rows of a matrix of distances
 Floats = npt.NDArray[np.float64]
 ERRORS_VERSION = 2
 MOST_LOG_ERROR = 0.5  # that counts in seed_weights: 65 % too long, or 39 % too short
-LONG = 0.95  # quantile at which times are capped: 0.3 ms on an H200
+TIME_CAP_QUANTILE = 0.95  # quantile at which times are capped: 0.3 ms on an H200
 REMAKE = "python training/train_kernel_model.py --force"
 
 
@@ -62,60 +64,51 @@ def _last_axes(tensor: Tensor | None) -> tuple[int, ...]:
     return (0,) * (AXES - len(shape)) + shape
 
 
-class KernelPoints:
-    """Kernels as points: their kinds, and positions (kernels × sizes)."""
+class KernelPoints(NamedTuple):
+    """Kernels as points: their kinds, and positions (kernels × coordinates)."""
 
-    def __init__(self, kinds: Sequence[str], positions: Floats) -> None:
-        self.kinds = np.array(kinds, dtype=str)
-        self.positions = positions
+    kinds: npt.NDArray[np.str_]
+    positions: Floats
 
     @classmethod
-    def of(cls, kernels: Sequence[Kernel]) -> KernelPoints:
+    def from_kernels(cls, kernels: Sequence[Kernel]) -> KernelPoints:
         """The points of some kernels, in their order."""
-        return cls([kind_of(kernel) for kernel in kernels],
-                   np.array([coordinates(kernel) for kernel in kernels], dtype=float).reshape(len(kernels), SIZES))
-
-    def __len__(self) -> int:
-        return len(self.kinds)
-
-    def only(self, indices: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> KernelPoints:
-        """Some of the points."""
-        return KernelPoints(self.kinds[indices], self.positions[indices])  # type: ignore[arg-type]
+        return cls(np.array([kind_of(kernel) for kernel in kernels], dtype=str),
+                   np.array([coordinates(kernel) for kernel in kernels], dtype=float).reshape(len(kernels), COORDINATES))
 
 
 def order_by_usefulness(candidates: KernelPoints, measured: KernelPoints, count: int, generator: np.random.Generator,
                         weights: Floats | None = None) -> npt.NDArray[np.int64]:
     """The indices of the `count` most useful candidates (or of all), best first. `weights` are the candidates' (see
     `neighbour_weights`), by default equal. For a generator with the same seed, the first indices do not depend on `count`."""
-    weights = np.ones(len(candidates)) if weights is None else weights
+    weights = np.ones(len(candidates.kinds)) if weights is None else weights
     ranked: list[tuple[bool, float, int]] = []
     seed = int(generator.integers(2**32))
-    wanted = _wanted_by_kind(candidates, measured, count, weights)
-    for kind, (rank, share, wanted_here) in wanted.items():
-        measured_positions = measured.positions[measured.kinds == kind]
+    for kind, (known, share, wanted) in _wanted_by_kind(candidates, measured, count, weights).items():
         members = np.flatnonzero(candidates.kinds == kind)
-        drawn = draw_apart(candidates.positions[members], measured_positions, weights[members], wanted_here,
+        drawn = draw_apart(candidates.positions[members], measured.positions[measured.kinds == kind], weights[members], wanted,
                            np.random.default_rng([seed, zlib.crc32(kind.encode())]))
-        ranked += [(rank + turn > 0, (rank + turn + 0.5) / share, int(members[index])) for turn, index in enumerate(drawn)]
+        ranked += [(*_turn(known + turn, share), int(members[index])) for turn, index in enumerate(drawn)]
     return np.array([index for _, _, index in sorted(ranked)], dtype=np.int64)
+
+
+def _turn(known: int, share: float) -> tuple[bool, float]:
+    """When a kind with `known` kernels gets the next one: first if it has none, then later the more it has for its share."""
+    return known > 0, (known + 0.5) / share
 
 
 def _wanted_by_kind(candidates: KernelPoints, measured: KernelPoints, count: int,
                     weights: Floats) -> dict[str, tuple[int, float, int]]:
     """By kind: the number of measured kernels, its share, and the number of wanted candidates. A kind's share is the weight of
     its candidates. A kind with many measured kernels for its share waits."""
-    ranked, counts = [], dict(zip(*np.unique(measured.kinds, return_counts=True), strict=True))
+    known = Counter(measured.kinds.tolist())
     kinds, kind_index = np.unique(candidates.kinds, return_inverse=True)
-    shares, sizes = np.bincount(kind_index, weights), np.bincount(kind_index)
-    for index, kind in enumerate(kinds.tolist()):
-        if shares[index] > 0:
-            rank = int(counts.get(kind, 0))
-            ranked += [(rank + turn > 0, (rank + turn + 0.5) / shares[index], kind) for turn in range(sizes[index])]
-    wanted: dict[str, int] = {}
-    for _, _, kind in sorted(ranked)[:count]:
-        wanted[kind] = wanted.get(kind, 0) + 1
-    return {kind: (int(counts.get(kind, 0)), float(share), wanted[kind])
-            for kind, share in zip(kinds.tolist(), shares, strict=True) if kind in wanted}
+    shares = dict(zip(kinds.tolist(), np.bincount(kind_index, weights).tolist(), strict=True))
+    sizes = Counter(candidates.kinds.tolist())
+    turns = sorted((*_turn(known[kind] + turn, share), kind) for kind, share in shares.items() if share > 0
+                   for turn in range(sizes[kind]))
+    wanted = Counter(kind for _, _, kind in turns[:count])
+    return {kind: (known[kind], share, wanted[kind]) for kind, share in shares.items() if kind in wanted}
 
 
 def draw_apart(points: Floats, measured: Floats, weights: Floats, count: int, generator: np.random.Generator) -> list[int]:
@@ -128,10 +121,10 @@ def draw_apart(points: Floats, measured: Floats, weights: Floats, count: int, ge
     drawn: list[int] = []
     left = weights > 0
     while len(drawn) < count and left.any():
-        chances = np.where(left, weights * np.sqrt(np.where(np.isinf(distances), FAR, distances)), 0.0)
-        if not chances.any():  # the rest are as those that are known
+        chances = np.where(left, weights * np.sqrt(np.where(np.isinf(distances), UNMEASURED_DISTANCE, distances)), 0.0)
+        if not chances.any():  # all that are left equal a known kernel
             chances = np.where(left, weights, 0.0)
-        batch = min(max(1, int(BATCH * len(drawn))), int((chances > 0).sum()))
+        batch = min(max(1, int(BATCH_SHARE * len(drawn))), int((chances > 0).sum()))
         indices = generator.choice(len(points), size=batch, replace=False, p=chances / chances.sum())
         drawn += indices.tolist()
         left[indices] = False
@@ -141,8 +134,8 @@ def draw_apart(points: Floats, measured: Floats, weights: Floats, count: int, ge
 
 def nearest_distances(points: Floats, others: Floats) -> Floats:
     """The distance of each point to the nearest of `others`."""
-    return np.concatenate([np.zeros(0), *(_distances(points[begin:begin + CHUNK], others).min(axis=1)
-                                          for begin in range(0, len(points), CHUNK))])
+    return np.concatenate([np.zeros(0), *(_distances(points[begin:begin + CHUNK_ROWS], others).min(axis=1)
+                                          for begin in range(0, len(points), CHUNK_ROWS))])
 
 
 def _distances(points: Floats, others: Floats) -> Floats:
@@ -152,29 +145,26 @@ def _distances(points: Floats, others: Floats) -> Floats:
 
 def neighbour_weights(candidates: KernelPoints, measured: KernelPoints, log_errors: Floats) -> Floats:
     """A weight per candidate, LEAST_WEIGHT to 1, from the prediction errors of the nearest measured kernels of its kind."""
-    size = np.minimum(np.abs(log_errors), MOST_LOG_ERROR) / MOST_LOG_ERROR
-    weights = np.ones(len(candidates))
-    for kind in np.unique(candidates.kinds):
+    error_sizes = np.minimum(np.abs(log_errors), MOST_LOG_ERROR) / MOST_LOG_ERROR  # 0 to 1
+    weights = np.ones(len(candidates.kinds))
+    for kind in set(candidates.kinds) & set(measured.kinds):
         members, known = np.flatnonzero(candidates.kinds == kind), measured.kinds == kind
-        if not known.any():
-            continue
-        near = min(NEAREST, int(known.sum()))
-        for begin in range(0, len(members), CHUNK):
-            rows = members[begin:begin + CHUNK]
+        neighbours = min(NEIGHBOURS, int(known.sum()))
+        for begin in range(0, len(members), CHUNK_ROWS):
+            rows = members[begin:begin + CHUNK_ROWS]
             distances = _distances(candidates.positions[rows], measured.positions[known])
-            nearest = np.argpartition(distances, near - 1, axis=1)[:, :near]
-            weights[rows] = size[known][nearest].mean(axis=1)
+            nearest = np.argpartition(distances, neighbours - 1, axis=1)[:, :neighbours]
+            weights[rows] = error_sizes[known][nearest].mean(axis=1)
     return np.maximum(weights, LEAST_WEIGHT)
 
 
 def useful_kernels(candidates: Sequence[Kernel], measured: Sequence[Kernel], count: int, generator: np.random.Generator,
                    errors: Sequence[KernelError] = ()) -> list[Kernel]:
     """The `count` most useful candidates, best first. `errors` are those of a training; empty before the first one."""
-    points, weights = KernelPoints.of(candidates), None
-    if errors:
-        weights = neighbour_weights(points, KernelPoints.of([error.kernel for error in errors]),
-                                np.array([error.log_error for error in errors]))
-    return [candidates[index] for index in order_by_usefulness(points, KernelPoints.of(measured), count, generator, weights)]
+    points, measured_points = KernelPoints.from_kernels(candidates), KernelPoints.from_kernels(measured)
+    weights = neighbour_weights(points, KernelPoints.from_kernels([error.kernel for error in errors]),
+                                np.array([error.log_error for error in errors])) if errors else None
+    return [candidates[index] for index in order_by_usefulness(points, measured_points, count, generator, weights)]
 
 
 class KernelError(Frozen):
@@ -204,20 +194,20 @@ class KernelErrors(Frozen):
 
 
 def write_errors(path: Path, errors: KernelErrors) -> None:
-    """Writes errors to a file without default values, which halves its size."""
+    """Writes errors to a file. Omits default values, which halves its size."""
     document = errors.model_dump(mode="json", exclude_defaults=True) | {"version": errors.version}
     files.write_text(path, json.dumps(files.with_digest(document), separators=(",", ":")) + "\n")
 
 
 def read_errors(path: Path) -> KernelErrors:
-    """The errors in a file; a `UserError` if it is missing, damaged or of another version."""
+    """Reads the errors in a file; a `UserError` if it is missing, damaged or of another version."""
     if not path.is_file():
         raise UserError(f"{path}: no such file; a training writes it: {REMAKE}")
     return files.read_record(path, KernelErrors, ERRORS_VERSION, REMAKE)
 
 
 def seed_weights(errors: Sequence[KernelError]) -> npt.NDArray[np.float64]:
-    """How often each kernel seeds another one, as shares of 1; all zero without errors.
+    """How often kernels are sampled near each of these, as shares of 1; all zero without errors.
 
     A weight is the squared log error times the measured time, both limited, so that neither outliers nor a few giants dominate.
     For 3,000 kernels picked from the rest of the H200's dataset, this reduced the plain error of kernels, and the time-weighted
@@ -227,5 +217,5 @@ def seed_weights(errors: Sequence[KernelError]) -> npt.NDArray[np.float64]:
         return np.zeros(0)
     times = np.array([error.measured_ms for error in errors])
     log_errors = np.array([error.log_error for error in errors])
-    weights = np.minimum(np.abs(log_errors), MOST_LOG_ERROR) ** 2 * np.minimum(times, np.quantile(times, LONG))
+    weights = np.minimum(np.abs(log_errors), MOST_LOG_ERROR) ** 2 * np.minimum(times, np.quantile(times, TIME_CAP_QUANTILE))
     return weights / total if (total := weights.sum()) else weights

@@ -1,4 +1,4 @@
-"""Predicts kernels' times on a card from those on another card.
+"""Predicts kernels' times on one GPU card from those on another.
 
 `learned/data_sheet/learned` has what was learned about other cards. `training/data_sheets/<card>.json` of a workspace has
 corrections from kernels measured on a card. The error that remains (the logarithm of measured over predicted time) is a smooth
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from hase.learned.data_sheet.work import (
@@ -39,20 +38,26 @@ from hase.utils.paths import Workspace
 BASE = "h200"  # the card that times are carried over from
 OWN = "onnxruntime"  # the table of Hase's own kernels
 SHORTEST_US = {"products": 2.7, "attention": 9.5, "neusight": 15.0, OWN: LAUNCH_US}  # of a launch, as the table was measured
-CORRECTED = ("product", "attention")
+CORRECTED = ("product", "attention")  # kinds of kernels whose ratios the booster corrects
 # The share of the tensor cores' peak that the best large products reach: those of an A100, which has most power for its peak.
 MOST_REACHED = 0.85
+KIND_APART = 2.0  # the distance of two kinds, in standard deviations of the other features
+FOLDER = Path(__file__).with_name("learned")
+SHEET_VERSION, CORRECTION_VERSION = 1, 1
+FIT = "python training/fit_data_sheet.py"
+CORRECT = "python training/correct_data_sheet.py"
+Numbers = tuple[float, ...]
 
 
 @dataclass
 class CardRatios:
-    """Predicts kernels' times on one card from those on another, by their bounds and a booster that corrects these."""
+    """Predicts kernels' times on one card from those on another: by bounds from data sheets, which a booster corrects."""
 
     booster: Any = field(repr=False)
 
     def times_ms(self, work: Work, base_ms: Floats, base: GpuDataSheet, gpu: GpuDataSheet, table: str = OWN) -> Floats:
-        """The times of kernels on card `gpu` (ms) from those on the base card, `base_ms`. `table` is the name of the table with
-        the kernels."""
+        """The times of kernels on card `gpu`, from `base_ms`, those on the card `base`. `table` (a key of SHORTEST_US) says how
+        they were measured."""
         if base.slug == gpu.slug:
             return base_ms
         if gpu.tensor_share < 1.0:
@@ -60,23 +65,16 @@ class CardRatios:
             whole_ms = CardRatios.times_ms(self, work, base_ms, base, gpu.with_tensor_peaks(1.0 / gpu.tensor_share), table)
             return np.maximum(whole_ms, 1e3 * by_tensor_cores(work, gpu) / (peaks_flop_s(work, gpu) * MOST_REACHED))
         base_s = base_ms * 1e-3
-        here, there = (bounds_of(work, card, SHORTEST_US[table]) for card in (base, gpu))
-        ratios = ratio_of_bounds(work, base_s, here, there, base, gpu)
-        chosen = corrected(work)
-        if chosen.any():
-            features = features_of(work, base_s, here, there, base, gpu)[chosen]
-            ratios[chosen] *= np.exp(self.booster.predict(xgboost.DMatrix(features)))
+        on_base, on_gpu = (bounds_of(work, card, SHORTEST_US[table]) for card in (base, gpu))
+        ratios = ratio_of_bounds(work, base_s, on_base, on_gpu, base, gpu)
+        corrected = np.isin(work.kinds, [KINDS.index(kind) for kind in CORRECTED])
+        if corrected.any():
+            features = features_of(work, base_s, on_base, on_gpu, base, gpu)[corrected]
+            ratios[corrected] *= np.exp(self.booster.predict(xgboost.DMatrix(features)))
         return np.asarray(base_ms * ratios, dtype=float)
 
 
-def corrected(work: Work) -> npt.NDArray[np.bool_]:
-    """Which kernels the booster corrects."""
-    return np.isin(work.kinds, [KINDS.index(kind) for kind in CORRECTED])
-
-KIND_APART = 2.0  # how far two kinds lie from each other, in standard deviations of the other features
-
-
-class Process(NamedTuple):
+class GaussianProcess(NamedTuple):
     """A Gaussian process fitted to kernels that were measured on a card.
 
     Attributes:
@@ -94,10 +92,10 @@ class Process(NamedTuple):
     nearby: float
     length: float
 
-    def left(self, features: Floats) -> Floats:
+    def expected_log_errors(self, features: Floats) -> Floats:
         """The expected logarithm of true over predicted time of each kernel."""
         scaled = (features - self.means) / self.spreads
-        return np.asarray((self.of_card + self.nearby * likeness(scaled, self.known, self.length)) @ self.pulls)
+        return np.asarray((self.of_card + self.nearby * similarity(scaled, self.known, self.length)) @ self.pulls)
 
 
 @dataclass
@@ -105,7 +103,7 @@ class AdjustedRatios(CardRatios):
     """Ratios corrected for one card. `low` and `high` contain 90 % of models' times, as multiples of a prediction. `left_out`
     is the logarithm of measured over predicted time of each measured kernel, left out; empty if unknown."""
 
-    process: Process
+    process: GaussianProcess
     gpu: GpuDataSheet
     table: str
     low: float = 1.0
@@ -116,27 +114,25 @@ class AdjustedRatios(CardRatios):
         times_ms = super().times_ms(work, base_ms, base, gpu, table)
         if gpu.slug != self.gpu.slug or base.slug == gpu.slug:
             return times_ms
-        return np.asarray(times_ms * np.exp(self.process.left(process_features(work, base_ms, base, gpu, table))), dtype=float)
+        features = process_features(work, base_ms, base, gpu, table)
+        return np.asarray(times_ms * np.exp(self.process.expected_log_errors(features)), dtype=float)
 
 
-def likeness(card: Floats, to: Floats, length: float) -> Floats:
-    """The similarity of kernels by their scaled features, 1 for equal ones; rows × rows."""
-    apart = (card**2).sum(axis=1)[:, None] + (to**2).sum(axis=1)[None] - 2 * card @ to.T
-    return np.asarray(np.exp(-0.5 * np.maximum(apart, 0.0) / length**2))
+def similarity(features: Floats, others: Floats, length: float) -> Floats:
+    """The similarity of kernels to others by their scaled features, 1 for equal ones; rows × rows of others."""
+    squares = (features**2).sum(axis=1)[:, None] + (others**2).sum(axis=1)[None] - 2 * features @ others.T
+    return np.asarray(np.exp(-0.5 * np.maximum(squares, 0.0) / length**2))
 
 
 def process_features(work: Work, base_ms: Floats, base: GpuDataSheet, gpu: GpuDataSheet, table: str = OWN) -> Floats:
-    """The features by which kernels are compared, a row for each kernel."""
+    """The features by which the Gaussian process compares kernels, a row for each kernel."""
     base_s = base_ms * 1e-3
-    here, there = (bounds_of(work, card, SHORTEST_US[table]) for card in (base, gpu))
+    on_base, on_gpu = (bounds_of(work, card, SHORTEST_US[table]) for card in (base, gpu))
+    longest_s = on_gpu.longest_s
     return np.column_stack([
-        np.log(base_s), np.log(base_s / here.longest_s), there.memory_s / there.longest_s, there.compute_s / there.longest_s,
+        np.log(base_s), np.log(base_s / on_base.longest_s), on_gpu.memory_s / longest_s, on_gpu.compute_s / longest_s,
         np.log(work.moved_bytes), np.log(np.maximum(work.flops, 1.0) / work.moved_bytes), np.log(np.maximum(work.outputs, 1.0)),
         *(KIND_APART * (work.kinds == index) for index in range(len(KINDS)))])
-
-FOLDER = Path(__file__).with_name("learned")
-SHEET_VERSION = 1
-FIT = "python training/fit_data_sheet.py"
 
 
 class SheetRange(Frozen):
@@ -176,19 +172,15 @@ def read_sheet(folder: Path = FOLDER) -> tuple[SheetModel, CardRatios]:
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         raise UserError(f"{path}: damaged ({error}); make it with: {FIT}") from None
 
-CORRECTION_VERSION = 1
-CORRECT = "python training/correct_data_sheet.py"
-Numbers = tuple[float, ...]
-
 
 class Correction(Frozen):
     """`training/data_sheets/<card>.json`: a correction for one card.
 
     Attributes:
         gpu: the card's short name.
-        target: whose dataset it was learned from.
+        target: the target whose dataset it was learned from.
         base: the target whose times are converted.
-        known, pulls, means, spreads, of_card, nearby, length: of the Gaussian process (`Process`).
+        known, pulls, means, spreads, of_card, nearby, length: as in `GaussianProcess`.
         low, high: multiples of a prediction that contain 90 % of models' times.
         measured_ms: times of kernels on the card, by id, for look-up.
     """
@@ -219,7 +211,7 @@ class Correction(Frozen):
     def ratios(self, learned: CardRatios, gpu: GpuDataSheet) -> AdjustedRatios:
         """The learned ratios, corrected for this card."""
         known, pulls, means, spreads = map(np.array, (self.known, self.pulls, self.means, self.spreads))
-        process = Process(known, pulls, means, spreads, self.of_card, self.nearby, self.length)
+        process = GaussianProcess(known, pulls, means, spreads, self.of_card, self.nearby, self.length)
         return AdjustedRatios(learned.booster, process, gpu, OWN, self.low, self.high)
 
 

@@ -25,7 +25,7 @@ from google.protobuf.message import DecodeError
 
 from hase.model_zoo.exporting.torch_models import SEED, build, check_names, group_of, is_sized, reference, weight_bytes
 from hase.model_zoo.exporting.zoo_config import SMALLEST_IMAGE, Export
-from hase.runtimes import flavour_of, local_target
+from hase.runtimes import local_flavour, local_target
 from hase.utils import files, logger
 from hase.utils.errors import UserError, user_can_fix
 from hase.utils.fingerprint import ort_version, package_version
@@ -75,7 +75,7 @@ def export_metadata(export: Export) -> dict[str, str]:
 
 def optimized_metadata(export: Export, device: str) -> dict[str, str]:
     """The metadata of an optimised graph; it does not depend on the machine that wrote it."""
-    flavour = json.dumps(flavour_of(device).model_dump(), sort_keys=True)
+    flavour = json.dumps(local_flavour(device).model_dump(), sort_keys=True)
     return export_metadata(export) | {"hase.flavour": flavour, "hase.onnxruntime": ort_version()}
 
 
@@ -178,7 +178,7 @@ class Exporter:
         kept = not self.force and has_metadata(plain, export_metadata(export))
         rows = [self._row(export, plain, None if kept else self._write_plain(export, plain))]
         if export.batch is not None:
-            optimized = plain.with_name(f"{export.stem}.{flavour_of(self.device).name}{OPTIMIZED_SUFFIX}")
+            optimized = plain.with_name(f"{export.stem}.{local_flavour(self.device).name}{OPTIMIZED_SUFFIX}")
             kept = kept and has_metadata(optimized, optimized_metadata(export, self.device))
             rows.append(self._row(export, optimized, None if kept else self._write_optimized(export, plain, optimized)))
         self._reference = None

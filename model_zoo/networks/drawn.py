@@ -25,7 +25,7 @@ ACTIVATIONS: tuple[Callable[[], nn.Module], ...] = (
 
 
 class RandomChoices:
-    """Random choices from a seed."""
+    """Random choices, always the same for one seed."""
 
     def __init__(self, seed: int) -> None:
         self._generator = np.random.default_rng(seed)
@@ -33,8 +33,8 @@ class RandomChoices:
     def pick(self, *choices: T) -> T:
         return choices[int(self._generator.integers(len(choices)))]
 
-    def likely(self, share: float) -> bool:
-        return bool(self._generator.random() < share)
+    def chance(self, probability: float) -> bool:
+        return bool(self._generator.random() < probability)
 
 
 class ImageNorm(nn.Module):
@@ -74,8 +74,7 @@ class ConvBlock(nn.Module):
         super().__init__()
         self.join = draw.pick("add", "add", "concat", "none")
         form = draw.pick("plain", "bottleneck", "inverted", "grouped", "depthwise", "split")
-        kernel, inner = draw.pick(3, 3, 5, 7), width
-        layers: list[nn.Module] = []
+        kernel = draw.pick(3, 3, 5, 7)
         if form == "plain":
             layers = [nn.Conv2d(width, width, min(kernel, 5), 1, min(kernel, 5) // 2), norm(width), activation()]
         elif form == "split":
@@ -90,9 +89,9 @@ class ConvBlock(nn.Module):
             kernel = kernel if form == "inverted" else 3
             layers = [nn.Conv2d(width, inner, 1, bias=False), norm(inner), activation(),
                       nn.Conv2d(inner, inner, kernel, 1, kernel // 2, groups=groups, bias=False), norm(inner), activation()]
-            layers += [ChannelGate(inner, draw)] if draw.likely(0.4) else []
+            layers += [ChannelGate(inner, draw)] if draw.chance(0.4) else []
             layers += [nn.Conv2d(inner, width, 1, bias=False), norm(width)]
-        self.layers, self.last = nn.Sequential(*layers), activation() if draw.likely(0.5) else nn.Identity()
+        self.layers, self.last = nn.Sequential(*layers), activation() if draw.chance(0.5) else nn.Identity()
         self.squeeze = nn.Conv2d(2 * width, width, 1) if self.join == "concat" else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -148,7 +147,7 @@ class Attention(nn.Module):
 
 
 class RootMeanSquareNorm(nn.Module):
-    """A norm without a mean, as many decoders have."""
+    """A norm that subtracts no mean, as many decoders have."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -187,13 +186,15 @@ class Mixer(nn.Module):
 class TransformerLayer(nn.Module):
     """Attention and a feed-forward, each with a norm before or after it."""
 
-    def __init__(self, width: int, mix: nn.Module, forward: nn.Module, norm: Callable[[int], nn.Module], first: bool) -> None:
+    def __init__(self, width: int, mix: nn.Module, forward: nn.Module, norm: Callable[[int], nn.Module],
+                 norm_first: bool) -> None:
         super().__init__()
-        self.parts, self.norms, self.first = nn.ModuleList((mix, forward)), nn.ModuleList((norm(width), norm(width))), first
+        self.parts, self.norms = nn.ModuleList((mix, forward)), nn.ModuleList((norm(width), norm(width)))
+        self.norm_first = norm_first
 
     def forward(self, x: Tensor) -> Tensor:
         for part, norm in zip(self.parts, self.norms, strict=True):
-            x = x + part(norm(x)) if self.first else norm(x + part(x))
+            x = x + part(norm(x)) if self.norm_first else norm(x + part(x))
         return x
 
 
@@ -204,11 +205,11 @@ def transformer_layers(draw: RandomChoices, width: int) -> nn.Sequential:
     key_heads = draw.pick(heads, heads, 1, heads // 2 if heads % 2 == 0 else heads)
     norm: Callable[[int], nn.Module] = draw.pick(nn.LayerNorm, nn.LayerNorm, RootMeanSquareNorm)
     activation, inner = draw.pick(nn.GELU, *ACTIVATIONS), int(width * draw.pick(2, 3, 4))
-    kind, gated, first = draw.pick("softmax", "softmax", "linear", "conv"), draw.likely(0.4), draw.likely(0.6)
+    kind, gated, norm_first = draw.pick("softmax", "softmax", "linear", "conv"), draw.chance(0.4), draw.chance(0.6)
     kernel = draw.pick(3, 7, 15)
     return nn.Sequential(*(TransformerLayer(
         width, Mixer(width, kernel) if kind == "conv" else Attention(width, heads, key_heads, kind == "linear"),
-        FeedForward(width, inner, gated, activation), norm, first) for _ in range(draw.pick(2, 3, 4, 6))))
+        FeedForward(width, inner, gated, activation), norm, norm_first) for _ in range(draw.pick(2, 3, 4, 6))))
 
 
 class ImageNetwork(nn.Module):
@@ -222,7 +223,7 @@ class ImageNetwork(nn.Module):
         self.into = nn.Conv2d(width, inner, 1) if mixed else None
         self.layers = transformer_layers(draw, inner) if mixed else None
         width = inner if mixed else width
-        self.maps = draw.likely(0.3)
+        self.maps = draw.chance(0.3)
         scale = draw.pick(2, 4)
         self.head = (nn.Sequential(nn.ConvTranspose2d(width, 32, scale, scale), nn.ReLU(), nn.Conv2d(32, 8, 3, 1, 1))
                      if self.maps else nn.Linear(width, CLASSES))
@@ -236,18 +237,18 @@ class ImageNetwork(nn.Module):
 
 
 class WordNetwork(nn.Module):
-    """Words, a transformer, and scores of words per position or a classification."""
+    """A transformer of words, with a classification or scores of words at each position."""
 
     def __init__(self, draw: RandomChoices) -> None:
         super().__init__()
         width = 64 * draw.pick(2, 4, 6, 8, 12, 16)
         self.words, self.layers = nn.Embedding(WORDS, width), transformer_layers(draw, width)
-        self.whole = draw.likely(0.5)
-        self.head = nn.Linear(width, CLASSES if self.whole else WORDS)
+        self.classifies = draw.chance(0.5)
+        self.head = nn.Linear(width, CLASSES if self.classifies else WORDS)
 
     def forward(self, words: Tensor) -> Tensor:
         x = self.layers(self.words(words))
-        return self.head(x.mean(1) if self.whole else x)
+        return self.head(x.mean(1) if self.classifies else x)
 
 
 def check_names(names: Iterable[str]) -> None:

@@ -1,6 +1,7 @@
-"""Which nodes the CUDA provider runs, which copies ONNX Runtime inserts, and whether CUDA can capture the graph.
+"""Finds out without a GPU which nodes the CUDA provider runs, where ONNX Runtime inserts copies, and whether CUDA can capture
+the graph.
 
-Derived without a GPU, as in ONNX Runtime 1.31. A node goes to the CUDA provider if that has a kernel, except for a few that it
+The rules are those of ONNX Runtime 1.31. A node goes to the CUDA provider if that has a kernel, except for a few that it
 refuses (`CUDAExecutionProvider::GetCapability` in cuda_execution_provider.cc) and shape computations, which stay on the CPU
 (`GetCpuPreferredNodes` in fallback_cpu_capability.cc). Copies follow `MemcpyTransformer` (transformer_memcpy.cc).
 
@@ -16,8 +17,7 @@ import heapq
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -28,8 +28,8 @@ from hase.utils.lazy import onnx
 
 TABLE = Path(__file__).with_name("cuda_kernels.json")
 CONTRIB = "com.microsoft"
-# Operators, by domain and name, with kernels that the table lacks: inputs and outputs that they keep in host memory. That of
-# NhwcConv is registered in ONNX Runtime's source, but the CUDA provider refused the small node with which the table was made.
+# Operators, by domain and name, with kernels that the table lacks: the indices of their inputs and outputs in host memory. The
+# source has a kernel for NhwcConv, but the CUDA provider refused the small node with which the table was made.
 FROM_SOURCE: dict[tuple[str, str], tuple[tuple[int, ...], tuple[int, ...]]] = {
     ("", "If"): ((0,), ()), ("", "Loop"): ((0, 1), ()), ("", "Scan"): ((), ()),
     ("", "SequenceAt"): ((1,), ()), ("", "SequenceErase"): ((1,), ()), ("", "SequenceInsert"): ((2,), ()),
@@ -40,15 +40,14 @@ FROM_SOURCE: dict[tuple[str, str], tuple[tuple[int, ...], tuple[int, ...]]] = {
 # with which it was made. Traces of language models on an H200 show the kernel (cuApplyLayerNorm<BFloat16, …>).
 BFLOAT16_AS_HALF = (("", "SimplifiedLayerNormalization"),)
 Provider = Literal["cpu", "cuda"]
-SMALL_CONSTANT = 100  # a computation on shapes may stay on the CPU with constants of up to this many elements
+SMALL_ELEMENTS = 100  # a computation on shapes may stay on the CPU with constants of up to this many elements
 NEVER_MOVED_TO_CPU = ("float16", "bfloat16", "float8e4m3fn", "float8e4m3fnuz", "float8e5m2", "float8e5m2fnuz")
 RECURRENT_ACTIVATIONS = {  # those that cuDNN has, in ONNX's order, for one direction and for both
     "LSTM": ("sigmoid", "tanh", "tanh", "sigmoid", "tanh", "tanh"), "RNN": ("tanh", "tanh"),
     "GRU": ("sigmoid", "tanh", "sigmoid", "tanh"),
 }
-PEEPHOLE = 7  # an input of LSTM that cuDNN does not support
-ON_DEVICE = "_on_the_gpu"  # suffix of the copy of a host tensor
-ON_HOST = "_on_the_host"
+PEEPHOLE_INPUT = 7  # the index of an input of LSTM that cuDNN does not support
+GPU_COPY, HOST_COPY = "_on_the_gpu", "_on_the_host"  # suffixes of copied tensors
 
 
 class CudaKernel(NamedTuple):
@@ -66,7 +65,7 @@ def _table() -> dict[str, Any]:
 
 def cuda_kernel(op_type: str, domain: str, opset: int, inputs: Sequence[str], outputs: Sequence[str]) -> CudaKernel | None:
     """The CUDA provider's kernel for an operator; None if it has none, so that the CPU provider runs the node. `opset` is the
-    model's version of the domain; element types are numpy's names, "" for a missing input or output."""
+    model's version of the domain; `inputs` and `outputs` are element types by numpy's names, "" for a missing tensor."""
     if (domain, op_type) in FROM_SOURCE:
         return CudaKernel(*FROM_SOURCE[domain, op_type])
     if (domain, op_type) in BFLOAT16_AS_HALF:
@@ -74,7 +73,7 @@ def cuda_kernel(op_type: str, domain: str, opset: int, inputs: Sequence[str], ou
     versions = _table()["kernels"].get(domain, {}).get(op_type, {})
     version = max((int(since) for since in versions if int(since) <= opset), default=None)
     kernel = versions.get(str(version))
-    if kernel is None or not any(_takes(kernel, types, inputs, outputs) for types in kernel["types"]):
+    if kernel is None or not any(_accepts(kernel, types, inputs, outputs) for types in kernel["types"]):
         return None
     return CudaKernel(tuple(kernel["host_inputs"]), tuple(kernel["host_outputs"]))
 
@@ -84,8 +83,8 @@ def cuda_operators() -> frozenset[str]:
     return frozenset(name for operators in _table()["kernels"].values() for name in operators)
 
 
-def _takes(kernel: Mapping[str, Any], types: Mapping[str, Sequence[str]], inputs: Sequence[str],
-           outputs: Sequence[str]) -> bool:
+def _accepts(kernel: Mapping[str, Any], types: Mapping[str, Sequence[str]], inputs: Sequence[str],
+             outputs: Sequence[str]) -> bool:
     """Whether a kernel accepts tensors of these types; a variadic operator's last input stands for all further ones."""
     for formal, given in ((kernel["inputs"], inputs), (kernel["outputs"], outputs)):
         for index, dtype in enumerate(given):
@@ -97,50 +96,40 @@ def _takes(kernel: Mapping[str, Any], types: Mapping[str, Sequence[str]], inputs
     return True
 
 
-@dataclass(frozen=True)
-class Placement:
-    """The providers of a graph's nodes."""
-
-    providers: tuple[Provider, ...]  # of each node, in the graph's order
-    kernels: tuple[CudaKernel | None, ...]  # the CUDA kernel of each node that has one; None for the others
-
-
 def assign_providers(proto: onnx.ModelProto, tensors: dict[str, KernelInput],
-                     outside: frozenset[str] = frozenset()) -> list[Provider]:
+                     captured: frozenset[str] = frozenset()) -> list[Provider]:
     """Inserts copies between host and GPU into an optimised graph and `tensors`; returns each resulting node's provider.
-    `outside` are tensors that a body captures. They are not inputs of the body, and ONNX Runtime copies them without a node."""
-    constants = {tensor.name for tensor in proto.graph.initializer} | outside
-    placement = placement_of(proto.graph.node, tensors, {entry.domain: entry.version for entry in proto.opset_import},
-                      [value.name for value in proto.graph.input if value.name not in constants])
-    return insert_copies(proto.graph, placement, tensors, outside)
+    `captured` are tensors that a body captures. They are not its inputs, and ONNX Runtime copies them without a node."""
+    no_inputs = {tensor.name for tensor in proto.graph.initializer} | captured
+    kernels = place_nodes(proto.graph.node, tensors, {entry.domain: entry.version for entry in proto.opset_import},
+                          {value.name for value in proto.graph.input} - no_inputs)
+    return _insert_copies(proto.graph, kernels, tensors, captured)
 
 
-def refuses(node: onnx.NodeProto) -> bool:
+def cuda_refuses(node: onnx.NodeProto) -> bool:
     """Whether the CUDA provider refuses a node although it has a kernel."""
-    attributes = {attribute.name: attribute for attribute in node.attribute}
-    if node.domain:
+    if node.domain or node.op_type not in {*RECURRENT_ACTIVATIONS, "ConvTranspose", "Cast"}:
         return False
-    if node.op_type in RECURRENT_ACTIVATIONS:
-        if {"activation_alpha", "activation_beta", "clip"} & set(attributes):
-            return True
-        given = [text.decode().lower() for text in attributes["activations"].strings] if "activations" in attributes else []
-        if any(name != known for name, known in zip(given, RECURRENT_ACTIVATIONS[node.op_type], strict=False)):
-            return True
-        if node.op_type == "LSTM":
-            input_forget = "input_forget" in attributes and attributes["input_forget"].i != 0
-            return input_forget or (len(node.input) > PEEPHOLE and bool(node.input[PEEPHOLE]))
-        return node.op_type == "GRU" and ("linear_before_reset" not in attributes or attributes["linear_before_reset"].i != 1)
+    attributes = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
+    if node.op_type == "Cast":
+        return bool(attributes["to"] == onnx.TensorProto.STRING)
     if node.op_type == "ConvTranspose":
-        pads = list(attributes["pads"].ints) if "pads" in attributes else []
+        pads = attributes.get("pads", [])
         half = len(pads) // 2
-        automatic = attributes["auto_pad"].s.decode() if "auto_pad" in attributes else "NOTSET"
-        return pads[:half] != pads[half:] or automatic in ("SAME_UPPER", "SAME_LOWER")
-    return node.op_type == "Cast" and attributes["to"].i == 8  # TensorProto.STRING
+        return pads[:half] != pads[half:] or attributes.get("auto_pad") in (b"SAME_UPPER", b"SAME_LOWER")
+    activations = [name.decode().lower() for name in attributes.get("activations", [])]
+    if {"activation_alpha", "activation_beta", "clip"} & attributes.keys() or any(
+            name != known for name, known in zip(activations, RECURRENT_ACTIVATIONS[node.op_type], strict=False)):
+        return True
+    if node.op_type == "LSTM":
+        return attributes.get("input_forget", 0) != 0 or any(node.input[PEEPHOLE_INPUT:PEEPHOLE_INPUT + 1])
+    return node.op_type == "GRU" and attributes.get("linear_before_reset") != 1
 
 
-def placement_of(nodes: Sequence[onnx.NodeProto], tensors: Mapping[str, KernelInput], opsets: Mapping[str, int],
-          graph_inputs: Sequence[str]) -> Placement:
-    """The provider of each node, in topological order, in a CUDA session."""
+def place_nodes(nodes: Sequence[onnx.NodeProto], tensors: Mapping[str, KernelInput], opsets: Mapping[str, int],
+                graph_inputs: Set[str]) -> list[CudaKernel | None]:
+    """The kernel with which the CUDA provider runs each node in a session; None for those of the CPU provider. `nodes` are in
+    topological order."""
     def types(names: Sequence[str]) -> list[str]:
         return [tensors[name].dtype if name in tensors else "" for name in names]
 
@@ -148,60 +137,54 @@ def placement_of(nodes: Sequence[onnx.NodeProto], tensors: Mapping[str, KernelIn
         return opsets.get(domain) or (opsets.get("ai.onnx", 1) if not domain else 1)
 
     kernels: list[CudaKernel | None] = [
-        None if refuses(node) else cuda_kernel(node.op_type, "" if node.domain == "ai.onnx" else node.domain,
-                                               opset(node.domain), types(node.input), types(node.output)) for node in nodes]
-    on_cpu = _prefer_cpu(nodes, kernels, tensors, set(graph_inputs)) - _made_by_fusions(nodes)
-    on_cpu |= _layout_changes(nodes)
-    providers: tuple[Provider, ...] = tuple(
-        "cuda" if kernel is not None and number not in on_cpu else "cpu" for number, kernel in enumerate(kernels))
-    return Placement(providers, tuple(kernels))
+        None if cuda_refuses(node) else cuda_kernel(
+            node.op_type, "" if node.domain == "ai.onnx" else node.domain, opset(node.domain), types(node.input),
+            types(node.output)) for node in nodes]
+    on_cpu = (_prefer_cpu(nodes, kernels, tensors, graph_inputs) - _added_by_fusions(nodes)) | _layout_changes(nodes)
+    return [None if index in on_cpu else kernel for index, kernel in enumerate(kernels)]
 
 
 def _layout_changes(nodes: Sequence[onnx.NodeProto]) -> set[int]:
     """The indices of Transposes that ONNX Runtime inserts around the CPU's quantised, channels-last convolutions. They also run
     on the CPU, whatever reads the tensor."""
-    channels_last = {number for number, node in enumerate(nodes)
-                     if any(attribute.name == "channels_last" and attribute.i for attribute in node.attribute)}
-    read = {name for number in channels_last for name in nodes[number].input}
-    made = {name for number in channels_last for name in nodes[number].output}
-    return {number for number, node in enumerate(nodes)
-            if node.op_type == "Transpose" and (node.input[0] in made or node.output[0] in read)}
+    channels_last = [node for node in nodes
+                     if any(attribute.name == "channels_last" and attribute.i for attribute in node.attribute)]
+    read = {name for node in channels_last for name in node.input}
+    written = {name for node in channels_last for name in node.output}
+    return {index for index, node in enumerate(nodes)
+            if node.op_type == "Transpose" and (node.input[0] in written or node.output[0] in read)}
 
 
-def _made_by_fusions(nodes: Sequence[onnx.NodeProto]) -> set[int]:
+def _added_by_fusions(nodes: Sequence[onnx.NodeProto]) -> set[int]:
     """The indices of nodes that ONNX Runtime adds with a Slice when it replaces Gather and Range (`GatherToSliceFusion`). This
     happens after the assignment to providers, so they get the provider of the Gather."""
-    return {number for number, node in enumerate(nodes)
+    return {index for index, node in enumerate(nodes)
             if node.op_type == "Unsqueeze" and any(name.startswith("UnsqueezeAxesInitializer") for name in node.input)}
 
 
 def _prefer_cpu(nodes: Sequence[onnx.NodeProto], kernels: Sequence[CudaKernel | None], tensors: Mapping[str, KernelInput],
-                graph_inputs: set[str]) -> set[int]:
+                graph_inputs: Set[str]) -> set[int]:
     """The indices of nodes with CUDA kernels that stay on the CPU, since all their inputs are there. Such inputs are: outputs
     that a CUDA kernel leaves in host memory (those of Shape), results of these, small constants, and graph inputs."""
     consumers: dict[str, list[int]] = defaultdict(list)
-    for number, node in enumerate(nodes):
+    for index, node in enumerate(nodes):
         for name in dict.fromkeys(node.input):
-            consumers[name].append(number)
-    on_host: set[str] = set()
-    waiting: list[int] = []
-    for node, kernel in zip(nodes, kernels, strict=True):
-        for slot in (slot for slot in (kernel.host_outputs if kernel else ()) if slot < len(node.output)):
-            on_host.add(node.output[slot])
-            for consumer in consumers[node.output[slot]]:
-                heapq.heappush(waiting, consumer)
+            consumers[name].append(index)
+    on_host = {node.output[slot] for node, kernel in zip(nodes, kernels, strict=True) if kernel
+               for slot in kernel.host_outputs if slot < len(node.output)}
+    waiting = sorted({consumer for name in on_host for consumer in consumers[name]})  # a heap of indices of nodes
     on_cpu: set[int] = set()
     seen: set[int] = set()
     while waiting:
-        number = heapq.heappop(waiting)
-        if number in seen:
+        index = heapq.heappop(waiting)
+        if index in seen:
             continue
-        seen.add(number)
-        node, kernel = nodes[number], kernels[number]
-        if kernel is not None and not _all_on_host(node, kernel, tensors, on_host, graph_inputs):
-            continue
+        seen.add(index)
+        node, kernel = nodes[index], kernels[index]
         if kernel is not None:
-            on_cpu.add(number)
+            if not _all_on_host(node, kernel, tensors, on_host, graph_inputs):
+                continue
+            on_cpu.add(index)
         on_host.update(node.output)
         for consumer in (consumer for name in node.output for consumer in consumers[name]):
             heapq.heappush(waiting, consumer)
@@ -209,85 +192,79 @@ def _prefer_cpu(nodes: Sequence[onnx.NodeProto], kernels: Sequence[CudaKernel | 
 
 
 def _all_on_host(node: onnx.NodeProto, kernel: CudaKernel, tensors: Mapping[str, KernelInput], on_host: set[str],
-                 graph_inputs: set[str]) -> bool:
+                 graph_inputs: Set[str]) -> bool:
     """Whether a node reads only host tensors, and none that its CUDA kernel wants in host memory anyway."""
     for slot, name in enumerate(node.input):
         tensor = tensors.get(name)
-        if not name or tensor is None:
+        if not name or tensor is None or tensor.dtype in NEVER_MOVED_TO_CPU:
             return False
-        if tensor.dtype in NEVER_MOVED_TO_CPU:
-            return False
-        if (tensor.constant and math.prod(tensor.shape) <= SMALL_CONSTANT) or name in graph_inputs:
+        if (tensor.constant and math.prod(tensor.shape) <= SMALL_ELEMENTS) or name in graph_inputs:
             continue
         if name not in on_host or slot in kernel.host_inputs:
             return False
     return True
 
 
-def insert_copies(graph: onnx.GraphProto, placement: Placement, tensors: dict[str, KernelInput],
-                  outside: frozenset[str] = frozenset()) -> list[Provider]:
+def _insert_copies(graph: onnx.GraphProto, kernels: Sequence[CudaKernel | None], tensors: dict[str, KernelInput],
+                   captured: frozenset[str]) -> list[Provider]:
     """Inserts MemcpyToHost and MemcpyFromHost where needed; returns each node's provider, in the new order.
 
     A tensor is copied once for all readers. Constants need no copy: each side has its own. A graph input is placed where it is
     read, and copied if both sides read it. The session, not a node, copies graph outputs.
     """
-    wanted = [_wanted_sides(node, provider, kernel) for node, provider, kernel in zip(
-        graph.node, placement.providers, placement.kernels, strict=True)]
-    copies = _copies(graph, placement, wanted, tensors, outside)
-    if not copies:
-        return list(placement.providers)
-    ordered: list[Any] = []
+    sides = [(_sides(node.input, kernel and kernel.host_inputs), _sides(node.output, kernel and kernel.host_outputs))
+             for node, kernel in zip(graph.node, kernels, strict=True)]
+    copies = _copies(graph, sides, tensors, captured)
+    ordered: list[onnx.NodeProto] = []
     providers: list[Provider] = []
-    placed: set[str] = set()
-    for node, provider, sides in zip(list(graph.node), placement.providers, wanted, strict=True):
-        for slot, (name, side) in enumerate(zip(list(node.input), sides, strict=True)):
+    copied: set[str] = set()
+    for node, kernel, (input_sides, _) in zip(list(graph.node), kernels, sides, strict=True):
+        for slot, (name, side) in enumerate(zip(list(node.input), input_sides, strict=True)):
             copy = copies.get(name)
             if copy is None or side != ("cpu" if copy.op_type == "MemcpyToHost" else "cuda"):
                 continue
-            if name not in placed:
-                placed.add(name)
+            if name not in copied:
+                copied.add(name)
                 ordered.append(copy)
                 providers.append("cuda")  # the CUDA provider runs both kinds of copy
             node.input[slot] = copy.output[0]
         ordered.append(node)
-        providers.append(provider)
-    del graph.node[:]
-    graph.node.extend(ordered)
+        providers.append("cpu" if kernel is None else "cuda")
+    if copies:
+        del graph.node[:]
+        graph.node.extend(ordered)
     return providers
 
 
-def _wanted_sides(node: onnx.NodeProto, provider: Provider, kernel: CudaKernel | None) -> tuple[Provider, ...]:
-    """The side (host or GPU) where a node wants each input."""
-    on_gpu = kernel if provider == "cuda" else None
-    return tuple("cpu" if on_gpu is None or slot in on_gpu.host_inputs else "cuda" for slot in range(len(node.input)))
+def _sides(names: Sequence[str], host_slots: Sequence[int] | None) -> list[Provider]:
+    """The side (host or GPU) where a node has each of its inputs or outputs. `host_slots` are those that its CUDA kernel keeps
+    in host memory; None if the node runs on the CPU."""
+    return ["cpu" if host_slots is None or slot in host_slots else "cuda" for slot in range(len(names))]
 
 
-def _copies(graph: onnx.GraphProto, placement: Placement, wanted: Sequence[tuple[Provider, ...]],
-            tensors: dict[str, KernelInput], outside: frozenset[str]) -> dict[str, onnx.NodeProto]:
-    """The copies that a graph needs, by copied tensor; adds their outputs to `tensors`. `wanted`: for each node, the side where
-    it wants each input."""
-    made_on: dict[str, Provider] = {}
+def _copies(graph: onnx.GraphProto, sides: Sequence[tuple[Sequence[Provider], Sequence[Provider]]],
+            tensors: dict[str, KernelInput], captured: frozenset[str]) -> dict[str, onnx.NodeProto]:
+    """The copies that a graph needs, by copied tensor; adds their outputs to `tensors`. `sides`: where each node has its inputs
+    and its outputs."""
+    written_on: dict[str, Provider] = {}
     read_on: dict[str, set[Provider]] = defaultdict(set)
-    for node, provider, kernel, sides in zip(graph.node, placement.providers, placement.kernels, wanted, strict=True):
-        on_gpu = kernel if provider == "cuda" else None
-        for name, side in zip(node.input, sides, strict=True):
+    for node, (input_sides, output_sides) in zip(graph.node, sides, strict=True):
+        for name, side in zip(node.input, input_sides, strict=True):
             read_on[name].add(side)
-        for slot, name in enumerate(node.output):
-            made_on[name] = "cpu" if on_gpu is None or slot in on_gpu.host_outputs else "cuda"
-    graph_inputs = {value.name for value in graph.input} - outside
+        written_on.update(zip(node.output, output_sides, strict=True))
+    graph_inputs = {value.name for value in graph.input} - captured
     copies = {}
     for name, readers in read_on.items():
         tensor = tensors.get(name)
         if not name or tensor is None or tensor.constant:
             continue
-        if name in made_on and readers - {made_on[name]}:
-            to_host = made_on[name] == "cuda"
-        elif name in graph_inputs and name not in made_on and len(readers) > 1:
+        if name in written_on and readers - {written_on[name]}:
+            to_host = written_on[name] == "cuda"
+        elif name in graph_inputs and name not in written_on and len(readers) > 1:
             to_host = False
         else:
             continue
-        copied = name + (ON_HOST if to_host else ON_DEVICE)
-        op_type = "MemcpyToHost" if to_host else "MemcpyFromHost"
+        op_type, copied = ("MemcpyToHost", name + HOST_COPY) if to_host else ("MemcpyFromHost", name + GPU_COPY)
         copies[name] = onnx.helper.make_node(op_type, [name], [copied], name=f"{op_type}_{name}")
         tensors[copied] = tensor
     return copies

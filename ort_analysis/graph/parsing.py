@@ -15,13 +15,13 @@ from typing import Any
 from hase.ort_analysis.cuda.placement import assign_providers
 from hase.ort_analysis.cuda.reduced_precision import SinglePrecisionModel, restore_types, to_single_precision
 from hase.ort_analysis.cuda.rewrites import (
-    check_on_gpu,
+    check_gpu_only_nodes,
     cover_gpu_only,
     cover_pools,
     cuda_optimizers,
-    holds_gpu_only,
+    has_gpu_only_nodes,
+    has_quantised_operators,
     rewrite_for_cuda,
-    runs_on_whole_numbers,
     uncover_gpu_only,
     uncover_pools,
 )
@@ -41,7 +41,7 @@ from hase.ort_analysis.graph.shapes import (
 from hase.ort_analysis.graph.sizes import refuse_other_caches
 from hase.ort_analysis.graph.source import Source, open_dims, read_source, tensor_of_size
 from hase.records.kernel_record import GuessedRuns, KernelInput, Tensor
-from hase.runtimes import flavour_of
+from hase.runtimes import local_flavour
 from hase.utils.errors import UserError
 from hase.utils.files import temporary_folder
 from hase.utils.fingerprint import Flavour, graph_device, has_cuda
@@ -168,9 +168,9 @@ def _optimized(source: Source, changed: onnx.ModelProto, flavour: Flavour, deriv
     only if an optimiser needs them; in the result they refer to `folder`."""
     path, original = folder / "optimized.onnx", source.graph_only.graph
     if derived:
-        if holds_gpu_only(original):
+        if has_gpu_only_nodes(original):
             changed = cover_gpu_only(changed, types_by_schema(shape_query(without_weights(changed), {})))
-        if runs_on_whole_numbers(original):
+        if has_quantised_operators(original):
             cover_pools(changed.graph)
     fold_large(changed)
     put_zeros(changed, _kept or folder)
@@ -255,7 +255,7 @@ def parse_graph(model: Path | onnx.ModelProto, device: str = "auto", dims: Mappi
     that ORT created are in a file in `folder`; without a folder they are lost.
     """
     provider = graph_device(device)
-    flavour, source = flavour_of(provider), read_source(model, dims, name)
+    flavour, source = local_flavour(provider), read_source(model, dims, name)
     derived = provider == "cuda" and (not has_cuda() or bytes_in_files(source.graph_only) > MOST_LOADED_BYTES)
     reduced = to_single_precision(source.graph_only, source.name) if derived else None
     changed = onnx.ModelProto()
@@ -269,7 +269,7 @@ def parse_to_run(path: Path, model: Path, device: str, dims: Mapping[str, int] |
                  static: bool = False) -> ParsedGraph:
     """Like `parse_graph` for a device of this machine, but also writes the graph with all weights to `path`. ORT's names for
     nodes that it inserts vary, so a graph and its description must come from one run."""
-    flavour, source = flavour_of(graph_device(device)), read_source(model, dims)
+    flavour, source = local_flavour(graph_device(device)), read_source(model, dims)
     return _parsed(source, optimize(source, flavour, path, static), flavour, None, False, static)
 
 
@@ -293,7 +293,7 @@ def _parsed(source: Source, proto: onnx.ModelProto, flavour: Flavour, reduced: S
         rewrite_for_cuda(proto, original, tensors, shapes_known)
         tensors = restore_types(proto, reduced, tensors) if reduced else tensors
         derived_providers = assign_providers(proto, tensors, outside)
-        check_on_gpu(source.name, proto.graph.node, derived_providers, tensors)
+        check_gpu_only_nodes(source.name, proto.graph.node, derived_providers, tensors)
         return tensors, [*derived_providers]
 
     def finish(body: Body, original: onnx.GraphProto) -> tuple[dict[str, KernelInput], list[str]]:

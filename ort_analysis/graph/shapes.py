@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hase.ort_analysis.cuda.rewrites import cover_gpu_only, holds_gpu_only, is_gpu_only
+from hase.ort_analysis.cuda.rewrites import cover_gpu_only, has_gpu_only_nodes, is_gpu_only
 from hase.ort_analysis.graph.bodies import analyse_bodies, captured
 from hase.ort_analysis.graph.nodes import ONNX_DOMAINS, AnalysedBodies, InferredTensors, Shape, SizeNotKnown, Values, bodies_of
 from hase.records.kernel_record import KernelInput, session_dtype, type_code, type_name, zeros
@@ -300,7 +300,7 @@ def infer_shapes(query: onnx.ModelProto, device: str, name: str, fold: bool) -> 
     """Makes ORT answer a shape query; with `fold`, it also computes what depends only on shapes and constants."""
     with temporary_folder() as folder:
         saved = Path(folder) / "query.onnx"
-        if device == "cpu" and holds_gpu_only(query.graph):
+        if device == "cpu" and has_gpu_only_nodes(query.graph):
             covered = onnx.ModelProto()
             covered.CopyFrom(query)
             query = cover_gpu_only(covered, types_by_schema(query))

@@ -17,7 +17,7 @@ from hase.learned.composition.cuda_nodes import is_copy, reads_shape
 from hase.records.kernel_costs import is_control_flow
 from hase.records.kernel_record import ModelRecord
 from hase.records.kernel_record_files import build_index, index_path, read_model_record
-from hase.runtimes import flavour_of
+from hase.runtimes import local_flavour
 from hase.utils import cli, files
 from hase.utils.errors import UserError
 from hase.utils.logger import get_logger
@@ -53,7 +53,7 @@ def main() -> int:
     parser.add_argument("--into", type=Path, required=True, metavar="DIR", help="the workspace to write the index to")
     args = parser.parse_args()
     workspace = cli.start(args)
-    flavour = flavour_of("cpu")
+    flavour = local_flavour("cpu")
     index = build_index(flavour, [record for record in map(only_host_kernels, cuda_records(workspace)) if record.kernels])
     files.write_json(index_path(Workspace(args.into), flavour), index)
     log.info("%d kernels of %d models", len(index.entries()), len(index.groups))

@@ -1,7 +1,7 @@
-"""Keeps the fastest measurement of each kernel of a shared host, out of several.
+"""Keeps the fastest of several measurements of each kernel on a shared host.
 
-Other tenants slow the host of a virtual machine down by up to 1.8 times, for seconds to minutes. Its canary hardly shows that:
-it keeps all cores busy, and most of these kernels keep one. Disturbances only make a kernel slower, so the fastest of several
+Other tenants slow the host of a virtual machine down by up to 1.8 times, for seconds to minutes. The canary hardly shows that:
+it keeps all cores busy, but most of these kernels only one. Disturbances only make a kernel slower, so the fastest of several
 measurements is the nearest to a host at its usual pace. Reads the only dataset in each workspace that --from names. Writes one
 to --workspace, with the kernels of the first.
 """
@@ -15,7 +15,8 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import itertools
-from collections.abc import Collection, Iterable
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 from statistics import median
 
 from hase.records.dataset_files import (
@@ -33,26 +34,27 @@ from hase.utils import cli, files
 from hase.utils.errors import UserError
 from hase.utils.paths import Workspace
 
-LABEL = "kernel_time"  # what decides; the other labels of a kernel are of the same block
+LABEL = "kernel_time"  # its times are compared; a kernel's other labels come from the same block
 EXAMPLES = """
 python recipes/h200/quiet_host_kernels.py --from out/host --from out/host_again --workspace out/h200/host
 """
 
 
-def fastest(blocks: Iterable[Block], kernels: Collection[str]) -> list[Block]:
-    """The blocks with only the fastest measurement of each of `kernels`; blocks that keep none are left out."""
-    blocks = list(blocks)
-    best: dict[str, tuple[float, int]] = {}
+def fastest_measurements(blocks: Sequence[Block], kernels: Collection[str]) -> list[Block]:
+    """The blocks with only the fastest measurement of each of `kernels`, without blocks that then are empty."""
+    medians_ms: dict[str, list[tuple[float, int]]] = defaultdict(list)  # with the block's index
     for index, block in enumerate(blocks):
-        for m in block.measurements:
-            if m.label == LABEL and m.status == "ok" and m.id in kernels:
-                best[m.id] = min((median(m.samples_ms), index), best.get(m.id, (float("inf"), index)))
+        for measured in block.measurements:
+            if measured.label == LABEL and measured.status == "ok" and measured.id in kernels:
+                medians_ms[measured.id].append((median(measured.samples_ms), index))
+    best_block = {kernel: min(medians)[1] for kernel, medians in medians_ms.items()}
     kept = [block.model_copy(update={"measurements": tuple(
-        m for m in block.measurements if m.id in best and best[m.id][1] == index)}) for index, block in enumerate(blocks)]
+        measured for measured in block.measurements if best_block.get(measured.id) == index)})
+        for index, block in enumerate(blocks)]
     return [block for block in kept if block.measurements]
 
 
-def dataset_of(workspace: Workspace) -> Path:
+def only_dataset(workspace: Workspace) -> Path:
     """The folder of the only dataset in a workspace."""
     targets = collected_targets(workspace)
     if len(targets) > 1:
@@ -63,15 +65,15 @@ def dataset_of(workspace: Workspace) -> Path:
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--from", dest="sources", type=Path, action="append", required=True, metavar="DIR",
-                        help="a workspace with such measurements; the first says which kernels (repeatable)")
+                        help="a workspace with measured kernels; the first one decides which kernels are kept (repeatable)")
     args = parser.parse_args()
-    workspace, folders = cli.start(args, begins=True), [dataset_of(Workspace(source)) for source in args.sources]
+    workspace, folders = cli.start(args, begins=True), [only_dataset(Workspace(source)) for source in args.sources]
     header, lines = read_header(folders[0]), kernel_lines(folders[0])
     if other := next((folder for folder in folders if folder.name != folders[0].name), None):
-        raise UserError(f"{other}: of another target than {folders[0]}")
+        raise UserError(f"{other}: a dataset of another target than {folders[0]}; name workspaces with the same target")
     journals = [read_journal(folder) for folder in folders]
-    blocks = fastest(itertools.chain(*journals), lines)
-    kept = sorted({m.id for block in blocks for m in block.measurements})
+    blocks = fastest_measurements(list(itertools.chain(*journals)), lines)
+    kept = sorted({measured.id for block in blocks for measured in block.measurements})
     into = workspace.dataset(folders[0].name)
     files.write_json(header_path(into), header)
     write_kernels(into, (lines[name] for name in kept))

@@ -21,8 +21,9 @@ from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
 from hase.inference.llm.language_model import GENAI_CONFIG
-from hase.recipes.llm.networks import NETWORKS_FILE, PRECISIONS, LanguageNetwork, model_folder, read_networks
+from hase.recipes.llm.networks import NETWORKS_FILE, PRECISIONS, LanguageNetwork, LanguageNetworks, model_folder
 from hase.utils import cli, files
+from hase.utils.config import read_config
 from hase.utils.errors import UserError
 from hase.utils.lazy import onnx_ir, torch, transformers
 from hase.utils.logger import get_logger
@@ -106,7 +107,7 @@ def main() -> int:
                         help="of a model for a CPU (default: left to onnxruntime-genai, which takes half as many as there are)")
     parser.add_argument("--jobs", type=cli.count, default=1, metavar="N", help="models at a time (default: 1)")
     args = parser.parse_args()
-    workspace, networks = cli.start(args, begins=True), read_networks(args.networks).chosen(args.network)
+    workspace, networks = cli.start(args, begins=True), read_config(args.networks, LanguageNetworks).chosen(args.network)
     if args.threads and args.device != "cpu":
         parser.error("--threads: only of models for a CPU (--device cpu)")
     if unknown := [precision for precision in args.precision or [] if precision not in TYPES[args.device]]:

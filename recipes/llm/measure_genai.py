@@ -32,10 +32,11 @@ from hase.benchmark.measuring.quiet_host import SLOT_S
 from hase.benchmark.metrics import gpu_sources as nvml
 from hase.benchmark.ort.probes import host_probe, measure_pace
 from hase.inference.llm.language_model import GENAI_CONFIG, read_genai_config
-from hase.recipes.llm.networks import NETWORKS_FILE, Point, model_folder, read_networks
+from hase.recipes.llm.networks import NETWORKS_FILE, LanguageNetworks, Point, model_folder
 from hase.records.generations import REMEDY, Generation, GenerationMemory, StepEnergy, TracedStep, measured_file
 from hase.records.traces import GpuRun
 from hase.utils import cli, files
+from hase.utils.config import read_config
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import has_cuda, machine
 from hase.utils.lazy import multiprocessing, onnxruntime
@@ -330,7 +331,7 @@ def main() -> int:
     parser.add_argument("--at-most-s", type=cli.positive, default=float("inf"), metavar="S",
                         help="start no point after this time (default: measure all)")
     args = parser.parse_args()
-    workspace, networks = cli.start(args), read_networks(args.networks)
+    workspace, networks = cli.start(args), read_config(args.networks, LanguageNetworks)
     device, end_s, started = "cuda" if has_cuda() else "cpu", time.monotonic() + args.at_most_s, 0
     wanted = args.point or (networks.memory_points if args.memory else networks.points)
     to_measure = points_to_measure(workspace, args.model, wanted, args.memory)

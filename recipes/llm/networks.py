@@ -1,4 +1,4 @@
-"""Language models from a file such as networks.yaml, and the paths of their folders and measurements."""
+"""The language models to build and measure, as in networks.yaml, and the folders of built models."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import PositiveInt
 
-from hase.utils.config import Frozen, read_config
+from hase.utils.config import Frozen
 from hase.utils.errors import UserError
 from hase.utils.paths import Workspace
 
@@ -17,7 +17,7 @@ Point = tuple[PositiveInt, PositiveInt]
 
 
 class LanguageNetwork(Frozen):
-    """One network: the class of onnxruntime-genai's builder, and the config class of transformers with its arguments."""
+    """One network: the class of onnxruntime-genai's builder, the config class of transformers and its arguments `sizes`."""
 
     builder: str
     config: str
@@ -45,11 +45,6 @@ class LanguageNetworks(Frozen):
         if unknown := sorted(set(names) - self.networks.keys()):
             raise UserError(f"no network {', '.join(unknown)}; there are {', '.join(self.networks)}")
         return {name: network for name, network in self.networks.items() if not names or name in names}
-
-
-def read_networks(path: Path) -> LanguageNetworks:
-    """Reads the networks in a file."""
-    return read_config(path, LanguageNetworks)
 
 
 def model_folder(workspace: Workspace, name: str, precision: str) -> Path:

@@ -18,7 +18,7 @@ from hase.inference.llm.language_model import DecoderStep, LanguageModel, langua
 from hase.inference.llm.requests import request_at_point
 from hase.ort_analysis.isolated import analysis
 from hase.records.generations import PHASES, Generation, measured_file, measured_model_names, measured_points, step_record_file
-from hase.runtimes import flavour_of
+from hase.runtimes import local_flavour
 from hase.utils import cli, files
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import Flavour
@@ -64,7 +64,7 @@ def main() -> int:
     names = measured_model_names(workspace)
     if not names:
         raise UserError(f"{measured_file(workspace, '').parent}: nothing was measured; do: python recipes/llm/measure_genai.py")
-    flavour = flavour_of(args.device)
+    flavour = local_flavour(args.device)
     rows = [{"model": name, "records": record_steps(workspace, name, flavour)} for name in progress(names, "analysing")]
     cli.print_rows(rows, args.json, "records of steps")
     return 0

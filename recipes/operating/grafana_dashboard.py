@@ -28,10 +28,10 @@ EXAMPLES = """
 def dashboard_json() -> str:
     """The dashboard as JSON. Raises UserError if Grafana's builders are not installed."""
     try:
-        from hase.recipes.operating.grafana_panels import as_json  # noqa: PLC0415 - needs a package that --help does not
+        from hase.recipes.operating.grafana_panels import dashboard_json  # noqa: PLC0415 - needs a package that --help does not
     except ModuleNotFoundError as error:
         raise UserError(f"this needs the package {error.name}: pip install '.[operating]'") from None
-    return as_json()
+    return dashboard_json()
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Reads models into OpenVINO, compiles them for this CPU, and shows the compiled graph's layers.
+"""Reads models into OpenVINO, compiles them for this CPU, and describes the compiled graph's layers.
 
 OpenVINO gets a model with fixed sizes, folded constants, and ONNX nodes named by their indices. Each layer of the compiled
 graph lists the nodes that it computes by name, so names must be unique.
@@ -24,7 +24,7 @@ from hase.ort_analysis.graph.source import Source
 from hase.records.kernel_record import KernelInput, Tensor
 from hase.records.operators import operator_row
 from hase.utils.errors import UserError
-from hase.utils.fingerprint import Flavour, instruction_set, package_version, physical_cores
+from hase.utils.fingerprint import physical_cores
 from hase.utils.lazy import onnx, openvino
 from hase.utils.model_files import read_whole_model, tensor_array
 
@@ -39,15 +39,10 @@ INSTALL = "pip install '.[openvino]'"
 NODE_INDEX = re.compile(r"(?:^|[,/ ])(\d+)#")  # index of a node, in OpenVINO's names
 SHAPE = "Shape"
 CONSTANT, INPUT, OUTPUT = "Const", "Input", "Output"  # kinds of layers that compute nothing
-INSERTED = ("Reorder", "Convert")  # kinds that OpenVINO inserts; they then stand for no layer of the model as it was read
-# A layer that copies this much takes longer than a microsecond, the resolution of OpenVINO's times, so one that takes less does
-# not copy: its output lies where its input does.
+INSERTED = ("Reorder", "Convert")  # kinds that OpenVINO inserts, then without layers of the original model
+# Copying this much takes longer than a microsecond, the resolution of OpenVINO's times. So a layer with such an output and a
+# time of 0 does not copy: its output lies where its input does.
 COPIED_BYTES = 1 << 14
-
-
-def version() -> str:
-    """The full version of OpenVINO; "" if not installed."""
-    return package_version(NAME)
 
 
 def check_openvino() -> None:
@@ -56,35 +51,27 @@ def check_openvino() -> None:
         raise UserError(f"the package openvino is not installed, and this needs it; {INSTALL}")
 
 
-def openvino_flavour() -> Flavour:
-    """The flavour of OpenVINO's graphs on this machine."""
-    return Flavour(device="cpu", runtime=NAME, runtime_version=".".join(version().split(".")[:2]), optimization=FUSED,
-                   instruction_set=instruction_set())
-
-
-def configuration(threads: int = 0) -> dict[str, Any]:
-    """Options for compiling with timed layers; `threads` 0: one per physical core. In float32, since OpenVINO would use
-    bfloat16 on CPUs that have it. Threads are not pinned, as for a target without `cores`."""
-    return {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY", "ENABLE_CPU_PINNING": False, "PERF_COUNT": True,
-            "INFERENCE_NUM_THREADS": threads or physical_cores()}
-
-
 def compile_model(model: Any, name: str, threads: int = 0) -> Any:
-    """An OpenVINO model, compiled for this CPU; `name` is for messages."""
+    """Compiles an OpenVINO model for this CPU, with timed layers. `threads` 0: one per physical core; `name` is for messages.
+
+    In float32, since OpenVINO would use bfloat16 on CPUs that have it. Threads are not pinned, as for a target without `cores`.
+    """
+    options = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY", "PERF_COUNT": True,
+               "ENABLE_CPU_PINNING": False, "INFERENCE_NUM_THREADS": threads or physical_cores()}
     try:
-        return openvino.Core().compile_model(model, "CPU", configuration(threads))
+        return openvino.Core().compile_model(model, "CPU", options)
     except RuntimeError as error:
-        raise refusal(name, error) from error
+        raise openvino_error(name, error) from error
 
 
-def refusal(name: str, error: Exception) -> UserError:
+def openvino_error(name: str, error: Exception) -> UserError:
     """The error for a model that OpenVINO can't read, compile or run, with the last line of its message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return UserError(f"{name}: OpenVINO can't take this model: {lines[-1] if lines else type(error).__name__}")
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedModel:
     """A model that OpenVINO can compile."""
 
     source: Source  # the model as the user gave it
@@ -97,31 +84,30 @@ class Prepared:
     model: Any  # OpenVINO's, not compiled
 
 
-def prepare(source: Source) -> Prepared:
+def prepare_model(source: Source) -> PreparedModel:
     """Reads a model into OpenVINO."""
     check_openvino()
     proto = (read_whole_model(source.loadable) if isinstance(source.loadable, Path)
              else onnx.load_model_from_string(source.loadable))
     fix_sizes(proto, source.dims)
-    asks_sizes = any(node.op_type == SHAPE for node in proto.graph.node)
-    shapes = tensors_of(read_model(proto, source.name)) if asks_sizes else {}
+    reads_shapes = any(node.op_type == SHAPE for node in proto.graph.node)
+    shapes = static_tensors(read_model(proto, source.name)) if reads_shapes else {}
     fold_constants(proto, shapes)
     names = tuple(node.name or (node.output[0] if node.output else "") for node in proto.graph.node)
     for index, node in enumerate(proto.graph.node):
         node.name = node_name(index, node.op_type)
     model = read_model(proto, source.name)
-    tensors = {name: KernelInput(**tensor.model_dump()) for name, tensor in {**shapes, **tensors_of(model)}.items()}
+    tensors = {name: KernelInput(**tensor.model_dump()) for name, tensor in (shapes | static_tensors(model)).items()}
     constants = constant_inputs(proto.graph)
-    return Prepared(
-        source, tuple(proto.graph.node), names,
-        {**tensors, **constants},
+    return PreparedModel(
+        source, tuple(proto.graph.node), names, tensors | constants,
         next((opset.version for opset in proto.opset_import if opset.domain in ("", "ai.onnx")), 1),
         tuple(value.name for value in proto.graph.input if value.name not in constants),
         tuple(value.name for value in proto.graph.output), model)
 
 
 def node_name(index: int, op_type: str) -> str:
-    """A node's name, from which NODE_INDEX gets its index."""
+    """A node's name; NODE_INDEX finds the index in it."""
     return f"{index}#{op_type}"
 
 
@@ -138,10 +124,10 @@ def read_model(proto: onnx.ModelProto, name: str) -> Any:
     try:
         return openvino.Core().read_model(proto.SerializeToString())
     except (RuntimeError, ValueError) as error:  # ValueError: protobuf writes at most 2 GiB
-        raise refusal(name, error) from error
+        raise openvino_error(name, error) from error
 
 
-def tensors_of(model: Any) -> dict[str, Tensor]:
+def static_tensors(model: Any) -> dict[str, Tensor]:
     """The tensors of OpenVINO's model with ONNX's names and fixed shapes."""
     return {name: Tensor(dtype=str(np.dtype(output.get_element_type().to_dtype())), shape=tuple(output.get_shape()))
             for node in model.get_ordered_ops() for output in node.outputs() if output.get_partial_shape().is_static
@@ -165,23 +151,23 @@ def fold_constants(proto: onnx.ModelProto, shapes: Mapping[str, Tensor]) -> None
 
 
 def folded_outputs(node: onnx.NodeProto, constants: Mapping[str, np.ndarray], shapes: Mapping[str, Tensor],
-           opsets: Any) -> Iterator[tuple[str, np.ndarray]]:
+                   opsets: Any) -> Iterator[tuple[str, np.ndarray]]:
     """The outputs of a node by name, if constants and shapes alone determine them."""
     if node.op_type == SHAPE and node.input[0] in shapes and not node.attribute:
         yield node.output[0], np.array(shapes[node.input[0]].shape, np.int64)
         return
-    if (operator_row(node.op_type).random or not all(name in constants for name in node.input if name)
+    inputs, outputs = (list(dict.fromkeys(filter(None, names))) for names in (node.input, node.output))
+    if (operator_row(node.op_type).random or not constants.keys() >= set(inputs)
             or any(attribute.HasField("g") for attribute in node.attribute)):
         return
-    given = [name for name in node.input if name]
-    graph = onnx.helper.make_graph([node], "node", [onnx.ValueInfoProto(name=name) for name in dict.fromkeys(given)],
-                                   [onnx.ValueInfoProto(name=name) for name in node.output if name])
+    graph = onnx.helper.make_graph([node], "node", [onnx.ValueInfoProto(name=name) for name in inputs],
+                                   [onnx.ValueInfoProto(name=name) for name in outputs])
     try:
         evaluator = onnx.reference.ReferenceEvaluator(onnx.helper.make_model(graph, opset_imports=opsets))
-        values = evaluator.run(None, {name: constants[name] for name in given})
+        values = evaluator.run(None, {name: constants[name] for name in inputs})
     except Exception:  # noqa: BLE001  ONNX's evaluator raises all sorts where it lacks an operator; OpenVINO then computes it
         return
-    yield from zip((name for name in node.output if name), map(np.asarray, values), strict=True)
+    yield from zip(outputs, map(np.asarray, values), strict=True)
 
 
 class Layer(NamedTuple):
@@ -201,24 +187,20 @@ class Layer(NamedTuple):
         return self.kind not in (INPUT, OUTPUT)
 
 
-def zero_inputs(compiled: Any) -> dict[Any, np.ndarray]:
-    """Zeros for the inputs of a compiled model."""
-    return {port: np.zeros(tuple(port.shape), port.get_element_type().to_dtype()) for port in compiled.inputs}
-
-
 def times_us(request: Any) -> dict[str, float]:
     """The mean time per layer over all runs of a request's model so far, in whole microseconds; 0 if a layer does not run."""
     return {timed.node_name: timed.real_time.total_seconds() * 1e6 for timed in request.get_profiling_info()}
 
 
-def layers_of(compiled: Any, name: str, made_by: Mapping[str, int]) -> dict[str, Layer]:
-    """The layers of a compiled model by name, in running order, without constants. Runs the model once. `made_by`: by tensor
+def layers_by_name(compiled: Any, name: str, writers: Mapping[str, int]) -> dict[str, Layer]:
+    """The layers of a compiled model by name, in running order, without constants. Runs the model once. `writers`: by tensor
     name, the index of the ONNX node that writes it."""
     request = compiled.create_infer_request()
+    zeros = {port: np.zeros(tuple(port.shape), port.get_element_type().to_dtype()) for port in compiled.inputs}
     try:
-        request.infer(zero_inputs(compiled), share_inputs=True)
+        request.infer(zeros, share_inputs=True)
     except RuntimeError as error:
-        raise refusal(name, error) from error
+        raise openvino_error(name, error) from error
     first_us = times_us(request)
     layers: dict[str, Layer] = {}
     for operation in compiled.get_runtime_model().get_ordered_ops():
@@ -231,7 +213,7 @@ def layers_of(compiled: Any, name: str, made_by: Mapping[str, int]) -> dict[str,
         names = str(facts["originalLayersNames"])
         indices = {int(index) for index in NODE_INDEX.findall(names)}
         if kind not in (INPUT, OUTPUT):  # the layer that writes an output of the model has the output's name
-            indices |= {made_by[tensor] for tensor in (layer, *names.split(",")) if tensor in made_by}
+            indices |= {writers[tensor] for tensor in (layer, *names.split(",")) if tensor in writers}
         port = operation.outputs()[0] if operation.outputs() else operation.input_values()[0]
         output = Tensor(dtype=str(np.dtype(port.get_element_type().to_dtype())), shape=tuple(port.get_shape()))
         layers[layer] = Layer(layer, kind, str(facts["outputLayouts"]).split(",")[0], output, frozenset(indices), sources,
@@ -240,7 +222,7 @@ def layers_of(compiled: Any, name: str, made_by: Mapping[str, int]) -> dict[str,
     return layers
 
 
-def readers_of(layers: Mapping[str, Layer]) -> dict[str, list[str]]:
+def readers_by_layer(layers: Mapping[str, Layer]) -> dict[str, list[str]]:
     """The layers that read each layer, by name."""
     readers: dict[str, list[str]] = defaultdict(list)
     for layer in layers.values():

@@ -25,15 +25,16 @@ from hase.records.kernel_record import (
 from hase.records.kernel_record_files import record_path
 from hase.records.kernel_types import describe_kernel, fused_type, kernel_of_type, without_defaults
 from hase.records.operators import VIEWS, operator_row
+from hase.runtimes import local_flavour
 from hase.runtimes.openvino.compiling import (
+    NAME,
     Layer,
-    Prepared,
+    PreparedModel,
     compile_model,
-    layers_of,
+    layers_by_name,
     node_name,
-    openvino_flavour,
-    prepare,
-    readers_of,
+    prepare_model,
+    readers_by_layer,
 )
 from hase.utils import files
 from hase.utils.errors import UserError
@@ -57,14 +58,14 @@ def operator_attributes(node: NodeProto) -> dict[str, Any]:
     return {attribute.name: attribute_value(attribute) for attribute in sorted(node.attribute, key=lambda item: item.name)}
 
 
-def operator_flops(prepared: Prepared, node: NodeProto) -> int:
+def operator_flops(prepared: PreparedModel, node: NodeProto) -> int:
     """The operations of a single node."""
     tensors = prepared.tensors
     return flops(node.op_type, operator_attributes(node), [tensors.get(name, NOTHING) for name in node.input],
                  [tensors.get(name, NOTHING) for name in node.output])
 
 
-def main_node(prepared: Prepared, nodes: Sequence[NodeProto]) -> int:
+def main_node(prepared: PreparedModel, nodes: Sequence[NodeProto]) -> int:
     """The index of the node that decides a kernel's time. That is a convolution or product, else the node with most operations,
     else the first that moves data."""
     def rank(index: int) -> tuple[bool, int, bool, int]:
@@ -79,7 +80,7 @@ class Ends:
     """The tensors that a kernel reads and writes, by name, and its main node's index. Inputs of the main node come first, ""
     for an omitted one. Only outputs that others read count."""
 
-    def __init__(self, prepared: Prepared, nodes: Sequence[NodeProto], read_elsewhere: Iterable[str]) -> None:
+    def __init__(self, prepared: PreparedModel, nodes: Sequence[NodeProto], read_elsewhere: Iterable[str]) -> None:
         written, needed = {name for node in nodes for name in node.output}, {*read_elsewhere, *prepared.outputs}
         self.main = main_node(prepared, nodes)
         order = [nodes[self.main], *(node for index, node in enumerate(nodes) if index != self.main)]
@@ -91,7 +92,7 @@ class Ends:
             name for name in nodes[-1].output if name]
 
 
-def describe(prepared: Prepared, nodes: Sequence[NodeProto], ends: Ends, in_place: bool) -> Kernel:
+def describe(prepared: PreparedModel, nodes: Sequence[NodeProto], ends: Ends, in_place: bool) -> Kernel:
     """The kernel of ONNX nodes that run as one.
 
     A kernel of one node is described like any ONNX kernel. One of several has its main node's operator, a type of all
@@ -121,7 +122,7 @@ def describe(prepared: Prepared, nodes: Sequence[NodeProto], ends: Ends, in_plac
                           without_defaults(attributes) | {NODES: plain_nodes(nodes, ends)}, inputs, outputs)
 
 
-def tensor_named(prepared: Prepared, name: str) -> KernelInput:
+def tensor_named(prepared: PreparedModel, name: str) -> KernelInput:
     """A tensor of the model; "" is an omitted one."""
     if not name:
         return NOTHING
@@ -230,21 +231,22 @@ class OpenvinoModel(NamedTuple):
 
 def parse(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = None, threads: int = 0) -> OpenvinoModel:
     """Analyses a model; `threads` are those of its runs, 0: one per physical core."""
-    prepared = prepare(read_source(model, dims))
+    prepared = prepare_model(read_source(model, dims))
     compiled = compile_model(prepared.model, prepared.source.name, threads)
     producers = {name: index for index, node in enumerate(prepared.nodes) for name in node.output if name}
-    steps = kernels_in_order(prepared, layers_of(compiled, prepared.source.name, producers))
-    return OpenvinoModel(record_of(prepared, steps, openvino_flavour()), tuple(step.layers for step in steps), prepared.model)
+    steps = kernels_in_order(prepared, layers_by_name(compiled, prepared.source.name, producers))
+    record = record_of(prepared, steps, local_flavour("cpu", NAME))
+    return OpenvinoModel(record, tuple(step.layers for step in steps), prepared.model)
 
 
-def kernels_in_order(prepared: Prepared, layers: Mapping[str, Layer]) -> list[ModelKernel]:
+def kernels_in_order(prepared: PreparedModel, layers: Mapping[str, Layer]) -> list[ModelKernel]:
     """The kernels of a model in running order, including those that OpenVINO inserted."""
     groups = groups_of(prepared.nodes, layers)
     group_of = {layer.name: index for index, group in enumerate(groups) for layer in group.layers}
     order = list(layers)
     steps = [(max((order.index(layer.name) for layer in group.layers), default=-1), kernel_of_group(prepared, group))
              for group in groups]
-    readers = readers_of(layers)
+    readers = readers_by_layer(layers)
     inserted: dict[str, str] = {}  # by the name of an inserted layer, the tensor that it writes
     for layer in filter(lambda layer: layer.inserted, layers.values()):
         source = layers[layer.sources[0]]
@@ -286,14 +288,14 @@ def in_running_order(steps: Sequence[tuple[int, ModelKernel]]) -> list[ModelKern
     return [steps[number][1] for number in ordered]
 
 
-def tensor_between(prepared: Prepared, written: Sequence[str], reading: Sequence[ModelKernel]) -> str:
+def tensor_between(prepared: PreparedModel, written: Sequence[str], reading: Sequence[ModelKernel]) -> str:
     """The tensor among `written` that most of the kernels `reading` read, or ""."""
     activations = [name for name in written if name in prepared.tensors and not prepared.tensors[name].constant]
     by_readers = sorted(activations, key=lambda name: -sum(name in step.inputs for step in reading))
     return next(iter(by_readers), "")
 
 
-def kernel_of_group(prepared: Prepared, group: NodeGroup) -> ModelKernel:
+def kernel_of_group(prepared: PreparedModel, group: NodeGroup) -> ModelKernel:
     """The kernel of a group of nodes."""
     if not group.nodes:
         raise UserError(f"{prepared.source.name}: OpenVINO does not say which ONNX nodes are in its layer "
@@ -309,7 +311,7 @@ def kernel_of_group(prepared: Prepared, group: NodeGroup) -> ModelKernel:
                        origins)
 
 
-def record_of(prepared: Prepared, steps: Sequence[ModelKernel], flavour: Flavour) -> ModelRecord:
+def record_of(prepared: PreparedModel, steps: Sequence[ModelKernel], flavour: Flavour) -> ModelRecord:
     """A model's record under OpenVINO, which fixes all sizes."""
     source = prepared.source
 
@@ -355,7 +357,7 @@ def groups_of(nodes: Sequence[onnx.NodeProto], layers: Mapping[str, Layer]) -> l
     together: Any = networkx.utils.UnionFind([*computing, *range(len(nodes))])
     for layer in computing.values():
         together.union(layer.name, *layer.nodes)
-    readers, sources = readers_of(layers), {name: layer.sources for name, layer in layers.items()}
+    readers, sources = readers_by_layer(layers), {name: layer.sources for name, layer in layers.items()}
     for layer in reversed(computing.values()):
         if not layer.nodes:
             reading = beyond_inserted(readers[layer.name], layers, readers)

@@ -22,7 +22,7 @@ from hase.kernel_model.building.dummy_data import dummy_inputs
 from hase.kernel_model.building.kernel_models import read_built
 from hase.records.kernel_record import Kernel
 from hase.records.measurement import Effort
-from hase.runtimes.openvino.compiling import compile_model, read_model, refusal, times_us
+from hase.runtimes.openvino.compiling import compile_model, openvino_error, read_model, times_us
 from hase.utils.lazy import openvino
 from hase.utils.timing import timed, turns
 
@@ -56,7 +56,7 @@ class TimedSession:
         try:
             run_s = self._run_s()
         except RuntimeError as error:
-            raise refusal(self._name, error) from error
+            raise openvino_error(self._name, error) from error
         self._runs += 1
         return 1e3 * run_s
 

@@ -17,7 +17,7 @@ from hase.kernel_model.building.kernel_models import read_built
 from hase.records.kernel_record import zeros
 from hase.records.kernel_record_files import read_model_record
 from hase.records.measurement import Effort, Measurement, Placement
-from hase.runtimes.openvino.compiling import FUSED, REMAKE, Layer, check_openvino, compile_model, layers_of, read_model
+from hase.runtimes.openvino.compiling import FUSED, REMAKE, Layer, check_openvino, compile_model, layers_by_name, read_model
 from hase.runtimes.openvino.recording import OpenvinoModel, parse
 from hase.runtimes.openvino.runs import CUT_US, SessionTimes, TimedSession, time_sessions
 from hase.runtimes.protocol import Reply, Request, RuntimeSetting, serve
@@ -128,7 +128,7 @@ def side_by_side(paths: Sequence[Path], effort: Effort, threads: int) -> Iterato
     """Times built kernels with the same operator set side by side (label `kernel_time`)."""
     proto, values = built_carrier(paths)
     model = read_model(proto, "carrier")
-    layers = layers_by_kernel(layers_of(compile_model(model, "carrier", threads), "carrier", {}))
+    layers = layers_by_kernel(layers_by_name(compile_model(model, "carrier", threads), "carrier", {}))
     sessions = time_sessions(model, values, "carrier", effort, threads)
     for number, path in enumerate(paths):
         yield kernel_times(path.stem, IN_MODEL, "carrier", [sum_ms(timed, layers.get(number, ())) for timed in sessions])

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from hase.records.kernel_record import Kernel
-from hase.runtimes import flavour_of
+from hase.runtimes import local_flavour
 from hase.utils import files
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import Flavour
@@ -110,7 +110,7 @@ def check_tvm() -> None:
 def tvm_flavour(device: str = "cpu", level: str = FUSED) -> Flavour:
     """The flavour of TVM's graphs on this machine."""
     check_tvm()
-    return flavour_of(device, "tvm", level)
+    return local_flavour(device, "tvm", level)
 
 
 @functools.cache

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from hase.benchmark.metrics import gpu_sources, sources
-from hase.benchmark.metrics.names import FIELDS, IDS, NAMES, NEW_NAMES, MetricName, in_unit, names_of, new_name
+from hase.benchmark.metrics.names import FIELDS, IDS, NAMES, NEW_NAMES, MetricName, in_field_unit, metric_names, new_metric_name
 from hase.benchmark.metrics.source import MANY, History, MetricMean, check_together, checked, values
 from hase.benchmark.metrics.sources import CpuSource, ReplaySource, open_source
 from hase.utils.errors import UserError
@@ -80,9 +80,10 @@ def test_a_name_says_its_unit() -> None:
     for name, meant in ((UTIL, MetricName(UTIL, "per cent")), (f"{UTIL}_RATIO", MetricName(UTIL, "ratio", 100.0)),
                         (f"{CLOCK}_HERTZ", MetricName(CLOCK, "Hz", 1e-6)), (NEW_SM, MetricName(SM, "ratio"))):
         assert NAMES[name] == meant
-    assert in_unit(f"{CLOCK}_HERTZ", 1.98e9) == pytest.approx(1980.0)
-    assert in_unit(f"{CLOCK}_HERTZ", 0x7FFFFFF0) == 0x7FFFFFF0  # a blank, not 2147 MHz
-    assert (names_of(SM), new_name(SM), new_name(BYTES)) == ([SM, NEW_SM], NEW_SM, BYTES)  # the last one is not renamed
+    assert in_field_unit(f"{CLOCK}_HERTZ", 1.98e9) == pytest.approx(1980.0)
+    assert in_field_unit(f"{CLOCK}_HERTZ", 0x7FFFFFF0) == 0x7FFFFFF0  # a blank, not 2147 MHz
+    assert (metric_names(SM), new_metric_name(SM)) == ([SM, NEW_SM], NEW_SM)
+    assert new_metric_name(BYTES) == BYTES  # not renamed
     for known in NEW_NAMES.values():  # the units differ where the scale does
         assert (known.scale == 1.0) == (known.unit == FIELDS[known.field].unit)
 

@@ -23,7 +23,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_stand import INTERVAL_S, Exporter, free_port, recorded, start_exporter, wait_for
 
 from hase.benchmark import metrics_exporter
-from hase.benchmark.metrics.names import LATENCY, MODE, PHASE, TAKEN, Probed, ProbeSample, probed_of
+from hase.benchmark.metrics.names import (
+    LATENCY,
+    MODE,
+    PHASE,
+    PROBE_TIME,
+    ProbeSample,
+    TimedProbeSummary,
+    probe_from_samples,
+)
 from hase.benchmark.metrics.sources import CpuSource
 from hase.benchmark.metrics_exporter import LAST_SAMPLE, PROCESSES, ProbeSampler, ProcessSampler, Sampler, device_labels
 from hase.utils.errors import UserError
@@ -148,7 +156,7 @@ def test_sampling_goes_on_after_a_lack_of_file_descriptors(log_lines: list[str])
 
 def probe_samples(by_name: Mapping[str, Any]) -> list[ProbeSample]:
     """The probe's samples among these families."""
-    return [ProbeSample(sample.name, sample.labels, sample.value) for name in (LATENCY, PHASE, TAKEN) if name in by_name
+    return [ProbeSample(sample.name, sample.labels, sample.value) for name in (LATENCY, PHASE, PROBE_TIME) if name in by_name
             for sample in by_name[name].samples]
 
 
@@ -166,15 +174,15 @@ def test_the_probe_beside_the_metrics_of_a_cpu(tmp_path: Path) -> None:
         def probed() -> dict[str, Any]:
             return families(answer(f"http://127.0.0.1:{port}/metrics", 200).text)
 
-        wait_for(lambda: TAKEN in probed())
+        wait_for(lambda: PROBE_TIME in probed())
         served = probed()
         assert served["DCGM_FI_DEV_CPU_UTIL_TOTAL"].samples[0].labels == labels
         assert all(labels.items() <= sample.labels.items() for sample in probe_samples(served))
-        assert all(served[name].type == "gauge" and served[name].documentation for name in (LATENCY, PHASE, TAKEN))
-        summary, taken_s = probed_of(probe_samples(served))
-        assert (summary.sharing, served[TAKEN].samples[0].labels[MODE]) == (None, "cpu")
+        assert all(served[name].type == "gauge" and served[name].documentation for name in (LATENCY, PHASE, PROBE_TIME))
+        summary, taken_s = probe_from_samples(probe_samples(served))
+        assert (summary.sharing, served[PROBE_TIME].samples[0].labels[MODE]) == (None, "cpu")
         assert began < taken_s <= time.time()
-        wait_for(lambda: probed_of(probe_samples(probed())).taken_s > taken_s)
+        wait_for(lambda: probe_from_samples(probe_samples(probed())).taken_s > taken_s)
         process.send_signal(signal.SIGINT)
         assert process.wait(PATIENCE_S) == 0
     finally:
@@ -204,7 +212,7 @@ def test_a_failing_probe_leaves_the_metrics_alone(export: Export, log_lines: lis
     probes = ProbeSampler("cpu", every_s=5.0)
     url = export([READING] * 600, probes=probes)
     for place, fault, shown, served in (("__init__", MemoryError(), "MemoryError", ()),
-                                        ("read", ZeroDivisionError("division"), "division", (LATENCY, PHASE, TAKEN))):
+                                        ("read", ZeroDivisionError("division"), "division", (LATENCY, PHASE, PROBE_TIME))):
         latest = probes.latest  # which is fresh
         with monkeypatch.context() as patched:
             patched.setattr(f"hase.benchmark.ort.probes.SharingProbe.{place}", Mock(side_effect=fault))
@@ -235,7 +243,7 @@ def test_the_count_of_processes(export: Export, log_lines: list[str], monkeypatc
     counts.read()
     count.assert_called_with(own=False)
     assert served() == [ProbeSample(PROCESSES, device_labels("cpu", None), 3.0)]
-    probes.latest = Probed(Mock(), time.time())
+    probes.latest = TimedProbeSummary(Mock(), time.time())
     count.side_effect = UserError("the driver does not list this process")
     for _ in range(3):
         counts.read()

@@ -16,7 +16,13 @@ from command import printed
 from prometheus_stand import READINGS, Exporter, MadeUpExporter, Page, device_labels, prometheus, recorded, value, wait_for
 
 from hase.benchmark.metrics import names
-from hase.benchmark.metrics.names import Probed, ProbeSample, Unreadable, probed_of, samples_of
+from hase.benchmark.metrics.names import (
+    InvalidProbeSamples,
+    ProbeSample,
+    TimedProbeSummary,
+    probe_from_samples,
+    probe_to_samples,
+)
 from hase.benchmark.metrics_exporter import ProbeSampler
 from hase.inference.library.predictor import predict
 from hase.inference.live.load import InferenceConfig, LoadReading, current_load, fields_asked
@@ -54,21 +60,21 @@ def readings() -> dict[float, ProbeReading]:
 
 def test_a_summary_is_what_its_samples_say(readings: dict[float, ProbeReading]) -> None:
     for level, reading in readings.items():
-        written = Probed(summarise_probe(reading), 1.75e9)
-        samples = list(samples_of(written))
+        written = TimedProbeSummary(summarise_probe(reading), 1.75e9)
+        samples = list(probe_to_samples(written))
         assert bool(written.summary.waited_ms) == (0.0 < level < 1.0)  # beside work that never pauses all wait alike
-        assert len(samples) == len(names.AT) + len(written.summary.waited_ms) + 2 + 1
-        back = probed_of(samples)
+        assert len(samples) == len(names.QUANTILE_VALUES) + len(written.summary.waited_ms) + 2 + 1
+        back = probe_from_samples(samples)
         assert (back.taken_s, back.summary.sharing) == (1.75e9, "time_slices")
         for name in ("latencies_ms", "waited_ms", "busy_ms", "quiet_ms"):
             assert getattr(back.summary, name) == pytest.approx(getattr(written.summary, name))
     # a server still has series of an earlier reading
-    earlier = Probed(summarise_probe(readings[0.5]).model_copy(update={"sharing": "mps"}), 1000.0)
-    now = list(samples_of(Probed(summarise_probe(readings[0.0]), 1015.0)))
+    earlier = TimedProbeSummary(summarise_probe(readings[0.5]).model_copy(update={"sharing": "mps"}), 1000.0)
+    now = list(probe_to_samples(TimedProbeSummary(summarise_probe(readings[0.0]), 1015.0)))
     series = {(sample.name, *sample.labels.values()) for sample in now}
-    stale = [sample for sample in samples_of(earlier) if (sample.name, *sample.labels.values()) not in series]
-    assert len(stale) == len(names.AT) + 1
-    assert probed_of([*stale, *now]) == probed_of(now)
+    stale = [sample for sample in probe_to_samples(earlier) if (sample.name, *sample.labels.values()) not in series]
+    assert len(stale) == len(names.QUANTILE_VALUES) + 1
+    assert probe_from_samples([*stale, *now]) == probe_from_samples(now)
 
 
 Change = Callable[[list[ProbeSample]], list[ProbeSample]]
@@ -81,16 +87,17 @@ def with_value(value: float, name: str, *labels: str) -> Change:
 
 @pytest.mark.parametrize(("change", "message"), [
     (with_value(math.nan, names.LATENCY, names.ALL, "0.5"), "latencies_ms.10: Input should be a finite number"),
-    (with_value(math.nan, names.TAKEN, "time_slices"), "hase_probe_timestamp_seconds is not a time"),
+    (with_value(math.nan, names.PROBE_TIME, "time_slices"), "hase_probe_timestamp_seconds is not a time"),
     (with_value(9.0, names.LATENCY, names.ALL, "0.9"), "positive and ascend"),
     (with_value(-1.0, names.PHASE, names.BUSY), "phases can't be negative"),
     (lambda samples: samples[1:], 'are missing, hase_probe_latency_seconds{runs="all",quantile="0"} first'),
     (lambda samples: samples[:-1], "hase_probe_timestamp_seconds is missing"),
-    (lambda samples: [*samples[:-1], ProbeSample(names.TAKEN, {names.MODE: "exclusive"}, 1.0)], "sharing: Input should be"),
+    (lambda samples: [*samples[:-1], ProbeSample(names.PROBE_TIME, {names.MODE: "exclusive"}, 1.0)],
+     "sharing: Input should be"),
 ])
 def test_samples_that_are_no_reading(readings: dict[float, ProbeReading], change: Change, message: str) -> None:
-    with pytest.raises(Unreadable) as raised:
-        probed_of(change(list(samples_of(Probed(summarise_probe(readings[0.5]), 1.75e9)))))
+    with pytest.raises(InvalidProbeSamples) as raised:
+        probe_from_samples(change(list(probe_to_samples(TimedProbeSummary(summarise_probe(readings[0.5]), 1.75e9)))))
     assert message in raised.value.fact
 
 
@@ -98,7 +105,7 @@ def test_samples_that_are_no_reading(readings: dict[float, ProbeReading], change
 def port(readings: dict[float, ProbeReading], tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """A Prometheus that scrapes exporters of several pretended devices: their metrics are replayed, the readings an H200's."""
     folder, now = tmp_path_factory.mktemp("probed"), time.time()
-    probed = {f"level_{level:g}": Probed(summarise_probe(reading), now) for level, reading in readings.items()}
+    probed = {f"level_{level:g}": TimedProbeSummary(summarise_probe(reading), now) for level, reading in readings.items()}
     half = probed["level_0.5"]
     probed |= {"mps": half._replace(summary=half.summary.model_copy(update={"sharing": "mps"})),
                "old": half._replace(taken_s=now - 2 * MAX_AGE_S)}
@@ -108,7 +115,7 @@ def port(readings: dict[float, ProbeReading], tmp_path_factory: pytest.TempPathF
 
     labels = device_labels("GPU-part")
     made_up = MadeUpExporter({"part": Page(labels, dict(METRICS), more=[
-        (labels | dict(sample.labels), {sample.name: sample.value}) for sample in list(samples_of(half))[5:]])})
+        (labels | dict(sample.labels), {sample.name: sample.value}) for sample in list(probe_to_samples(half))[5:]])})
     targets = {name: (served.address, "metrics") for name, served in exporters.items()}
     targets |= {name: (made_up.address, name) for name in made_up.pages}
     with pytest.MonkeyPatch.context() as patched:

@@ -26,7 +26,7 @@ from hase.learned.kernels.interface import TrainingConfig
 from hase.model_zoo.exporting.zoo_config import ZooConfig
 from hase.records.dataset_files import read_journal, read_kernels
 from hase.records.kernel_record_files import kernels_in_file, read_model_records, update_index
-from hase.runtimes import flavour_of, local_target
+from hase.runtimes import local_flavour, local_target
 from hase.training.kernels.training_set import read_training_set
 from hase.utils.config import Config, read_config
 from hase.utils.paths import ROOT, Workspace
@@ -46,7 +46,7 @@ def read(what: str, path: str, root: str, target: str) -> list[float]:
         case "kernels":
             kernels_in_file(Path(path))
         case "records":
-            read_model_records(workspace, flavour_of("cpu"))
+            read_model_records(workspace, local_flavour("cpu"))
         case "errors":
             read_errors(Path(path))
         case "latency" | "strict latency":
@@ -163,7 +163,7 @@ def damaged(root: Path, target: str, paths: Sequence[Path], count: int, seed: in
 
 def files_of(workspace: Path, target: str) -> list[Path]:
     """A file of every kind that a workspace holds but its models, and the configs that come with Hase."""
-    update_index(Workspace(workspace), flavour_of("cpu"))
+    update_index(Workspace(workspace), local_flavour("cpu"))
     records = sorted((workspace / "ort_analysis" / "ort_kernel_record").glob("*/*.json"))
     configs = workspace / "configs"
     configs.mkdir(exist_ok=True)

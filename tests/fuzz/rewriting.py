@@ -18,7 +18,7 @@ from fuzz.reading import Outcome, Parts
 from fuzz.small_workspace import TRAINING, learning, trained_workspace
 from hase.inference import predict
 from hase.records.kernel_record_files import record_path
-from hase.runtimes import flavour_of, local_target
+from hase.runtimes import local_flavour, local_target
 from hase.utils import files
 from hase.utils.paths import ROOT, Workspace
 
@@ -32,7 +32,7 @@ PAUSE_S = 0.1  # between two answers of a process
 
 def latencies_ms(root: Path) -> list[float]:
     """The latencies of MODELS, each once with times that were measured, and once predicted."""
-    records = [record_path(Workspace(root), flavour_of("cpu"), model) for model in MODELS]
+    records = [record_path(Workspace(root), local_flavour("cpu"), model) for model in MODELS]
     return [predict(record, target=local_target("cpu").name, workspace=root, strict=strict).latency_ms
             for record in records for strict in (False, True)]
 

@@ -115,7 +115,7 @@ def test_two_models_that_share_the_gpu(model: SharedModel, workspace: Workspace)
                       ) == pair.model_dump(mode="json")
     assert len(stdout_of(shell(workspace, "pair_latency", "--beside-model", "resnet18.onnx")).splitlines()) == 3
     low, high = model.prediction.interval_ms  # alone; beside another model less is known
-    assert first.interval_ratios[0] < low / model.alone_ms < high / model.alone_ms < first.interval_ratios[1]
+    assert first.interval_ratios[0] < low / first.idle_ms < high / first.idle_ms < first.interval_ratios[1]
 
 
 def test_a_target_whose_sharing_is_not_known(workspace: Workspace, torch_models: dict[str, Path], tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_a_curve_over_the_load(workspace: Workspace, model: SharedModel, tmp_pat
     first, *_, last = curve.points
     assert [point.busy_share for point in curve.points] == [0.0, 0.25, 0.5, 0.75, 1.0]
     assert [first.mean_ms, first.p50_ms, first.p99_ms] == pytest.approx([model.prediction.latency_ms] * 3, rel=1e-4)
-    always = model.next_to(CoRunner(1.0, 0.0, np.array(SHARING.waits_ms)), "share")
+    always = model.beside_co_runner(CoRunner(1.0, 0.0, np.array(SHARING.waits_ms)), "share")
     assert (last.mean_ms, last.p95_ms) == (always.mean_ms, always.percentile_ms(95))
     written = stdout_of(shell(workspace, "load_curve", "--points", "5", "--json", "--out", tmp_path / "curve.csv", "--plot",
                               tmp_path / "curve.png", "--slo-ms", "5"))

@@ -18,7 +18,7 @@ from hase.records.dataset_tables import write_dataset_tables
 from hase.records.kernel_record import ModelRecord
 from hase.records.kernel_record_files import read_model_records
 from hase.records.measurement import Measurement
-from hase.runtimes import flavour_of, local_target
+from hase.runtimes import local_flavour, local_target
 from hase.utils import files
 from hase.utils.errors import UserError
 from hase.utils.paths import Workspace
@@ -45,7 +45,7 @@ def measurement(record: ModelRecord, doubt: str) -> Measurement:
 @pytest.fixture(scope="module")
 def workspace(trained_workspace: Workspace) -> Workspace:
     """The trained workspace with the energy of each model; one of the readings is doubtful."""
-    folder, records = trained_workspace.dataset(TARGET), read_model_records(trained_workspace, flavour_of("cpu"))
+    folder, records = trained_workspace.dataset(TARGET), read_model_records(trained_workspace, local_flavour("cpu"))
     energies = tuple(measurement(record, "no sample for 2.00 s" if number == 3 else "")
                      for number, record in enumerate(records))
     blocks = [block if block.level else block.model_copy(update={"measurements": (*block.measurements, *energies)})
@@ -74,7 +74,8 @@ def test_learned_predicted_and_judged(workspace: Workspace) -> None:
     assert len(learned["models"]) == 17  # of 18, one reading is doubtful
     assert learned["left_out"]["mape"] < 0.02
 
-    record = next(candidate for candidate in read_model_records(workspace, flavour_of("cpu")) if candidate.model == "bnet_c32")
+    records = read_model_records(workspace, local_flavour("cpu"))
+    record = next(candidate for candidate in records if candidate.model == "bnet_c32")
     energy = Predictor(workspace, TARGET).energy("bnet_c32.onnx")
     assert energy.energy_j == pytest.approx(energy_j(record), rel=0.05)
     assert energy.energy_per_item_j == energy.energy_j / 2

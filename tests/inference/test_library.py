@@ -20,7 +20,7 @@ from hase.inference.prediction.sources import FREE_CALLS, checked_dims
 from hase.learned.kernels import predictors
 from hase.ort_analysis.isolated.analysis import optimized_once
 from hase.records.kernel_record_files import read_model_records, record_path
-from hase.runtimes import flavour_of, local_target
+from hase.runtimes import local_flavour, local_target
 from hase.utils.errors import UserError
 from hase.utils.paths import ROOT, Workspace
 
@@ -83,7 +83,7 @@ def test_a_caller_that_is_deep_in_calls(model: Path) -> None:
 def files(trained_workspace: Workspace) -> list[str]:
     """The records of its models."""
     return [str(record_path(trained_workspace, record.flavour, record.model))
-            for record in read_model_records(trained_workspace, flavour_of("cpu"))]
+            for record in read_model_records(trained_workspace, local_flavour("cpu"))]
 
 
 @pytest.mark.slow

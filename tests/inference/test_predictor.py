@@ -32,7 +32,7 @@ from hase.inference.search import ofa
 from hase.recipes.same_predictions.record import unpack_workspace
 from hase.records.kernel_record import ModelRecord
 from hase.records.kernel_record_files import read_model_record
-from hase.runtimes import flavour_of
+from hase.runtimes import local_flavour
 from hase.utils.cache_folder import VARIABLE
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import Flavour, Target
@@ -110,7 +110,7 @@ def test_files_are_read_once(folder: Path, workspace: Workspace) -> None:
 def test_another_device_is_predicted_only_if_it_is_named(folder: Path, workspace: Workspace,
                                                          monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A program may never read warnings. The other device's predictors may be shipped, or in the workspace."""
-    model, here = record(folder), Target(device_name="A CPU", flavour=flavour_of("cpu"), threads=2)
+    model, here = record(folder), Target(device_name="A CPU", flavour=local_flavour("cpu"), threads=2)
     monkeypatch.setattr(targets, "local_targets", lambda: (here,))
     monkeypatch.setattr(targets, "local_target", lambda *_: here)
     for place in (Workspace(tmp_path / "empty"), workspace):

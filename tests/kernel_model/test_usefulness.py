@@ -225,11 +225,11 @@ def test_the_command_draws_between_cliffs_of_a_dataset(h200_workspace: Workspace
 
 def points(**lines: Sequence[float]) -> usefulness.KernelPoints:
     """For each kind, points on a line."""
-    return usefulness.KernelPoints([kind for kind, values in lines.items() for _ in values],
+    return usefulness.KernelPoints(np.array([kind for kind, values in lines.items() for _ in values]),
                         np.concatenate(list(lines.values())).astype(float).reshape(-1, 1))
 
 
-NOTHING = usefulness.KernelPoints([], np.zeros((0, 1)))
+NOTHING = usefulness.KernelPoints(np.array([], dtype=str), np.zeros((0, 1)))
 
 
 def test_a_doubled_size_is_a_distance_of_one() -> None:
@@ -257,7 +257,7 @@ def test_kernels_near_badly_predicted_ones_weigh_more() -> None:
     candidates = points(Conv=[0.1, 10.1], Gemm=[5.0], Pow=[0.0])
     weights = usefulness.neighbour_weights(candidates, measured, errors)
     assert weights.tolist() == pytest.approx([usefulness.LEAST_WEIGHT, 1.0, np.log(1.25) / 0.5, 1.0])
-    order = [order_by_usefulness(candidates.only(np.array([0, 1])), measured, 1, np.random.default_rng(seed),
+    order = [order_by_usefulness(points(Conv=[0.1, 10.1]), measured, 1, np.random.default_rng(seed),
                                  weights[:2])[0] for seed in range(100)]
     assert np.mean(order) > 0.85
     assert order_by_usefulness(candidates, NOTHING, 4, np.random.default_rng(3), np.array([0.0, 1.0, 0.0, 0.0])).tolist() == [1]

@@ -27,14 +27,14 @@ from hase.model_zoo.exporting.onnx_export import ExportProcess, check_outputs, t
 from hase.model_zoo.exporting.torch_models import build, reference
 from hase.model_zoo.exporting.zoo_config import COLLECTIONS, Export, PoolConfig, ZooConfig, read_pool
 from hase.model_zoo.networks import drawn, other
-from hase.runtimes import flavour_of
+from hase.runtimes import local_flavour
 from hase.utils.config import read_config
 from hase.utils.errors import UserError
 from hase.utils.model_files import read_metadata
 from hase.utils.paths import ROOT, Workspace, model_files
 
 MODEL, SIZE = "squeezenet1_1", (64, 96)
-FLAVOUR = flavour_of("cpu").name
+FLAVOUR = local_flavour("cpu").name
 FIXED = f"{MODEL}_fp32_b2_64x96"
 Exported = tuple[Workspace, list[dict[str, Any]]]
 
@@ -82,7 +82,7 @@ def test_metadata_describes_a_file(exported: Exported) -> None:
     plain, optimized = ({prop.key: prop.value for prop in onnx.load(workspace.models / f"{FIXED}{suffix}").metadata_props}
                         for suffix in (".onnx", f".{FLAVOUR}.ort.onnx"))
     assert (plain["hase.model"], plain["hase.dtype"], plain["hase.batch"], plain["hase.size"]) == (MODEL, "fp32", "2", "64x96")
-    assert json.loads(optimized["hase.flavour"]) == flavour_of("cpu").model_dump()
+    assert json.loads(optimized["hase.flavour"]) == local_flavour("cpu").model_dump()
     assert plain.items() <= optimized.items()
     assert b"stack_trace" not in (workspace.models / f"{MODEL}.onnx").read_bytes()
 

@@ -28,13 +28,13 @@ from hase.ort_analysis.isolated import analysis
 from hase.ort_analysis.isolated.analysis import Analyst
 from hase.ort_analysis.isolated.messages import AnalysisFailure, AnalysisReply, AnalysisTask
 from hase.records.kernel_record import ModelRecord
-from hase.runtimes import flavour_of
+from hase.runtimes import local_flavour
 from hase.utils import files
 from hase.utils.errors import UserError
 from hase.utils.files import write_bytes
 from hase.utils.paths import ROOT
 
-CPU = flavour_of("cpu")
+CPU = local_flavour("cpu")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -243,7 +243,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def kept(path: Path, device: str = "cuda", static: bool = False, half: bool = False, **dims: int) -> ModelRecord:
-    return analysis.record_of(path, flavour_of(device), {"batch": 2} | dims, static, analysis.weight_files(path), half=half)
+    return analysis.record_of(path, local_flavour(device), {"batch": 2} | dims, static, analysis.weight_files(path), half=half)
 
 
 def test_a_file_is_taken_apart_once(asked: list[str], model: Path, tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_what_the_analysis_said_is_said_again(asked: list[str], model: Path, cap
     said = []
     for _ in range(2):
         caplog.clear()
-        analysis.record_of(model, flavour_of("cuda"), {"batch": 2, "p.0": 7}, False)
+        analysis.record_of(model, local_flavour("cuda"), {"batch": 2, "p.0": 7}, False)
         said.append([record.getMessage() for record in caplog.records])
     assert any("p.0=7 changes nothing" in line for line in said[0])
     assert said[0] == said[1]

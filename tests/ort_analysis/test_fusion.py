@@ -24,7 +24,7 @@ from hase.records import kernel_record_files
 from hase.records.kernel_record import Kernel, KernelInput, ModelRecord, Tensor
 from hase.records.kernel_record_files import index_path, read_index, read_model_record, read_model_records
 from hase.records.kernel_types import canonical_description, describe_kernel
-from hase.runtimes import flavour_of
+from hase.runtimes import local_flavour
 from hase.utils import files
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import has_cuda
@@ -192,7 +192,7 @@ def test_the_command_writes_records_and_index_and_continues_after_a_bad_model(wo
     assert done.returncode == 1
     assert json.loads(done.stdout)["failed"] == ["broken.onnx"] * 2
     assert "2 of 4 models failed: broken.onnx, broken.onnx" in done.stderr
-    flavour = flavour_of("cpu")
+    flavour = local_flavour("cpu")
     written = read_model_records(workspace, flavour)
     assert [(record.model, record.dims) for record in written] == [
         (f"net@batch={batch},dynamic", {"batch": batch}) for batch in (1, 3)]
@@ -205,8 +205,9 @@ def test_the_command_writes_records_and_index_and_continues_after_a_bad_model(wo
     assert len(read_index(index_path(workspace, flavour)).all_kernels()) == len(index.all_kernels())
     on_gpu = detect(workspace, "--model", "net.onnx", "--dim", "batch=3", "--device", "cuda", "--group", "asked",
                     "--collection", "asked too", "--json")  # needs no GPU
-    assert [row["flavour"] for row in json.loads(on_gpu.stdout)["records"]] == [flavour_of("cuda").name]
-    [record], index = read_model_records(workspace, flavour_of("cuda")), read_index(index_path(workspace, flavour_of("cuda")))
+    flavour = local_flavour("cuda")
+    assert [row["flavour"] for row in json.loads(on_gpu.stdout)["records"]] == [flavour.name]
+    [record], index = read_model_records(workspace, flavour), read_index(index_path(workspace, flavour))
     assert (record.group, record.collection) == ("asked", "asked too")
     assert index.collections == {record.model: "asked too"}
     assert {index.groups_of(entry) for entry in index.entries()} == {("asked",)}
@@ -221,7 +222,7 @@ def test_records_of_another_version_and_none(workspace: Workspace) -> None:
     with pytest.raises(UserError, match=r"version 99, .*python ort_analysis/fusion_detector\.py"):
         read_model_record(path)
     with pytest.raises(UserError, match="no kernel records of flavour"):
-        read_model_records(workspace, flavour_of("cuda"))
+        read_model_records(workspace, local_flavour("cuda"))
 
 
 def test_an_index_of_records_and_of_another_index() -> None:

@@ -22,7 +22,7 @@ from hase.ort_analysis.graph.analysis import analyze
 from hase.ort_analysis.graph.nodes import attribute_value
 from hase.ort_analysis.graph.source import reading
 from hase.ort_analysis.isolated import analysis
-from hase.runtimes import flavour_of
+from hase.runtimes import local_flavour
 from hase.utils.errors import UserError
 from hase.utils.model_files import BYTES, every_tensor, locations, tensor_array, varint
 from hase.utils.model_graphs import is_hollow, read_graph, values_of
@@ -199,7 +199,7 @@ def test_a_record_does_not_depend_on_where_a_model_lies(tmp_path: Path) -> None:
         folder.mkdir()
         onnx.save(model([node("If", ["c"], then_branch=branch, else_branch=branch)],
                         [value("x", 4, 64), value("c", kind=BOOL)], [value("y", 4, 64)]), folder / "m.onnx")
-        records.append(record_of(folder / "m.onnx", flavour_of("cpu"), {"then": 1}))
+        records.append(record_of(folder / "m.onnx", local_flavour("cpu"), {"then": 1}))
     assert records[0] == records[1]
     assert records[0].weight_bytes >= 64 * 64 * 4
 

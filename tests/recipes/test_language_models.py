@@ -23,10 +23,11 @@ from hase.graph_model.simulation.pipeline import PipelineCosts, Runs, Tracks
 from hase.learned import target_files
 from hase.learned.composition.fitted import GraphReplay, read_composition
 from hase.learned.kernels.sidecar import read_sidecar
-from hase.recipes.llm.networks import NETWORKS_FILE, model_folder, read_networks
+from hase.recipes.llm.networks import NETWORKS_FILE, LanguageNetworks, model_folder
 from hase.records.generations import REMEDY, Generation, GenerationMemory, measured_file, measured_model_names
 from hase.training.fits.generation import MeasuredStep, fit_captured, step_time
 from hase.utils import files
+from hase.utils.config import read_config
 from hase.utils.fingerprint import machine
 from hase.utils.paths import ROOT, SHIPPED, Workspace
 
@@ -46,7 +47,7 @@ generate: 3
 
 
 def test_networks_for_judging_are_not_learned_from() -> None:
-    networks = read_networks(NETWORKS_FILE).networks
+    networks = read_config(NETWORKS_FILE, LanguageNetworks).networks
     assert len(networks) >= 6
     for name, network in networks.items():
         assert "qwen" not in f"{name} {network.builder} {network.config}".lower()

@@ -21,7 +21,7 @@ from hase.model_zoo.exporting.network_export import (
 from hase.model_zoo.networks.images import NormedConv
 from hase.ort_analysis.graph.analysis import analyze
 from hase.records.kernel_record_files import read_model_records, record_path
-from hase.runtimes import flavour_of, local_target
+from hase.runtimes import local_flavour, local_target
 from hase.utils import files
 from hase.utils.paths import Workspace
 
@@ -51,7 +51,7 @@ def test_models_are_analysed_at_their_own_sizes(workspace: Workspace) -> None:
     assert done.returncode == 1
     assert "unknown.onnx" in done.stderr
     assert "2 records written, 1 models and sizes failed" in done.stderr
-    records = read_model_records(workspace, flavour_of("cpu"))
+    records = read_model_records(workspace, local_flavour("cpu"))
     assert [(record.model, record.group, record.dims) for record in records] == [
         ("conv@batch=1", "convs", {"batch": 1}), ("conv@batch=4", "convs", {"batch": 4})]
 
@@ -68,7 +68,7 @@ def test_sizes_by_data_are_those_of_a_run_at_each_size(tmp_path: Path) -> None:
     onnx.save(model, workspace.models / "places.onnx")
     done = run_script("recipes/h200/pool_records.py", "--workspace", workspace.root, "--device", "cpu")
     assert done.returncode == 0, done.stderr
-    records = read_model_records(workspace, flavour_of("cpu"))
+    records = read_model_records(workspace, local_flavour("cpu"))
     assert [record.dims["batch"] for record in records] == [1, 4]
     for record in records:
         assert record.assumed == {}

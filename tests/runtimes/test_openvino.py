@@ -24,8 +24,8 @@ from hase.records.dataset_files import kernel_table_path, read_header, read_tabl
 from hase.records.kernel_record import ModelOrigin, ModelRecord
 from hase.records.kernel_record_files import read_model_records, update_index
 from hase.records.measurement import Effort, Measurement
-from hase.runtimes import runtime_named
-from hase.runtimes.openvino.compiling import compile_model, openvino_flavour
+from hase.runtimes import local_flavour, runtime_named
+from hase.runtimes.openvino.compiling import compile_model
 from hase.runtimes.openvino.recording import DOMAIN, NODES, build_kernel, parse
 from hase.runtimes.openvino.runs import check_kernel, usual_us
 from hase.runtimes.openvino.worker import WORK
@@ -263,12 +263,12 @@ def test_the_collector_measures_and_measures_again(workspace: Workspace) -> None
         runtime_named("openvino").write_records(workspace, model, "cpu", {}, True, ModelOrigin())
     with pytest.raises(UserError, match="device cuda: OpenVINO is supported on cpu only"):
         runtime_named("openvino").write_records(workspace, model, "cuda", {}, True, ModelOrigin())
-    for kernel in update_index(workspace, openvino_flavour()).all_kernels():
-        build_kernel(kernel, workspace.kernel_onnx / openvino_flavour().name)
+    for kernel in update_index(workspace, local_flavour("cpu", "openvino")).all_kernels():
+        build_kernel(kernel, workspace.kernel_onnx / local_flavour("cpu", "openvino").name)
     config = validate(CONFIG, CollectorConfig, "test")
     target = str(collect(workspace, config)["target"])
     header = read_header(workspace.dataset(target))
-    assert (header.target.flavour, header.target.threads) == (openvino_flavour(), 1)
+    assert (header.target.flavour, header.target.threads) == (local_flavour("cpu", "openvino"), 1)
     assert set(header.labels) == {"run", "kernel_time"}
     table = read_table(kernel_table_path(workspace.dataset(target)))
     assert set(table["OpType"]) == {"MatMul_Relu", "MatMul"}
@@ -280,5 +280,5 @@ def test_the_collector_measures_and_measures_again(workspace: Workspace) -> None
     assert (again["kernels"], again["kernels in models"], again["models"]) == (2, 4, 2)
     rows = target_rows(workspace, target)
     assert {row["model"]: row["nodes"] for row in rows} == {
-        record.model: len(record.nodes) for record in read_model_records(workspace, openvino_flavour())}
+        record.model: len(record.nodes) for record in read_model_records(workspace, local_flavour("cpu", "openvino"))}
     assert all(row["sum_ms"] == pytest.approx(row["critical_path_ms"]) for row in rows)  # a chain

@@ -10,7 +10,7 @@ import pytest
 
 import hase.runtimes
 from hase.benchmark.collecting.config import CollectorConfig
-from hase.runtimes import MODULES, flavour_of, local_target, runtime_named
+from hase.runtimes import MODULES, local_flavour, local_target, runtime_named
 from hase.utils.errors import UserError
 from hase.utils.paths import ROOT
 
@@ -35,14 +35,14 @@ def test_a_runtime_describes_itself(name: str) -> None:
 def test_a_flavour_names_its_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     tvm = dataclasses.replace(runtime_named("tvm"), version=lambda: "0.20.1")
     monkeypatch.setattr(hase.runtimes, "runtime_named", lambda name: tvm)
-    assert flavour_of("cuda", "tvm").name == "cuda-tvm0.20-fused"
-    assert flavour_of("cuda", "tvm", "tuned").name == "cuda-tvm0.20-tuned"
+    assert local_flavour("cuda", "tvm").name == "cuda-tvm0.20-fused"
+    assert local_flavour("cuda", "tvm", "tuned").name == "cuda-tvm0.20-tuned"
     assert local_target("cpu", "tvm").flavour.runtime == "tvm"
 
 
 def test_an_unknown_runtime_is_refused() -> None:
     with pytest.raises(UserError, match="runtime abacus: unknown to this version; it knows ort, tvm"):
-        flavour_of("cpu", "abacus")
+        local_flavour("cpu", "abacus")
     with pytest.raises(ValueError, match="not a runtime of this version; it knows ort, tvm"):
         CollectorConfig(runtime="abacus")
 

@@ -28,7 +28,7 @@ from hase.records.dataset_files import header_path, kernel_table_path, read_head
 from hase.records.devices import cache_kib, container_limit_mib, current_environment
 from hase.records.kernel_record_files import read_model_record, record_path, update_index
 from hase.records.measurement import Effort
-from hase.runtimes import flavour_of
+from hase.runtimes import local_flavour
 from hase.runtimes.protocol import Request, RuntimeSetting, Worker
 from hase.runtimes.tvm.compiling import TUNED, function_path, tvm_flavour
 from hase.runtimes.tvm.operator_sampler import DRAWS, OperatorSizes, sample
@@ -207,7 +207,7 @@ def test_the_environment_of_this_machine(tmp_path: Path) -> None:
     for text, limit_mib in ((f"{512 * 2**20}\n", 512), ("max\n", None)):
         limit.write_text(text)
         assert container_limit_mib(limit) == limit_mib
-    target = Target(device_name="x", flavour=flavour_of("cpu"), threads=3, cores=1)
+    target = Target(device_name="x", flavour=local_flavour("cpu"), threads=3, cores=1)
     environment = current_environment(target, limit_mib=100)
     assert (environment.threads, environment.cores, environment.memory_limit_mib) == (3, 1, 100)
 

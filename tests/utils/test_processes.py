@@ -15,7 +15,7 @@ from crashing import crashes_at
 from hase.inference.evaluation.models import Failures, models_in_files
 from hase.ort_analysis.isolated.analysis import analyze_all
 from hase.ort_analysis.isolated.messages import AnalysisReply, AnalysisTask
-from hase.runtimes import flavour_of
+from hase.runtimes import local_flavour
 from hase.utils.errors import UserError
 from hase.utils.paths import ROOT, Workspace
 from hase.utils.processes import WorkerFailed, WorkerProcess, map_in_processes
@@ -90,5 +90,5 @@ def test_folder_runs_survive_a_crash(workspace: Workspace, monkeypatch: pytest.M
     assert [isinstance(of_model, UserError) for of_model in done] == [False, False, True, False]
     assert "takes ONNX Runtime down" in str(done[2])
     failures = Failures()
-    assert [model.record.model for model in models_in_files(paths, {}, flavour_of("cpu"), failures)] == ["a", "b", "z"]
+    assert [model.record.model for model in models_in_files(paths, {}, local_flavour("cpu"), failures)] == ["a", "b", "z"]
     assert list(failures) == ["dies.onnx"]

@@ -22,7 +22,7 @@ from hase.learned.kernels.sidecar import read_sidecar
 from hase.ort_analysis.graph.analysis import analyze
 from hase.ort_analysis.graph.source import built_kernel
 from hase.records.kernel_record_files import index_path, kernels_in_file, read_model_record, record_path
-from hase.runtimes import flavour_of
+from hase.runtimes import local_flavour
 from hase.utils import files
 from hase.utils.errors import UserError
 from hase.utils.model_files import BYTES, METADATA_FIELD, read_metadata, with_values
@@ -68,7 +68,7 @@ def renamed(source: Path, to: Path, old: str, new: str) -> Path:
 
 @pytest.mark.parametrize("kind", ["record", "index"])
 def test_a_kernel_s_id_writes_nothing_outside_the_workspace(kind: str, built: Workspace, tmp_path: Path) -> None:
-    flavour = flavour_of("cpu")
+    flavour = local_flavour("cpu")
     source = index_path(built, flavour) if kind == "index" else record_path(built, flavour, "anet_b1")
     a_kernel = next(iter(read_model_record(record_path(built, flavour, "anet_b1")).kernels))
     planted = renamed(source, tmp_path / "planted.json", a_kernel, "../../../kernel")
@@ -81,7 +81,7 @@ def test_a_kernel_s_id_writes_nothing_outside_the_workspace(kind: str, built: Wo
 
 @pytest.mark.parametrize("read", [built_kernel, open_runner])
 def test_a_built_kernel_s_description_is_checked(read: Callable[[Path], object], built: Workspace, tmp_path: Path) -> None:
-    path = next((built.kernel_onnx / flavour_of("cpu").name).glob("Conv*.onnx"))
+    path = next((built.kernel_onnx / local_flavour("cpu").name).glob("Conv*.onnx"))
     planted = tmp_path / "planted.onnx"
     planted.write_bytes(path.read_bytes().replace(f'"id":"{path.stem}"'.encode(), f'"id":"{"/" * len(path.stem)}"'.encode()))
     with pytest.raises(UserError, match=r"planted\.onnx: the description of its kernel is damaged"):
@@ -90,7 +90,7 @@ def test_a_built_kernel_s_description_is_checked(read: Callable[[Path], object],
 
 @pytest.mark.parametrize(("old", "new"), [("anet_b1", "../x"), ("cpu", "../../cpu")])
 def test_a_model_s_and_a_flavour_s_name_are_checked(old: str, new: str, built: Workspace, tmp_path: Path) -> None:
-    planted = renamed(record_path(built, flavour_of("cpu"), "anet_b1"), tmp_path / "planted.json", old, new)
+    planted = renamed(record_path(built, local_flavour("cpu"), "anet_b1"), tmp_path / "planted.json", old, new)
     with pytest.raises(UserError, match="can't be the name of a file"):
         kernels_in_file(planted)
 
@@ -143,7 +143,7 @@ def test_weights_elsewhere_are_refused_and_never_opened(location: str, inside: s
     (folder / "link.bin").symlink_to(tmp_path / "weights.bin")
     os.mkfifo(folder / "pipe")
     with pytest.raises(UserError, match=r"outside its own folder|a plain file is expected|missing from"):
-        record_of(with_weights_in(folder, location, inside), flavour_of("cpu"))
+        record_of(with_weights_in(folder, location, inside), local_flavour("cpu"))
 
 
 def test_weights_beside_a_model_that_is_a_link_are_found(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_weights_beside_a_model_that_is_a_link_are_found(tmp_path: Path) -> None
     (store / "3c4d").write_bytes(np.ones(256, dtype=np.float32).tobytes())
     (shown / "model.onnx").symlink_to(store / "1a2b")
     (shown / "weights.bin").symlink_to(store / "3c4d")
-    assert record_of(shown / "model.onnx", flavour_of("cpu")).kernels
+    assert record_of(shown / "model.onnx", local_flavour("cpu")).kernels
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder"])
@@ -163,13 +163,13 @@ def test_a_model_is_a_plain_file(kind: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.onnx")
     (tmp_path / "folder.onnx").mkdir()
     with pytest.raises(UserError, match="a plain file is expected"):
-        record_of(tmp_path / f"{kind}.onnx", flavour_of("cpu"))
+        record_of(tmp_path / f"{kind}.onnx", local_flavour("cpu"))
 
 
 # damage that leaves valid JSON -------------------------------------------------------------------------------------------
 
 def test_a_changed_number_in_a_record_is_noticed(built: Workspace, tmp_path: Path) -> None:
-    text = record_path(built, flavour_of("cpu"), "anet_b1").read_text()
+    text = record_path(built, local_flavour("cpu"), "anet_b1").read_text()
     changed = tmp_path / "record.json"
     number = next(line for line in text.splitlines() if '"flops"' in line and "0" in line)
     changed.write_text(text.replace(number, number.replace("0", "1"), 1))

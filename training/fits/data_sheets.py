@@ -30,12 +30,12 @@ from hase.learned.data_sheet.ratios import (
     AdjustedRatios,
     CardRatios,
     Correction,
-    Process,
+    GaussianProcess,
     SheetModel,
     SheetRange,
-    likeness,
     process_features,
     read_sheet,
+    similarity,
 )
 from hase.learned.data_sheet.work import (
     DTYPES,
@@ -185,7 +185,7 @@ def adjust_ratios(ratios: CardRatios, work: Work, base_ms: Floats, measured_ms: 
     fitted, inverse = learned.kernel_.k1, np.linalg.inv(learned.L_ @ learned.L_.T)
     left_out = learned.alpha_ / np.diag(inverse)
     low, high = _range_of_models(left_out, measured_ms / np.exp(left_out))
-    return AdjustedRatios(ratios.booster, Process(
+    return AdjustedRatios(ratios.booster, GaussianProcess(
         learned.X_train_, learned.alpha_, means, spreads, float(fitted.k1.constant_value), float(fitted.k2.k1.constant_value),
         float(fitted.k2.k2.length_scale)), gpu, table, low, high, left_out)
 
@@ -237,7 +237,7 @@ def most_useful(work: Work, base_ms: Floats, wanted: Work, wanted_ms: Floats, ba
     candidates, others = process_features(work, base_ms, base, base), process_features(wanted, wanted_ms, base, base)
     means, spreads = _means_and_spreads(others)
     candidates, others = (candidates - means) / spreads, (others - means) / spreads
-    with_wanted, among = (CARD_VARIANCE + NEARBY_VARIANCE * likeness(candidates, other, CHOOSING_LENGTH)
+    with_wanted, among = (CARD_VARIANCE + NEARBY_VARIANCE * similarity(candidates, other, CHOOSING_LENGTH)
                           for other in (others, candidates))  # covariances
     chosen: list[int] = []
     for _ in range(min(count, len(candidates))):

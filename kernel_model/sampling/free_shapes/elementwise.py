@@ -16,12 +16,12 @@ from hase.kernel_model.sampling.free_shapes.sizes import (
     as_float32,
     channels,
     channels_at,
+    heads_and_tokens,
     kernel,
     pick,
     scalar,
     side,
     tensor,
-    tokens,
 )
 from hase.records.kernel_record import Kernel, KernelInput, Tensor
 
@@ -38,7 +38,7 @@ def activation(dtype: str, batch: int, generator: Generator) -> Kernel:
     """An activation of an image or of tokens."""
     image_size = side(generator)
     image = (batch, channels_at(image_size, generator), image_size, image_size)
-    shape = image if generator.random() < 0.75 else (batch, tokens(1, generator)[2], channels(generator, 64, 5120))
+    shape = image if generator.random() < 0.75 else (batch, heads_and_tokens(1, generator)[2], channels(generator, 64, 5120))
     op = str(generator.choice(["Relu", "Clip", "QuickGelu", "Gelu", "Sigmoid", "HardSigmoid", "HardSwish"],
                               p=[0.25, 0.2, 0.2, 0.15, 0.1, 0.05, 0.05]))
     return _unary(op, dtype, shape)

@@ -22,6 +22,7 @@ from hase.kernel_model.sampling.free_shapes.sizes import (
     as_float32,
     channels,
     channels_at,
+    heads_and_tokens,
     inferred,
     kernel,
     log_uniform,
@@ -30,7 +31,6 @@ from hase.kernel_model.sampling.free_shapes.sizes import (
     scalar,
     side,
     tensor,
-    tokens,
     with_weight,
 )
 from hase.records.kernel_record import Kernel, Tensor
@@ -219,12 +219,12 @@ def batched_product(dtype: str, batch: int, generator: Generator) -> Kernel:
     Some have another image's number of keys, share keys among heads, attend to a long sequence, or have one query, as in a
     decoder, which may have a long cache.
     """
-    images, heads, count, width = tokens(batch, generator)
+    images, heads, count, width = heads_and_tokens(batch, generator)
     if generator.random() < 0.1:
         count = pick(LONG, generator)
     lead = [(images, heads), (images * heads,), (images, heads, pick([2, 4, 16], generator))][int(generator.choice(
         3, p=[0.75, 0.13, 0.12]))]
-    keys = count if generator.random() < 0.6 else tokens(batch, generator)[2] + pick([0, 1], generator)
+    keys = count if generator.random() < 0.6 else heads_and_tokens(batch, generator)[2] + pick([0, 1], generator)
     queries = 1 if generator.random() < 0.12 else count
     if queries == 1 and generator.random() < 0.5:
         keys = pick(LONG, generator) + pick([0, 1], generator)
@@ -244,7 +244,7 @@ def batched_product(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 def attention_sum(dtype: str, batch: int, generator: Generator) -> Kernel:
     """Attention's products as an Einsum, with or without an axis of image windows."""
-    images, heads, count, width = tokens(batch, generator)
+    images, heads, count, width = heads_and_tokens(batch, generator)
     windows = pick([1, 4, 16, 64], generator)
     before = (max(images // windows, 1), windows, heads) if generator.random() < 0.7 else (images, heads)
     letters = "B G H" if len(before) == 3 else "B H"
@@ -315,7 +315,7 @@ def mean(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 def norm(dtype: str, batch: int, generator: Generator) -> Kernel:
     """The length of each vector of attention, or a sum or extreme along the last axis."""
-    images, heads, count, width = tokens(batch, generator)
+    images, heads, count, width = heads_and_tokens(batch, generator)
     op = str(generator.choice(["ReduceL2", "ReduceSum", "ReduceMax"], p=[0.5, 0.25, 0.25]))
     return kernel(op, [tensor(dtype, images, count, heads, width), numbers(3)], [(images, count, heads, 1)],
                   keepdims=1, noop_with_empty_axes=0)
@@ -422,8 +422,8 @@ def softmax(dtype: str, batch: int, generator: Generator) -> Kernel:
 def biased_softmax(dtype: str, batch: int, generator: Generator) -> Kernel:
     """A softmax over the keys of attention, plus a mask (per image, or for all) or a table (per head). `is_inner_broadcast`:
     the mask is broadcast along the axes before the last, otherwise along the first ones."""
-    images, heads, count, _ = tokens(batch, generator)
-    keys = count if generator.random() < 0.7 else tokens(batch, generator)[2]
+    images, heads, count, _ = heads_and_tokens(batch, generator)
+    keys = count if generator.random() < 0.7 else heads_and_tokens(batch, generator)[2]
     if generator.random() < 0.2:
         shape: tuple[int, ...] = (images * heads, count, keys)
         forms: list[tuple[tuple[int, ...], int]] = [((count, keys), 0), (shape, 1)]

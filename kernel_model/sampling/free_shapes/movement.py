@@ -8,6 +8,7 @@ from hase.kernel_model.sampling.free_shapes.sizes import (
     SizesByLetter,
     channels,
     channels_at,
+    heads_and_tokens,
     indices,
     kernel,
     numbers,
@@ -15,7 +16,6 @@ from hase.kernel_model.sampling.free_shapes.sizes import (
     scalar,
     side,
     tensor,
-    tokens,
 )
 from hase.records.kernel_record import Kernel, KernelInput, Tensor
 
@@ -36,7 +36,7 @@ def transpose(dtype: str, batch: int, generator: Generator) -> Kernel:
     """Transpose: channels first to last and back, heads before tokens, the windows of an image, shuffled channels."""
     near = side(generator)
     wide = channels_at(near, generator)
-    images, heads, count, width = tokens(batch, generator)
+    images, heads, count, width = heads_and_tokens(batch, generator)
     window = pick([7, 8], generator)
     tiles = max(near // window, 1)
     groups = pick([2, 3, 4], generator)
@@ -91,7 +91,7 @@ def cut(dtype: str, batch: int, generator: Generator) -> Kernel:
         return kernel("Split", [tensor(dtype, batch, 2 * half, near, near)], [(batch, half, near, near)] * 2, axis=1,
                       num_outputs=2)
     if kind == "three":
-        images, _, count, _ = tokens(batch, generator)
+        images, _, count, _ = heads_and_tokens(batch, generator)
         return kernel("Split", [tensor(dtype, images, count, 3 * wide)], [(images, count, wide)] * 3, axis=2, num_outputs=3)
     axis, last = pick([1, 2], generator), min(pick([3, 4], generator), near - 1)
     parts = [(batch, *((part, near) if axis == 1 else (near, part)), wide) for part in (near - last, last)]

@@ -1,4 +1,4 @@
-"""Typical sizes of networks, and helpers that describe a drawn kernel."""
+"""Draws typical sizes of networks, and describes kernels with them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from hase.utils.ort_sessions import outputs_by_schema
 
 SIDES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 13, 14, 16, 17, 18, 20, 24, 27, 28, 32, 35, 36, 40, 48, 55, 56, 64, 72, 75, 80, 96,
          109, 112, 128, 144, 149, 150, 160, 192, 224, 256, 288, 320)
-HALVED = (7, 14, 28, 56, 112, 224)  # an image of 224, halved again and again
+HALVED_SIDES = (7, 14, 28, 56, 112, 224)  # an image of 224, halved again and again
 CHANNEL_MULTIPLES, MULTIPLE_WEIGHTS = (2, 8, 16, 32, 64), (0.08, 0.34, 0.2, 0.18, 0.2)
-POWERS = (16, 32, 64, 128, 256, 512, 1024, 2048)
-WIDTH_SIDE = 3584  # channels × side of a typical image inside a network: 64 at 56, 512 at 7
+POWERS_OF_TWO = (16, 32, 64, 128, 256, 512, 1024, 2048)
+CHANNELS_TIMES_SIDE = 3584  # of a typical image inside a network: 64 channels at side 56, 512 at 7
 TOKENS = (1, 16, 32, 49, 50, 64, 65, 100, 128, 144, 145, 196, 197, 225, 256, 257, 384, 400, 512, 577, 785, 1024, 1025, 2048,
           3136)
 HEADS, HEAD_WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32), (16, 24, 32, 48, 64, 80, 96, 128)
@@ -43,31 +43,31 @@ def channels(generator: Generator, low: float = 8, high: float = 2560) -> int:
     """A log-uniform number of channels: a power of two or a multiple of a small number."""
     size = log_uniform(low, high, generator)
     if generator.random() < 0.25:
-        return min(POWERS, key=lambda power: abs(np.log(power / size)))
+        return min(POWERS_OF_TWO, key=lambda power: abs(np.log(power / size)))
     multiple = int(generator.choice(CHANNEL_MULTIPLES, p=MULTIPLE_WEIGHTS))
     return max(multiple, round(size / multiple) * multiple)
 
 
-def channels_at(near: int, generator: Generator) -> int:
-    """Channels of an image of side `near`: mostly many for small images and few for large ones, as in networks."""
+def channels_at(image_side: int, generator: Generator) -> int:
+    """Channels of an image: mostly many for small images and few for large ones, as in networks."""
     if generator.random() < 0.2:
         return channels(generator)
-    usual = WIDTH_SIDE / max(near, 2)
+    usual = CHANNELS_TIMES_SIDE / max(image_side, 2)
     return channels(generator, min(max(usual / 8, 8), 512), min(max(usual * 6, 64), 2560))
 
 
 def side(generator: Generator) -> int:
-    """A log-uniform image side."""
-    return int(generator.choice(HALVED if generator.random() < 0.4 else SIDES))
+    """The side of an image: a halved 224, or any of SIDES."""
+    return int(generator.choice(HALVED_SIDES if generator.random() < 0.4 else SIDES))
 
 
-def tokens(batch: int, generator: Generator) -> tuple[int, int, int, int]:
-    """Sizes for attention: images or windows, heads, tokens of each, and head size."""
+def heads_and_tokens(batch: int, generator: Generator) -> tuple[int, int, int, int]:
+    """Sizes of attention: images or windows, heads, tokens of each image or window, and head size."""
     windows = pick([1, 1, 1, 4, 16, 64], generator)
     return batch * windows, pick(HEADS, generator), pick(TOKENS[1:18], generator), pick(HEAD_WIDTHS, generator)
 
 
-class SizesByLetter:
+class SizesByLetter(dict[str, int]):
     """The sizes of one kernel by letter, each drawn when first used.
 
     `b` batch, `B` batch times windows, `c` channels that suit the side, `s` image side, `f` frames of a video, `t` tokens, `h`
@@ -76,26 +76,21 @@ class SizesByLetter:
     """
 
     def __init__(self, batch: int, generator: Generator) -> None:
-        self._batch, self._generator = batch, generator
-        self._known: dict[str, int] = {}
+        super().__init__(b=batch)
+        self._generator = generator
 
-    def __getitem__(self, letter: str) -> int:
-        if letter.isdigit():
-            return int(letter)
-        if letter not in self._known:
-            self._known[letter] = self._draw(letter)
-        return self._known[letter]
+    def __missing__(self, letter: str) -> int:
+        self[letter] = int(letter) if letter.isdigit() else self._draw(letter)
+        return self[letter]
 
     def shape(self, letters: str) -> tuple[int, ...]:
         """The shape of a tensor with axes `letters`."""
         return tuple(self[letter] for letter in letters)
 
     def _draw(self, letter: str) -> int:
-        generator, batch = self._generator, self._batch
-        if letter == "b":
-            return batch
+        generator = self._generator
         if letter == "B":
-            return batch * pick([1, 1, 4, 16, 64], generator)
+            return self["b"] * pick([1, 1, 4, 16, 64], generator)
         if letter == "c":
             return channels_at(self["s"], generator)
         if letter == "s":
@@ -103,7 +98,7 @@ class SizesByLetter:
         if letter == "x":
             return channels(generator, 32, 5120)
         if letter == "r":
-            return batch * pick(TOKENS, generator)
+            return self["b"] * pick(TOKENS, generator)
         if letter == "l":
             return round(log_uniform(16, 4096, generator))
         return pick({"f": (1, 2, 4, 8, 16), "t": TOKENS, "h": HEADS, "d": HEAD_WIDTHS, "n": (1, 2, 4, 7, 8, 14, 16),
@@ -157,19 +152,20 @@ ABSENT = KernelInput(dtype="")  # an optional input that is left out
 def kernel(op_type: str, inputs: Sequence[KernelInput], outputs: Sequence[Sequence[int] | Tensor], domain: str = "",
            opset: int = OPSET, **attributes: Any) -> Kernel:
     """A kernel's description; an output given as a shape has the first input's type. `opset` is of ONNX's domain."""
-    made = [output if isinstance(output, Tensor) else Tensor(dtype=inputs[0].dtype, shape=tuple(output)) for output in outputs]
-    return describe_kernel(op_type, domain, 1 if domain == CONTRIB else opset, attributes, inputs, made)
+    tensors = [shape if isinstance(shape, Tensor) else Tensor(dtype=inputs[0].dtype, shape=tuple(shape)) for shape in outputs]
+    return describe_kernel(op_type, domain, 1 if domain == CONTRIB else opset, attributes, inputs, tensors)
 
 
 def inferred(op_type: str, inputs: Sequence[KernelInput], **attributes: Any) -> Kernel:
     """A kernel's description whose only output and remaining attributes follow from the operator's schema."""
     opset, kept = max(OPSET, _schema(op_type).since_version), _defaults(op_type) | attributes
-    asked = describe_kernel(op_type, "", opset, kept, inputs, [Tensor(dtype=inputs[0].dtype, shape=())])
-    found = {value.name: value for value in outputs_by_schema(without_large_weights(asked).SerializeToString())}
-    if "y0" not in found or any(not isinstance(size, int) or size < 1 for size in found["y0"].shape):
+    unshaped = describe_kernel(op_type, "", opset, kept, inputs, [Tensor(dtype=inputs[0].dtype, shape=())])
+    values = outputs_by_schema(without_large_weights(unshaped).SerializeToString())
+    output = next((value for value in values if value.name == "y0"), None)
+    if output is None or any(not isinstance(size, int) or size < 1 for size in output.shape):
         raise UserError(f"{op_type}: the sizes drawn do not fit together")
-    made = Tensor(dtype=session_dtype(found["y0"].type), shape=tuple(found["y0"].shape))
-    return describe_kernel(op_type, "", opset, kept, inputs, [made])
+    return describe_kernel(op_type, "", opset, kept, inputs, [
+        Tensor(dtype=session_dtype(output.type), shape=tuple(output.shape))])
 
 
 @functools.cache

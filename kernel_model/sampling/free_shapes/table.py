@@ -1,4 +1,4 @@
-"""The table of kernels of no model: which are drawn, and how often; at usual sizes, or in rare forms.
+"""Draws kernels that belong to no model: tables of which kinds, how often, and with which element types.
 
 Sampled kernels near one model family say little about other families: without RegNet, nothing is near a grouped convolution
 with 24 channels per group. These kernels name no family, and no measurement affects how they are drawn.
@@ -16,7 +16,7 @@ from hase.kernel_model.sampling.free_shapes import elementwise, forms, language,
 from hase.kernel_model.sampling.free_shapes.sizes import Generator
 from hase.records.kernel_record import Kernel
 
-SEEDED = {"Relu", "Sigmoid", "Gelu", "QuickGelu", "HardSwish", "HardSigmoid", "Clip"}  # well known from image models
+WELL_KNOWN = {"Relu", "Sigmoid", "Gelu", "QuickGelu", "HardSwish", "HardSigmoid", "Clip"}  # often measured in image models
 Draw = Callable[[str, int, Generator], Kernel]
 # Convolutions are drawn most often: their times follow their shapes least simply.
 DRAWS: tuple[tuple[Draw, float], ...] = (  # how often, relative to each other
@@ -37,7 +37,7 @@ DRAWS: tuple[tuple[Draw, float], ...] = (  # how often, relative to each other
     (elementwise.activation, 8), (elementwise.arithmetic, 8), (elementwise.power, 12), (elementwise.several, 16),
     (elementwise.slopes, 14), (elementwise.biased_gelu, 24), (elementwise.choice, 18), (elementwise.on_masks, 30),
     (elementwise.cast, 26),
-    *((draw, 5 if name in SEEDED else 9) for name, draw in elementwise.UNARY.items()),
+    *((draw, 5 if name in WELL_KNOWN else 9) for name, draw in elementwise.UNARY.items()),
     *((draw, 20 if name in ("Add", "Mul") else 12) for name, draw in elementwise.BINARY.items()))
 LANGUAGE: tuple[tuple[Draw, float], ...] = (  # by the time that these operators take; attention is hard to predict
     (language.grouped_attention, 300), (language.quantised_product, 240), (language.matrix_product, 200),
@@ -72,13 +72,13 @@ Kind = Literal["networks", "language", "forms", "rare", "standard", "host"]
 
 @dataclass(frozen=True)
 class DrawTable:
-    """What is drawn and with which relative frequency, and the element types, all equally frequent."""
+    """Functions that draw kernels, with their relative frequencies, and the element types, all equally frequent."""
 
     draws: tuple[tuple[Draw, float], ...]
     dtypes: tuple[str, ...]
 
     @property
-    def chances(self) -> np.ndarray:
+    def probabilities(self) -> np.ndarray:
         return np.array([weight for _, weight in self.draws]) / sum(weight for _, weight in self.draws)
 
 
@@ -96,7 +96,7 @@ def draw_free_kernel(batch: int, generator: Generator, kind: Kind = "networks", 
     Raises ValueError if the drawn sizes give an empty output.
     """
     table = TABLES[kind]
-    draw, _ = table.draws[int(generator.choice(len(table.draws), p=table.chances))]
+    draw, _ = table.draws[int(generator.choice(len(table.draws), p=table.probabilities))]
     kernel = draw(str(generator.choice(dtypes or table.dtypes)), batch, generator)
     if not all(output.elements for output in kernel.outputs if output.present):
         raise ValueError(f"{kernel.id}: no output")

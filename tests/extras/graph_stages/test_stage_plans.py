@@ -15,7 +15,7 @@ from made_up_dataset import FLAVOUR, TARGET, chain, collect, conv, relu
 
 from hase.extras.graph_stages.measuring.analysis import LookupKey, LookupRecord, write_lookup
 from hase.extras.graph_stages.measuring.records import RAW, RawMeasurements, StageRecord, TransferRecord, write_transfers
-from hase.extras.graph_stages.plan_network import CPU, GPU, planning_problem, plans
+from hase.extras.graph_stages.plan_network import CPU, GPU, compare_plans, planning_problem
 from hase.extras.graph_stages.planning.plans import HOST, PlanningProblem, StageCost, StageData, best_plan, plan_cost
 from hase.extras.graph_stages.planning.ranked_plans import (
     candidate_plans,
@@ -264,7 +264,7 @@ def test_the_best_plan_of_a_network() -> None:
                 GPU: {kernel.id: 0.02 + kernel.flops / 1e9 for kernel in kernels}}
     problem = planning_problem(record, times_ms, 0.05, 1e7)
     every_cost = [plan_cost(problem, units).latency_ms for units in itertools.product((CPU, GPU), repeat=len(kernels))]
-    plan_of = dict(plans(problem))
+    plan_of = dict(compare_plans(problem))
     assert plan_of["the best of all"].latency_ms == pytest.approx(min(every_cost))
     assert plan_of["all on the CPU"].latency_ms == pytest.approx(sum(times_ms[CPU].values()))
     copied = [record.inputs[name].bytes for name in record.inputs] + [record.outputs[name].bytes for name in record.outputs]
