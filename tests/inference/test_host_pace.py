@@ -244,14 +244,14 @@ def test_a_pace_that_is_old_or_invalid(port: int) -> None:
 def test_the_exporter_measures_the_pace() -> None:
     """On the CPU provider, instead of a GPU; a failure is kept and leaves the last reading as it was."""
     paces = PaceSampler("cpu", every_s=60.0)
-    assert paces.fresh() is None
-    paces.read()
-    latest = paces.fresh()
+    assert paces.recent() is None
+    paces.update()
+    latest = paces.recent()
     assert latest
     assert (0 < latest.probe_us < 1e5, time.time() - latest.taken_s < 60.0) == (True, True)
     if not has_cuda():
         paces.device = "cuda"
-        paces.read()
+        paces.update()
         assert (paces.latest, "needs a GPU" in paces.error) == (latest, True)
 
 
