@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from hase.inference.search.network import Builder, GraphPart, Values, record_of_parts
+from hase.inference.search.network import GraphPart, NamedTensor, PartBuilder, join_parts
 from hase.records.kernel_record import ModelRecord
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import Flavour
@@ -91,7 +91,7 @@ def make(name: str, flavour: Flavour) -> ModelRecord:
     """The record of a network as ONNX Runtime runs it on a GPU, for one image."""
     if flavour.device != "cuda":
         raise UserError(f"{PREFIX}: these are graphs as ONNX Runtime runs them on a GPU; name such a target, e.g. nvidia-h200")
-    return record_of_parts(name, flavour, *_parts(network_named(name)))
+    return join_parts(name, flavour, *_parts(network_named(name)))
 
 
 def rounded(channels: float) -> int:
@@ -105,10 +105,10 @@ def channels_of(width: float) -> tuple[int, ...]:
     return tuple(rounded(width * channels) for channels in (FIRST, *(stage.channels for stage in STAGES)))
 
 
-def _parts(choice: OfaNetwork) -> tuple[Values, list[GraphPart]]:
+def _parts(choice: OfaNetwork) -> tuple[NamedTensor, list[GraphPart]]:
     """The input image, and the parts of a network."""
     first, *channels = channels_of(choice.width)
-    image = Values("input", (1, 3, choice.side, choice.side))
+    image = NamedTensor("input", (1, 3, choice.side, choice.side))
     parts = [_stem(image, first)]
     for number, (stage, blocks) in enumerate(zip(STAGES, choice.stages, strict=True)):
         for index, block in enumerate(blocks):
@@ -119,45 +119,45 @@ def _parts(choice: OfaNetwork) -> tuple[Values, list[GraphPart]]:
 
 
 @functools.lru_cache(1000)
-def _stem(image: Values, channels: int) -> GraphPart:
+def _stem(image: NamedTensor, channels: int) -> GraphPart:
     """The first convolution, and a block without expansion."""
-    built = Builder("stem")
-    inside = built.each("act", "HardSwish", built.convolution("conv", image, channels, 3, 2))
-    made = built.each("first.act", "Relu", built.convolution("first.depthwise", inside, channels, 3, groups=channels))
+    built = PartBuilder("stem")
+    inside = built.unary("act", "HardSwish", built.convolution("conv", image, channels, 3, 2))
+    made = built.unary("first.act", "Relu", built.convolution("first.depthwise", inside, channels, 3, groups=channels))
     made = built.convolution("first.project", made, channels)
     return built.part(built.add("first.add", "Add", [made, inside], made.shape))
 
 
 @functools.lru_cache(20_000)
-def _block(name: str, output_name: str, image: Values, channels: int, stride: int, block: OfaBlock, activation: str,
+def _block(name: str, output_name: str, image: NamedTensor, channels: int, stride: int, block: OfaBlock, activation: str,
            excited: bool) -> GraphPart:
     """An inverted residual block; its output is called `output_name`, if given."""
-    built, wide = Builder(name), rounded(block.expansion * image.shape[1])
-    inside = built.each("act1", activation, built.convolution("expand", image, wide))
-    inside = built.each("act2", activation, built.convolution("depthwise", inside, wide, block.window, stride, groups=wide))
+    built, wide = PartBuilder(name), rounded(block.expansion * image.shape[1])
+    inside = built.unary("act1", activation, built.convolution("expand", image, wide))
+    inside = built.unary("act2", activation, built.convolution("depthwise", inside, wide, block.window, stride, groups=wide))
     if excited:
-        squeezed = built.each("squeezed", "Relu", built.convolution("fc1", _mean(built, inside), rounded(wide // 4)))
-        gate = built.each("gate", "HardSigmoid", built.convolution("fc2", squeezed, wide), alpha=SIXTH, beta=0.5)
+        squeezed = built.unary("squeezed", "Relu", built.convolution("fc1", _mean(built, inside), rounded(wide // 4)))
+        gate = built.unary("gate", "HardSigmoid", built.convolution("fc2", squeezed, wide), alpha=SIXTH, beta=0.5)
         inside = built.add("excited", "Mul", [gate, inside], inside.shape)
     made = built.convolution("project", inside, channels)
     return built.part(built.add("add", "Add", [made, image], made.shape) if made.shape == image.shape else made, output_name)
 
 
 @functools.lru_cache(1000)
-def _head(image: Values) -> GraphPart:
+def _head(image: NamedTensor) -> GraphPart:
     """The last convolution, and the classifier."""
-    built = Builder("head")
-    pooled = _mean(built, built.each("act", "HardSwish", built.convolution("conv", image, LAST_EXPANSION * image.shape[1])))
+    built = PartBuilder("head")
+    pooled = _mean(built, built.unary("act", "HardSwish", built.convolution("conv", image, LAST_EXPANSION * image.shape[1])))
     flat = built.add("flat", "Reshape", [pooled], pooled.shape[:2], [(2,)], {"allowzero": 1}, pooled.shape[:2])
-    hidden = built.each("hidden", "HardSwish", _linear(built, "features", flat, FEATURES))
+    hidden = built.unary("hidden", "HardSwish", _linear(built, "features", flat, FEATURES))
     return built.part(_linear(built, "classes", hidden, CLASSES))
 
 
-def _mean(built: Builder, image: Values) -> Values:
+def _mean(built: PartBuilder, image: NamedTensor) -> NamedTensor:
     return built.add("mean", "ReduceMean", [image], (*image.shape[:2], 1, 1), [(2,)],
                      {"keepdims": 1, "noop_with_empty_axes": 0}, (-1, -2))
 
 
-def _linear(built: Builder, name: str, values: Values, made: int) -> Values:
+def _linear(built: PartBuilder, name: str, values: NamedTensor, made: int) -> NamedTensor:
     return built.add(name, "Gemm", [values], (values.shape[0], made), [(made, values.shape[1]), (made,)],
                      {"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 1})
