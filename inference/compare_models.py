@@ -15,7 +15,7 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from hase.inference.compare.model_differences import compare_runs, said_of_difference
+from hase.inference.compare.model_differences import compare_runs, difference_sentences
 from hase.inference.library.predictor import Predictor
 from hase.inference.prediction.conditions import PaceAsked, RunMode
 from hase.inference.prediction.sources import pair_with_sizes
@@ -68,7 +68,7 @@ def main() -> int:
     if args.json:
         cli.print_json(difference)
         return 0
-    print(*said_of_difference(difference), sep="\n")
+    print(*difference_sentences(difference), sep="\n")
     print()
     cli.print_table(difference_rows(difference), f"{a.model.stem} and {b.model.stem} on {difference.target}")
     return 0
