@@ -20,7 +20,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hase.benchmark.collecting.config import CollectorConfig
-from hase.inference.evaluation.comparison import Comparison, Evaluation, marks_in_words, models_by_warning, summary_table, table
+from hase.inference.evaluation.comparison import (
+    Comparison,
+    Evaluation,
+    comparison_table,
+    marks_in_words,
+    models_by_warning,
+    summary_table,
+)
 from hase.inference.evaluation.evaluate import PATIENCE_S, TIMEOUT_S, EvaluationLoads, MeasuringPlan, evaluate, evaluate_list
 from hase.inference.evaluation.models import read_latencies, read_manifest
 from hase.inference.evaluation.report import Point, draw, evaluation_page, row_interval, row_name, scatter
@@ -188,7 +195,7 @@ def main() -> int:
     if args.json:
         cli.print_json(evaluation)
     else:
-        cli.print_table(table(evaluation.comparisons), f"{evaluation.target}, {evaluation.way}, {evaluation.source}")
+        cli.print_table(comparison_table(evaluation.comparisons), f"{evaluation.target}, {evaluation.way}, {evaluation.source}")
         print()
         cli.print_table(summary_table(evaluation.summaries), "errors")
         if args.manifest:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import onnx
 
 
-def analyze_for(model: Path | onnx.ModelProto, flavour: Flavour, dims: Mapping[str, int], static: bool) -> ModelRecord:
+def analyze_in(model: Path | onnx.ModelProto, flavour: Flavour, dims: Mapping[str, int], static: bool) -> ModelRecord:
     return analyze(model, flavour.device, dims, static=static)
 
 
@@ -32,15 +32,12 @@ def write_records(workspace: Workspace, model: Path, device: str, dims: Mapping[
     return [record]
 
 
-def check() -> None:
-    """Does nothing: requirements.txt installs ONNX Runtime."""
-
-
 RUNTIME = Runtime(
-    name="ort", title="ONNX Runtime", package="onnxruntime", version=ort_version, check=check, levels=("all",),
+    name="ort", title="ONNX Runtime", package="onnxruntime", version=ort_version, levels=("all",),
+    check=lambda: None,  # requirements.txt installs it
     devices={"cpu": DeviceLabels((*DEFAULT_LABELS, UNPROFILED), DEFAULT_LABELS, VARIANTS[:1], VARIANTS[:1]),
              "cuda": DeviceLabels((*DEFAULT_LABELS, GPU_LABEL), (*DEFAULT_LABELS, GPU_LABEL), VARIANTS, VARIANTS)},
-    model_suffixes=(".onnx",), kernel_suffix=".onnx", analyze=analyze_for, write_records=write_records, read_kernel=built_kernel,
+    model_suffixes=(".onnx",), kernel_suffix=".onnx", analyze=analyze_in, write_records=write_records, read_kernel=built_kernel,
     build_kernel=write_kernel, check_kernel=check_kernel, worker="hase.benchmark.ort.worker",
     analyze_with="python ort_analysis/fusion_detector.py", build_with="python kernel_model/kernel_builder.py",
     measures_energy=True, probes_sharing=True, keeps_arena=True, uses_cudnn=True)

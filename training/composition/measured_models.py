@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from hase.graph_model.simulation.pipeline import OffGpu, Tracks, node_kind
-from hase.learned.composition.cuda_nodes import selection_launches, selection_ms, selects_boxes
+from hase.learned.composition.cuda_nodes import is_box_selection, selection_launches, selection_ms
 from hase.learned.composition.host_side import NodesOffGpu, read_host_side
 from hase.learned.kernels.predictors import ON_GPU
 from hase.learned.kernels.sidecar import Sidecar
@@ -117,8 +117,8 @@ def tracks(model: MeasuredModel, gpu_ms: Mapping[str, float], launches: Mapping[
     """A model's two tracks, from the GPU times (ms) and launches of its kernels by id."""
     kernels = [model.record.kernel_of(node) for node in model.record.nodes]
     off = model.off_gpu
-    gpu = [selection_ms(kernel) if selects_boxes(kernel) else gpu_ms[kernel.id] for kernel in kernels]
-    count = [selection_launches(kernel) if selects_boxes(kernel) else launches[kernel.id] for kernel in kernels]
+    gpu = [selection_ms(kernel) if is_box_selection(kernel) else gpu_ms[kernel.id] for kernel in kernels]
+    count = [selection_launches(kernel) if is_box_selection(kernel) else launches[kernel.id] for kernel in kernels]
     off_gpu = [False] * len(kernels) if off is None else off.off.tolist()
     kinds = [node_kind(kernel, on_gpu=not is_off) for kernel, is_off in zip(kernels, off_gpu, strict=True)]
     both_tracks = Tracks(np.array(gpu) if off is None else np.where(off.off, off.gpu_ms, gpu),
