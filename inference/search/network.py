@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hase.records.kernel_record import Kernel, KernelInput, ModelRecord, Node, Tensor
@@ -102,18 +102,16 @@ class PartBuilder:
                          NamedTensor(output_name or output.name, output.shape))
 
 
-def join_parts(model: str, flavour: Flavour, image: NamedTensor, parts: Iterable[GraphPart]) -> ModelRecord:
+def join_parts(model: str, flavour: Flavour, image: NamedTensor, parts: Sequence[GraphPart]) -> ModelRecord:
     """The record of a network that reads `image` and runs the parts one after another."""
     nodes: list[Node] = []
     kernels: dict[str, Kernel] = {}
     shared_bytes: dict[str, int] = {}
-    weight_bytes, output = 0, image
     for part in parts:
         nodes += part.nodes
         kernels |= part.kernels
         shared_bytes |= part.shared_bytes
-        weight_bytes, output = weight_bytes + part.weight_bytes, part.output
-    weight_bytes += sum(shared_bytes.values())
+    output, weight_bytes = parts[-1].output, sum(part.weight_bytes for part in parts) + sum(shared_bytes.values())
     return ModelRecord(
         model=model, file_stem=model, group="searched", sha256=hashlib.sha256(model.encode()).hexdigest(), dims={},
         flavour=flavour, derived=True, inputs={image.name: Tensor(dtype="float32", shape=image.shape)},

@@ -205,14 +205,17 @@ class VisionTask:
     Attributes:
         shape: of its input.
         options: arguments of its constructor.
-        detects: whether it is a detector.
         architecture: torchvision's name for it, if different.
     """
 
     shape: tuple[int | str, ...]
-    options: Mapping[str, Any] = field(default_factory=dict)
-    detects: bool = False
+    options: Mapping[str, Any]
     architecture: str = ""
+
+    @property
+    def detects(self) -> bool:
+        """Whether it is a detector: they take one image, the others a batch."""
+        return "batch" not in self.shape
 
 
 _NO_WEIGHTS = {"weights": None, "weights_backbone": None}
@@ -221,7 +224,7 @@ _NO_WEIGHTS = {"weights": None, "weights_backbone": None}
 def _detector(size: int, architecture: str = "", **thresholds: float) -> VisionTask:
     """A detector for images of one size. With a threshold of 0 it finds boxes even with random weights."""
     options = {**_NO_WEIGHTS, "num_classes": CLASSES, "min_size": size, "max_size": size, **thresholds}
-    return VisionTask((1, 3, size, size), options, True, architecture)
+    return VisionTask((1, 3, size, size), options, architecture)
 
 
 VISION_TASKS: Mapping[str, VisionTask] = {
@@ -230,8 +233,8 @@ VISION_TASKS: Mapping[str, VisionTask] = {
     "retinanet_resnet50_fpn": _detector(320, score_thresh=0.0),
     "retinanet_resnet50_fpn_480": _detector(480, "retinanet_resnet50_fpn", score_thresh=0.0),
     "retinanet_resnet50_fpn_640": _detector(640, "retinanet_resnet50_fpn", score_thresh=0.0),
-    "ssdlite320_mobilenet_v3_large": VisionTask((1, 3, 320, 320), _NO_WEIGHTS, True),
-    "ssd300_vgg16": VisionTask((1, 3, 300, 300), {**_NO_WEIGHTS, "num_classes": CLASSES}, True),
+    "ssdlite320_mobilenet_v3_large": VisionTask((1, 3, 320, 320), _NO_WEIGHTS),
+    "ssd300_vgg16": VisionTask((1, 3, 300, 300), {**_NO_WEIGHTS, "num_classes": CLASSES}),
     "fasterrcnn_mobilenet_v3_large_fpn": _detector(320, box_score_thresh=0.0),
     "fasterrcnn_mobilenet_v3_large_fpn_480": _detector(480, "fasterrcnn_mobilenet_v3_large_fpn", box_score_thresh=0.0),
     "fasterrcnn_resnet50_fpn_480": _detector(480, "fasterrcnn_resnet50_fpn", box_score_thresh=0.0),
@@ -262,7 +265,7 @@ def build_task_network(name: str, family: str) -> Network:
     task = VISION_TASKS[name]
     torch.manual_seed(SEED)
     module = torchvision.models.get_model(task.architecture or name, **task.options)
-    sizes = {"batch": (1, 4)} if "batch" in task.shape else {}
+    sizes = {} if task.detects else {"batch": (1, 4)}
     inputs = (NetworkInput("input", task.shape),)
     network = Network(name, "torchvision", family, FirstOutput(module, task.detects), inputs, sizes,
                       data_sized=task.detects, traced=task.detects)

@@ -49,16 +49,14 @@ def control_flow_name(node: onnx.NodeProto, inside: str = "") -> str:
     return name if not inside or name.startswith(f"{inside}/") else f"{inside}/{name}"
 
 
-def name_nodes(graph: onnx.GraphProto) -> None:
+def name_nodes(graph: onnx.GraphProto, inside: str = "", seen: set[str] | None = None) -> None:
     """Gives every node of `graph` a unique name, and every node in its bodies: `<node>/<node of its body>`.
 
     Unique names stay. But ReorderOutputs are named after their outputs, since ORT's names for them vary, and so are unnamed
-    nodes with bodies, since users give trips and branches by these names.
+    nodes with bodies, since users give trips and branches by these names. For a body, `inside` is the node around it, and
+    `seen` are the names that are taken.
     """
-    _name_nodes(graph, "", set())
-
-
-def _name_nodes(graph: onnx.GraphProto, inside: str, seen: set[str]) -> None:
+    seen = set() if seen is None else seen
     for number, node in enumerate(graph.node):
         by_output = f"{node.op_type}_{node.output[0]}" if node.op_type == "ReorderOutput" else ""
         name = by_output or node.name or f"{node.op_type}_{number}"
@@ -72,7 +70,7 @@ def _name_nodes(graph: onnx.GraphProto, inside: str, seen: set[str]) -> None:
         seen.add(name)
         node.name = name
         for body in bodies.values():
-            _name_nodes(body, name, seen)
+            name_nodes(body, name, seen)
 
 
 def attribute_value(attribute: onnx.AttributeProto) -> Any:

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchvision.models import detection, segmentation, video
+from torchvision.models import segmentation
 
-from hase.model_zoo.exporting.torch_models import build
 from hase.model_zoo.networks import images, vectors
 from hase.model_zoo.networks.libraries import FirstOutput
 
@@ -61,30 +60,14 @@ def random_inputs(shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
     return {name: torch.randn(*shape) for name, shape in shapes.items()}
 
 
-def _image(size: int) -> dict[str, Tensor]:
-    return {"image": torch.randn(1, 3, size, size)}
-
-
 def write_diffusion(path: Path) -> None:
     export(images.DiffusionBlock(), {"latent": torch.randn(1, 4, 32, 32), "time": torch.ones(1, dtype=torch.int64),
                                      "text": torch.randn(1, 77, 96)}, path, 17)
 
 
-def write_classifier(path: Path, name: str, opset: int, size: int) -> None:
-    export(build(name, "fp32", (size, size)), _image(size), path, opset)
-
-
-def write_segmentation(path: Path, name: str, size: int) -> None:
-    model = getattr(segmentation, name)(weights=None, weights_backbone=None)
-    export(FirstOutput(model, False), _image(size), path, 17)
-
-
-def write_detector(path: Path, name: str, size: int, **options: Any) -> None:
-    export(getattr(detection, name)(weights=None, weights_backbone=None, **options), _image(size), path, 12)
-
-
-def write_video(path: Path, name: str, frames: int, size: int) -> None:
-    export(getattr(video, name)(weights=None), {"clip": torch.randn(1, 3, frames, size, size)}, path, 17)
+def segmentation_network(name: str) -> nn.Module:
+    """A segmentation network of torchvision, without its dict of outputs."""
+    return FirstOutput(getattr(segmentation, name)(weights=None, weights_backbone=None), False)
 
 
 def write_recommender(path: Path) -> None:
@@ -116,7 +99,3 @@ def write_bert(path: Path, opset: int, dynamic: bool) -> None:
     axes = {name: {0: "batch", 1: "sequence"} for name in ("tokens", "mask", "segments")} if dynamic else None
     export(vectors.Encoder(), {"tokens": 0 * ones, "mask": ones, "segments": 0 * ones}, path, opset,
            ["hidden", "pooled"], axes)
-
-
-def write_encoder(path: Path, opset: int) -> None:
-    export(vectors.transformer_encoder(), {"input": torch.randn(1, 64, 256)}, path, opset)
