@@ -227,42 +227,29 @@ def _percent(ratio: float | None) -> str | None:
     return None if ratio is None else f"{100 * ratio:+.1f} %"
 
 
-def _percentile_columns(row: Comparison, rows: Sequence[Comparison]) -> dict[str, Any]:
-    """The columns for errors of percentiles, if any of `rows` has them."""
-    if all(other_row.p50_error is None for other_row in rows):
-        return {}
-    return {"p50 error": _percent(row.p50_error), "p95 error": _percent(row.p95_error)}
-
-
-def _energy_columns(row: Comparison, rows: Sequence[Comparison]) -> dict[str, Any]:
-    """The columns of measured and predicted energy, if any of `rows` has both."""
-    if all(other_row.energy_error is None for other_row in rows):
-        return {}
-    return {"measured (J)": row.measured_energy_j, "predicted (J)": row.predicted_energy_j,
-            "energy error": _percent(row.energy_error)}
-
-
 def _load_columns(row: Comparison | Summary, rows: Sequence[Comparison | Summary]) -> dict[str, Any]:
     """The columns of the load, if any of `rows` was measured under load."""
-    if not any(other_row.level for other_row in rows):
-        return {}
+    level = {"level": row.level} if any(other.level for other in rows) else {}
     background = {"background": row.background + (" (held out)" if row.background_held_out else "")}
-    return {"level": row.level, **(background if any(other_row.background for other_row in rows) else {})}
+    return level | (background if level and any(other.background for other in rows) else {})
 
 
 def comparison_table(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
-    """The comparisons as table rows."""
+    """The comparisons as table rows. Columns of what no comparison has are left out."""
+    def if_any(name: str, columns: dict[str, Any]) -> dict[str, Any]:
+        values = [getattr(row, name) for row in comparisons]
+        return columns if any(value is not None and value is not False for value in values) else {}
+
     return [
         {"model": c.model, **({"kind": c.kind} if c.kind else {}), **_load_columns(c, comparisons),
          "held out": "yes" if c.held_out else "", "measured (ms)": c.measured_ms, "spread": f"{100 * c.spread:.1f} %",
-         "canary": c.canary,
-         **({"host pace": c.host_pace} if any(row.host_pace is not None for row in comparisons) else {}),
-         "predicted (ms)": c.predicted_ms, "error": _percent(c.error),
-         **({"rough estimate": "yes" if c.rough_estimate else "no"} if any(row.rough_estimate for row in comparisons) else {}),
-         **_percentile_columns(c, comparisons), **_energy_columns(c, comparisons), "strict (ms)": c.strict_ms,
-         "strict error": _percent(c.strict_error), "memory (MiB)": c.predicted_memory_mib,
-         "measured (MiB)": c.measured_memory_mib}
-        for c in comparisons]
+         "canary": c.canary, **if_any("host_pace", {"host pace": c.host_pace}), "predicted (ms)": c.predicted_ms,
+         "error": _percent(c.error), **if_any("rough_estimate", {"rough estimate": "yes" if c.rough_estimate else "no"}),
+         **if_any("p50_error", {"p50 error": _percent(c.p50_error), "p95 error": _percent(c.p95_error)}),
+         **if_any("energy_error", {"measured (J)": c.measured_energy_j, "predicted (J)": c.predicted_energy_j,
+                                   "energy error": _percent(c.energy_error)}),
+         "strict (ms)": c.strict_ms, "strict error": _percent(c.strict_error), "memory (MiB)": c.predicted_memory_mib,
+         "measured (MiB)": c.measured_memory_mib} for c in comparisons]
 
 
 def summary_table(summaries: Sequence[Summary]) -> list[dict[str, Any]]:

@@ -24,8 +24,8 @@ from hase.inference.prediction.sources import (
     checked_dims,
     checked_target,
     checked_workspace,
-    record_of,
-    record_otherwise,
+    other_branches_record,
+    source_record,
 )
 from hase.inference.prediction.targets import (
     MAKE_PREDICTORS,
@@ -253,8 +253,8 @@ def _records(source: Source, sizes: Sequence[Mapping[str, int]], fitted: Fitted,
     """The model's checked record at each size; two records where the size does not decide which branch of an If runs."""
     flavour = fitted.target.flavour
     model = workspace.find_model(Path(source)) if isinstance(source, (str, Path)) else source
-    records = [record_of(model, flavour, dims, static) for dims in sizes]
-    records += filter(None, [record_otherwise(model, record, static) for record in records])
+    records = [source_record(model, flavour, dims, static) for dims in sizes]
+    records += filter(None, [other_branches_record(model, record, static) for record in records])
     for record in records:
         check_target(record, fitted, structure_of(record).dtypes, force)
         if record.flavour != flavour:

@@ -53,8 +53,8 @@ from hase.inference.prediction.sources import (
     checked_workspace,
     missing_weights,
     needs_analysis,
-    record_of,
-    record_otherwise,
+    other_branches_record,
+    source_record,
 )
 from hase.inference.prediction.targets import (
     CardPredictors,
@@ -175,7 +175,8 @@ class Predictor:
         Raises:
             UserError: the model can't be read or analysed, or `dims` are given for a record, whose shapes are fixed.
         """
-        return record_of(self._model(source), self.fitted.target.flavour, checked_dims(dims), static, self.no_weights, dtype)
+        return source_record(self._model(source), self.fitted.target.flavour, checked_dims(dims), static, self.no_weights,
+                             dtype)
 
     def _model(self, source: Source) -> Source:
         """Resolves the path of a model file; other sources are returned unchanged."""
@@ -237,7 +238,7 @@ class Predictor:
         """Records of models, checked against the target."""
         models = [self._model(source) for source in sources]
         records = [self.record(model, dims, static, dtype) for model in models]
-        return [_Query(model, record, record_otherwise(model, record, static, self.no_weights, dtype),
+        return [_Query(model, record, other_branches_record(model, record, static, self.no_weights, dtype),
                        check_target(record, conditions.fitted, structure_of(record).dtypes, self.force))
                 for model, record in zip(models, records, strict=True)]
 

@@ -35,9 +35,8 @@ LARGEST_SIZE = 2**63 - 1  # ONNX's limit
 FREE_CALLS = 300  # nested calls that a prediction may need, mostly for imports
 
 
-def record_of(source: Source, wanted: Flavour,
-              dims: Mapping[str, int] | None = None, static: bool = False, no_weights: bool = False,
-              dtype: Precision | None = None) -> ModelRecord:
+def source_record(source: Source, wanted: Flavour, dims: Mapping[str, int] | None = None, static: bool = False,
+                  no_weights: bool = False, dtype: Precision | None = None) -> ModelRecord:
     """The record of the graph that this machine's runtime makes of `source`. A record is returned unchanged.
 
     Args:
@@ -89,13 +88,13 @@ def needs_analysis(source: Source) -> bool:
     return Path(source).suffix != ".json" if isinstance(source, (str, Path)) else not isinstance(source, ModelRecord)
 
 
-def record_otherwise(source: Source, record: ModelRecord, static: bool = False, no_weights: bool = False,
-                     dtype: Precision | None = None) -> ModelRecord | None:
+def other_branches_record(source: Source, record: ModelRecord, static: bool = False, no_weights: bool = False,
+                          dtype: Precision | None = None) -> ModelRecord | None:
     """The record for the branches of Ifs that `record` does not assume; None without such Ifs, or if `source` is a record."""
     dims = record.dims_otherwise
     if not dims or not needs_analysis(source):
         return None
-    return record_of(source, record.flavour, dims, static, no_weights, dtype)
+    return source_record(source, record.flavour, dims, static, no_weights, dtype)
 
 
 def missing_weights(source: Source) -> tuple[Path, ...]:
