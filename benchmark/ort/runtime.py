@@ -32,9 +32,12 @@ def write_records(workspace: Workspace, model: Path, device: str, dims: Mapping[
     return [record]
 
 
+def check() -> None:
+    """Does nothing: requirements.txt installs ONNX Runtime."""
+
+
 RUNTIME = Runtime(
-    name="ort", title="ONNX Runtime", package="onnxruntime", version=ort_version, levels=("all",),
-    check=lambda: None,  # requirements.txt installs it
+    name="ort", title="ONNX Runtime", package="onnxruntime", version=ort_version, check=check, levels=("all",),
     devices={"cpu": DeviceLabels((*DEFAULT_LABELS, UNPROFILED), DEFAULT_LABELS, VARIANTS[:1], VARIANTS[:1]),
              "cuda": DeviceLabels((*DEFAULT_LABELS, GPU_LABEL), (*DEFAULT_LABELS, GPU_LABEL), VARIANTS, VARIANTS)},
     model_suffixes=(".onnx",), kernel_suffix=".onnx", analyze=analyze_in, write_records=write_records, read_kernel=built_kernel,
