@@ -63,7 +63,7 @@ python benchmark/dataset.py --repeat 200 --workspace out/demo --config recipes/d
 """
 
 
-# contents ---------------------------------------------------------------------------------------------------------------
+# contents ----------------------------------------------------------------------------------------------------------------
 
 
 def coverage_rows(coverage: DatasetCoverage) -> list[dict[str, Any]]:
