@@ -24,68 +24,40 @@ def _omitted_if_none() -> Any:
 
 
 class Comparison(Frozen):
-    """One model's predicted and measured latency.
+    """One model's predicted and measured latency. Errors are predicted / measured − 1; shares are ratios, too."""
 
-    Attributes:
-        model: the record's name, with the sizes of dynamic dimensions.
-        kind: kind of model, as a list of models gives it.
-        level: busy share of the stressor; 0 is idle.
-        background: name of the stressor's work in the dataset or config; "" is idle.
-        load: the metrics that the prediction used, by DCGM field name.
-        told_by: source of the load; None for an idle device, or for a prediction without distribution.
-        held_out: whether its group is in no fit.
-        background_held_out: whether measurements under this background are in no fit.
-        predicted_ms, strict_ms: with measured kernels looked up, and with all kernels predicted.
-        measured_ms: the median of the samples; under load their mean.
-        error, strict_error: predicted / measured − 1, ratios.
-        p50_error, p95_error: the same errors for these percentiles; None if the prediction has no distribution.
-        spread: interquartile range over the median of the samples, a ratio.
-        runs: number of samples.
-        measured_share, estimated_share: parts of the kernel time of predicted_ms that were measured and estimated, ratios.
-        rough_estimate: whether the prediction with look-up is a rough estimate.
-        interval_low_ms, interval_high_ms: the 90 % interval of the prediction with look-up.
-        host_pace: dispatch time of a GPU's host over its usual time, measured with the model and used for the prediction; None
-            if it was not measured.
-        canary: time of the canary (a reference workload) before the measurements over its best in the dataset, a ratio: 1 is
-            steady.
-        predicted_memory_mib, measured_memory_mib: peak memory of the session.
-        warnings: of the prediction with look-up.
-        predicted_energy_j, measured_energy_j, energy_error: energy of a run (predicted with look-up; the median of sessions),
-            and predicted / measured − 1; None if the energy was not measured, or can't be predicted.
-    """
-
-    model: str
-    kind: str | None = _omitted_if_none()
+    model: str  # the record's name, with the sizes of dynamic dimensions
+    kind: str | None = _omitted_if_none()  # as a list of models gives it
     batch: int | None
-    level: float
-    background: str = ""
-    load: dict[str, float] = {}
-    told_by: LoadSource | None = None
-    held_out: bool
-    background_held_out: bool = False
-    predicted_ms: float
-    strict_ms: float
-    measured_ms: float
+    level: float  # busy share of the stressor; 0 is idle
+    background: str = ""  # name of the stressor's work in the dataset or config; "" is idle
+    load: dict[str, float] = {}  # the metrics that the prediction used, by DCGM field name
+    told_by: LoadSource | None = None  # source of the load; None for an idle device or a prediction without distribution
+    held_out: bool  # its group is in no fit
+    background_held_out: bool = False  # measurements under this background are in no fit
+    predicted_ms: float  # with measured kernels looked up
+    strict_ms: float  # with all kernels predicted
+    measured_ms: float  # the median of the samples; under load their mean
     median_ms: float
     mean_ms: float
     error: float
     strict_error: float
-    p50_error: float | None = None
+    p50_error: float | None = None  # of the 50th percentile; None if the prediction has no distribution
     p95_error: float | None = None
-    spread: float
-    runs: int
-    measured_share: float
+    spread: float  # interquartile range of the samples over their median
+    runs: int  # number of samples
+    measured_share: float  # of the kernel time of predicted_ms
     estimated_share: float
-    rough_estimate: bool = False
-    interval_low_ms: float | None = None
+    rough_estimate: bool = False  # with look-up
+    interval_low_ms: float | None = None  # the 90 % interval with look-up
     interval_high_ms: float | None = None
-    host_pace: float | None = None
-    canary: float | None
-    predicted_memory_mib: float
+    host_pace: float | None = None  # a ratio, measured with the model and used for the prediction; None if not measured
+    canary: float | None  # time of a reference workload before the measurements over its best in the dataset: 1 is steady
+    predicted_memory_mib: float  # peak of the session
     measured_memory_mib: float | None = None
-    warnings: tuple[str, ...] = ()
-    predicted_energy_j: float | None = _omitted_if_none()
-    measured_energy_j: float | None = _omitted_if_none()
+    warnings: tuple[str, ...] = ()  # of the prediction with look-up
+    predicted_energy_j: float | None = _omitted_if_none()  # of a run; None if it can't be predicted or was not measured
+    measured_energy_j: float | None = _omitted_if_none()  # the median of sessions
     energy_error: float | None = _omitted_if_none()
 
 
@@ -108,19 +80,14 @@ class Summary(Frozen):
 
 
 class Marks(Frozen):
-    """How many predictions are marked as rough estimates, the errors of the others, and how many intervals hold.
-
-    Attributes:
-        mape, median, worst: absolute errors of the predictions that are not marked, ratios.
-        held: the share of the 90 % intervals that hold the measured latency.
-    """
+    """How many predictions are marked as rough estimates, the absolute errors of the others, and how many intervals hold."""
 
     models: int
     marked: int
-    mape: float | None
+    mape: float | None  # a ratio, as the next two
     median: float | None
     worst: float | None
-    held: float | None
+    held: float | None  # the share of the 90 % intervals that hold the measured latency
 
 
 def count_marks(comparisons: Sequence[Comparison]) -> Marks:
@@ -134,29 +101,19 @@ def count_marks(comparisons: Sequence[Comparison]) -> Marks:
 
 
 class Evaluation(Frozen):
-    """The result of an evaluation, as a file and as `--json` prints it. Version 1 is the first.
-
-    Attributes:
-        source: `measured` here and now, `recorded` in the dataset, or `listed` in a file of latencies.
-        way: how the models were run, in words.
-        load: the load of the predictions: metrics, or `idle`, `as the probe met it`, `recorded`, or `by level` if each level
-            has its own.
-        failures: models that could not be evaluated, and why.
-        marks: of all comparisons.
-        warnings: about the load.
-    """
+    """The result of an evaluation, as a file and as `--json` prints it. Version 1 is the first."""
 
     version: int = 1
     target: str
     composition: dict[str, Any]
-    source: EvaluationSource
-    way: str
-    load: str | dict[str, float]
+    source: EvaluationSource  # `measured` here and now, `recorded` in the dataset, or `listed` in a file of latencies
+    way: str  # how the models were run, in words
+    load: str | dict[str, float]  # metrics, or `idle`, `as the probe met it`, `recorded`, or `by level` if each has its own
     comparisons: tuple[Comparison, ...]
     summaries: tuple[Summary, ...]
-    failures: dict[str, str]
-    marks: Marks
-    warnings: tuple[str, ...] = ()
+    failures: dict[str, str]  # models that could not be evaluated, and why
+    marks: Marks  # of all comparisons
+    warnings: tuple[str, ...] = ()  # about the load
 
 
 def compare_model(model: EvaluatedModel, held_out: Sequence[str],

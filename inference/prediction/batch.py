@@ -252,27 +252,17 @@ def joined_spans(spans: Sequence[Spans]) -> Spans:
 
 
 class Latencies(NamedTuple):
-    """The predicted latency of each model of a batch on an otherwise idle device, and its uncertainty.
-
-    Attributes:
-        critical_path_ms: the longest path, where the composition uses it.
-        spans: the factors by which the latency may be off.
-        rough: whether it is a rough estimate.
-        by_rough, by_trips, by_host: the factors due to kernels that can make it a rough estimate, to guessed numbers of trips
-            of loops, and to other plausible paces of the host.
-        sources: the sources of its error.
-        shorter: how many times shorter it is than any model from which the cost of a run was learned; at least 1.
-    """
+    """The predicted latency of each model of a batch on an otherwise idle device, and its uncertainty."""
 
     latency_ms: Floats
-    critical_path_ms: Floats | None
-    spans: Spans
-    rough: Mask
-    by_rough: Spans
-    by_trips: Spans
-    by_host: Spans
-    sources: Sequence[Sources]
-    shorter: Floats
+    critical_path_ms: Floats | None  # where the composition uses it
+    spans: Spans  # the factors by which the latency may be off
+    rough: Mask  # whether it is a rough estimate
+    by_rough: Spans  # the factors due to kernels that can make it a rough estimate
+    by_trips: Spans  # the factors due to guessed numbers of trips of loops
+    by_host: Spans  # the factors due to other plausible paces of the host
+    sources: Sequence[Sources]  # of its error
+    shorter: Floats  # how many times shorter it is than any model from which the cost of a run was learned; at least 1
 
 
 class Batch:

@@ -121,32 +121,20 @@ def sheet_range(gpu: GpuDataSheet, model: SheetModel | None = None) -> SheetRang
 
 @dataclass(frozen=True)
 class Fitted:
-    """Everything learned for one target (predictors, composition, sharing), and how the target was chosen.
-
-    Attributes:
-        uncertainty: how far off the times of unknown kernels may be.
-        host: the host's side of a CUDA session.
-        sharing: how processes take turns on the target's GPU.
-        mps: how kernels of several processes run through MPS.
-        serving: how the pace of a host changes while it serves requests.
-        other_cudnn: whether this machine has the target's device, but another minor version of cuDNN than was measured.
-        notices: notes for the reader about the choice and the versions.
-        measured_on: the machine and the versions that were measured, in words; "" where this machine is the target.
-        sheet_range: the uncertainty of times scaled from another card; None for a measured card.
-    """
+    """Everything learned for one target (predictors, composition, sharing), and how the target was chosen."""
 
     target: Target
     predictors: Predictors
     composition: Composition
-    uncertainty: Uncertainty
-    host: HostSide = NOTHING_MEASURED
-    sharing: Sharing | None = None
-    mps: LearnedMps | None = None
-    serving: ServingHost | None = None
-    other_cudnn: bool = False
-    notices: tuple[str, ...] = ()
-    measured_on: str = ""
-    sheet_range: SheetRange | None = None
+    uncertainty: Uncertainty  # how far off the times of unknown kernels may be
+    host: HostSide = NOTHING_MEASURED  # the host's side of a CUDA session
+    sharing: Sharing | None = None  # how processes take turns on the target's GPU
+    mps: LearnedMps | None = None  # how kernels of several processes run through MPS
+    serving: ServingHost | None = None  # how the pace of a host changes while it serves requests
+    other_cudnn: bool = False  # this machine has the target's device, but another minor version of cuDNN than was measured
+    notices: tuple[str, ...] = ()  # notes for the user about the choice and the versions
+    measured_on: str = ""  # the machine and the versions that were measured, in words; "" where this machine is the target
+    sheet_range: SheetRange | None = None  # the uncertainty of times scaled from another card; None for a measured card
 
 
 @functools.cache

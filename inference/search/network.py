@@ -26,19 +26,12 @@ class NamedTensor(NamedTuple):
 
 
 class GraphPart(NamedTuple):
-    """A piece of a graph.
+    """A piece of a graph."""
 
-    Attributes:
-        nodes: in execution order.
-        kernels: by id.
-        weight_bytes: bytes of the constants that only this part has.
-        shared_bytes: bytes of the constants that several parts may share, by the constant's name.
-    """
-
-    nodes: tuple[Node, ...]
-    kernels: Mapping[str, Kernel]
-    weight_bytes: int
-    shared_bytes: Mapping[str, int]
+    nodes: tuple[Node, ...]  # in execution order
+    kernels: Mapping[str, Kernel]  # by id
+    weight_bytes: int  # of the constants that only this part has
+    shared_bytes: Mapping[str, int]  # of the constants that several parts may share, by name
     output: NamedTensor
 
 

@@ -42,21 +42,13 @@ def build_timm_network(name: str, family: str) -> Network:
 
 @dataclass(frozen=True)
 class Architecture:
-    """How to build one architecture of transformers.
+    """How to build one architecture of transformers."""
 
-    Attributes:
-        config: arguments of its Config class that differ from the defaults.
-        inputs: of the model, named as in its `forward`.
-        sizes: see `Network`.
-        model_class: the class of transformers that builds it.
-        options: further arguments of `forward`.
-    """
-
-    config: Mapping[str, Any]
-    inputs: tuple[NetworkInput, ...]
-    sizes: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: TEXT_SIZES)
-    model_class: str = "AutoModel"
-    options: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any]  # arguments of its Config class that differ from the defaults
+    inputs: tuple[NetworkInput, ...]  # named as in its `forward`
+    sizes: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: TEXT_SIZES)  # see `Network`
+    model_class: str = "AutoModel"  # the class of transformers that builds it
+    options: Mapping[str, Any] = field(default_factory=dict)  # further arguments of `forward`
 
 
 def _vision(config: Mapping[str, Any], size: int, model_class: str = "AutoModel") -> Architecture:
@@ -200,17 +192,11 @@ def build_transformers_network(name: str, family: str) -> Network:
 
 @dataclass(frozen=True)
 class VisionTask:
-    """How to build one model of torchvision.
+    """How to build one model of torchvision."""
 
-    Attributes:
-        shape: of its input.
-        options: arguments of its constructor.
-        architecture: torchvision's name for it, if different.
-    """
-
-    shape: tuple[int | str, ...]
-    options: Mapping[str, Any]
-    architecture: str = ""
+    shape: tuple[int | str, ...]  # of its input
+    options: Mapping[str, Any]  # arguments of its constructor
+    architecture: str = ""  # torchvision's name for it, if different
 
     @property
     def detects(self) -> bool:
