@@ -122,9 +122,9 @@ class ModelDifference(Frozen):
 class Causes(NamedTuple):
     """The parts of a time difference due to the number of runs, the work per run, and the time per unit of work."""
 
-    runs_ms: float
-    work_ms: float = 0.0
-    rate_ms: float = 0.0
+    by_runs_ms: float
+    by_work_ms: float = 0.0
+    by_rate_ms: float = 0.0
 
 
 def compare_runs(a: PredictedRun, b: PredictedRun, files: tuple[str, str], by: By = "operator") -> ModelDifference:
@@ -195,8 +195,7 @@ def _difference(name: str, a: OperatorTime, b: OperatorTime, whole_ms: float, un
     parts, difference_ms = _causes(a, b, unit), b.time_ms - a.time_ms
     return OperatorDifference(
         operator=name, a=a, b=b, difference_ms=difference_ms, share=difference_ms / whole_ms if whole_ms else None, unit=unit,
-        by_runs_ms=parts.runs_ms, by_work_ms=parts.work_ms, by_rate_ms=parts.rate_ms,
-        explanation=_explanation(a, b, parts, unit))
+        **parts._asdict(), explanation=_explanation(a, b, parts, unit))
 
 
 def _explanation(a: OperatorTime, b: OperatorTime, parts: Causes, unit: Unit) -> str:
@@ -205,14 +204,14 @@ def _explanation(a: OperatorTime, b: OperatorTime, parts: Causes, unit: Unit) ->
         if not there.runs:
             return f"only in {name}, {here.runs:g} {'run' if here.runs == 1 else 'runs'}"
     more = b.runs - a.runs
-    causes = {f"{abs(more):g} {'more' if more > 0 else 'fewer'} {'run' if abs(more) == 1 else 'runs'}": parts.runs_ms}
+    causes = {f"{abs(more):g} {'more' if more > 0 else 'fewer'} {'run' if abs(more) == 1 else 'runs'}": parts.by_runs_ms}
     work_a, work_b = _work_per_run(a, unit), _work_per_run(b, unit)
     if work_a and work_b:
-        causes[f"{work_b / work_a:.3g} times the {unit}s of a run"] = parts.work_ms
+        causes[f"{work_b / work_a:.3g} times the {unit}s of a run"] = parts.by_work_ms
         rate = (b.time_ms / b.runs / work_b) / (a.time_ms / a.runs / work_a) if a.time_ms else 0.0
-        causes[f"{rate:.3g} times the time of a {unit}"] = parts.rate_ms
+        causes[f"{rate:.3g} times the time of a {unit}"] = parts.by_rate_ms
     else:
-        causes["another time of a run"] = parts.rate_ms
+        causes["another time of a run"] = parts.by_rate_ms
     least_ms = LEAST_CAUSE * sum(map(abs, causes.values()))
     notes = [f"{words} ({part_ms:+.3g} ms)" for words, part_ms in sorted(causes.items(), key=lambda item: -abs(item[1]))
              if abs(part_ms) >= least_ms and abs(part_ms) > 1e-9]

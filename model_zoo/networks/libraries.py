@@ -161,8 +161,7 @@ class WithCache(nn.Module):
 
 def transformers_names() -> list[str]:
     """Every model that can be built; a decoder counts as two: with a prompt, and with one token and a cache."""
-    return [model for name in ARCHITECTURES
-            for model in ((name + PREFILL, name + TOKEN) if name in _DECODERS else (name,))]
+    return [model for name in ARCHITECTURES for model in ((name + PREFILL, name + TOKEN) if name in _DECODERS else (name,))]
 
 
 def build_transformers_network(name: str, family: str) -> Network:

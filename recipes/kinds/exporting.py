@@ -97,5 +97,4 @@ def write_decoder_token(path: Path, opset: int) -> None:
 def write_bert(path: Path, opset: int, dynamic: bool) -> None:
     ones = torch.ones(2, 64, dtype=torch.int64)
     axes = {name: {0: "batch", 1: "sequence"} for name in ("tokens", "mask", "segments")} if dynamic else None
-    export(vectors.Encoder(), {"tokens": 0 * ones, "mask": ones, "segments": 0 * ones}, path, opset,
-           ["hidden", "pooled"], axes)
+    export(vectors.Encoder(), {"tokens": 0 * ones, "mask": ones, "segments": 0 * ones}, path, opset, ["hidden", "pooled"], axes)
