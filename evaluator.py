@@ -20,15 +20,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hase.benchmark.collecting.config import CollectorConfig
-from hase.inference.evaluation.comparison import Comparison, Evaluation, marks_in_words, models_by_warning, summary_table, table
-from hase.inference.evaluation.evaluate import (
-    PATIENCE_S,
-    TIMEOUT_S,
-    EvaluationLoads,
-    MeasuringPlan,
-    evaluate,
-    evaluate_list,
+from hase.inference.evaluation.comparison import (
+    Comparison,
+    Evaluation,
+    comparison_table,
+    marks_in_words,
+    models_by_warning,
+    summary_table,
 )
+from hase.inference.evaluation.evaluate import PATIENCE_S, TIMEOUT_S, EvaluationLoads, MeasuringPlan, evaluate, evaluate_list
 from hase.inference.evaluation.models import read_latencies, read_manifest
 from hase.inference.evaluation.report import draw_scatter, evaluation_page, scatter
 from hase.inference.live.load import CONFIG_FILE, InferenceConfig
@@ -46,7 +46,7 @@ from hase.utils.timing import error_statistics
 
 log = get_logger("evaluator")
 
-TOLD_WARNINGS = 5  # number on the console, most frequent first
+MOST_LOGGED = 5  # warnings on the console, most frequent first
 EXAMPLES = """
 python evaluator.py model_zoo/models/
 python evaluator.py resnet18.onnx --dim batch=1,4,16
@@ -58,33 +58,31 @@ python evaluator.py --manifest out/kinds/kinds.json --target h200 --measured out
 """
 
 
-def draw(evaluation: Evaluation, folder: Path) -> Path:
-    """Draws the plot of an evaluation as a PNG, or as an SVG if matplotlib is not installed. Returns its path."""
+def write_scatter(evaluation: Evaluation, folder: Path) -> str:
+    """Draws predicted against measured latencies as a PNG, without matplotlib as an SVG; returns the file's name."""
     rows = evaluation.comparisons
     predicted, strict, measured = zip(*((row.predicted_ms, row.strict_ms, row.measured_ms) for row in rows), strict=True)
     title = (f"{evaluation.target}\n{len(rows)} {'latency' if len(rows) == 1 else 'latencies'}: mean error "
              f"{error_statistics(predicted, measured).mape:.1%}, all kernels predicted "
              f"{error_statistics(strict, measured).mape:.1%}")
     if find_spec("matplotlib") is None:
-        path = folder / "evaluation.svg"
-        write_plot([scatter(rows)], path, title)
-    else:
-        path = folder / "evaluation.png"
-        draw_scatter(rows, title, path)
-    return path
+        write_plot([scatter(rows)], folder / "evaluation.svg", title)
+        return "evaluation.svg"
+    draw_scatter(rows, title, folder / "evaluation.png")
+    return "evaluation.png"
 
 
-def write(evaluation: Evaluation, folder: Path) -> list[str]:
+def write_files(evaluation: Evaluation, folder: Path) -> list[str]:
     """Writes the CSV, the JSON and the plot of an evaluation; returns their names. Warnings are only in the JSON."""
     left_out = {"warnings"} if any(comparison.kind for comparison in evaluation.comparisons) else {"warnings", "kind"}
     columns = [name for name in Comparison.model_fields if name not in left_out]
     rows = [comparison.model_dump(include=set(columns)) for comparison in evaluation.comparisons]
     files.write_csv(folder / "evaluation.csv", columns, rows)
     files.write_json(folder / "evaluation.json", evaluation.model_dump(mode="json"))  # for people: without a digest
-    return ["evaluation.csv", "evaluation.json", draw(evaluation, folder).name]
+    return ["evaluation.csv", "evaluation.json", write_scatter(evaluation, folder)]
 
 
-def command_line() -> argparse.ArgumentParser:
+def option_parser() -> argparse.ArgumentParser:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("models", nargs="*", type=Path, metavar="MODEL",
                         help="ONNX files or folders of them; bare names are also looked for in model_zoo")
@@ -114,8 +112,7 @@ def command_line() -> argparse.ArgumentParser:
                         help="how long to wait, before each measurement, for the machine to be as fast as when its dataset "
                              f"was measured (default: {PATIENCE_S:g})")
     parser.add_argument("--timeout-s", type=cli.positive, default=TIMEOUT_S, metavar="S",
-                        help="give up on a model if one of its sessions takes longer (default: "
-                             f"{TIMEOUT_S:g})")
+                        help=f"give up on a model if one of its sessions takes longer (default: {TIMEOUT_S:g})")
     parser.add_argument("--rounds", type=cli.count, default=3,
                         help="how often each model is measured, alternating with the others (default: 3)")
     parser.add_argument("--budget-s", type=cli.positive, default=1.0, help="seconds for each model and round (default: 1)")
@@ -125,7 +122,7 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuses options that contradict each other."""
+    """Refuses contradictory options."""
     if args.manifest:
         others = (args.models, args.dim, args.static, args.inputs, args.recorded, args.metrics, args.changes, args.under_load,
                   args.probe, args.config != CONFIG_FILE, args.io != AS_USUAL.io, args.cuda_graph)
@@ -151,7 +148,7 @@ def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -
 
 
 def evaluate_manifest(args: argparse.Namespace, workspace: Workspace, plan: MeasuringPlan) -> Evaluation:
-    """Evaluates the models of a list."""
+    """Evaluates the models that --manifest lists."""
     models = read_manifest(args.manifest).chosen(args.only)
     if not models:
         raise UserError(f"{args.manifest}: no model with the name {' or '.join(args.only)}")
@@ -161,20 +158,20 @@ def evaluate_manifest(args: argparse.Namespace, workspace: Workspace, plan: Meas
                          measure_missing=args.measure_missing, plan=plan, force=args.force)
 
 
-def report(evaluation: Evaluation, folder: Path, written: Sequence[str]) -> None:
-    """Logs the predictions' warnings, the files written to `folder`, and the models that failed."""
+def log_outcome(evaluation: Evaluation, folder: Path, written: Sequence[str]) -> None:
+    """Logs the predictions' warnings, the names of the files written to `folder`, and the models that failed."""
     warned = models_by_warning(evaluation.comparisons)
-    for warning in list(warned)[:TOLD_WARNINGS]:
+    for warning in list(warned)[:MOST_LOGGED]:
         log.warning("%s: %s", first_and_count(warned[warning]), warning)
-    if len(warned) > TOLD_WARNINGS:
-        log.warning("%d more warnings are in evaluation.json", len(warned) - TOLD_WARNINGS)
+    if len(warned) > MOST_LOGGED:
+        log.warning("%d more warnings are in evaluation.json", len(warned) - MOST_LOGGED)
     log.info("load %s; written to %s: %s", evaluation.load, folder, ", ".join(written))
     if evaluation.failures:
         log.error("%d failed: %s", len(evaluation.failures), ", ".join(evaluation.failures))
 
 
 def main() -> int:
-    parser = command_line()
+    parser = option_parser()
     args = parser.parse_args()
     check_arguments(parser, args)
     workspace = cli.start(args)
@@ -191,18 +188,18 @@ def main() -> int:
             static=args.static)
     folder = workspace.evaluation / evaluation.target
     with sole_writer(folder):
-        written = write(evaluation, folder)
+        written = write_files(evaluation, folder)
     if args.html:
         write_page(evaluation_page(evaluation), args.html)
     if args.json:
         cli.print_json(evaluation)
     else:
-        cli.print_table(table(evaluation.comparisons), f"{evaluation.target}, {evaluation.way}, {evaluation.source}")
+        cli.print_table(comparison_table(evaluation.comparisons), f"{evaluation.target}, {evaluation.way}, {evaluation.source}")
         print()
         cli.print_table(summary_table(evaluation.summaries), "errors")
         if args.manifest:
             print(marks_in_words(evaluation.marks))
-    report(evaluation, folder, written)
+    log_outcome(evaluation, folder, written)
     return 1 if evaluation.failures else 0
 
 

@@ -1,7 +1,7 @@
-"""What a dataset holds: its kernels by operator and size, the machines that measured it, and how well it can be repeated.
+"""Shows what a dataset holds: its kernels by operator and size, the machines that measured it, and how repeatable it is.
 
 Reads the dataset of a target in benchmark/dataset. By default prints one row for each operator: how many kernels were measured,
-by the bytes that they read and write, and how many failed or are unsteady. Where there are few, predictions are least sure.
+by the bytes that they read and write, and how many failed or are unsteady. Predictions are least sure where there are few.
 
 With --machines, prints the machines of each dataset, and for each pair of machines the ratio of the idle times of the second to
 those of the first, label by label. The collector has several machines measure some of the same kernels (`ties` in
@@ -35,14 +35,7 @@ from hase.benchmark.collecting.units import steadiness_of
 from hase.benchmark.measuring.blocks import PlannedBlock
 from hase.benchmark.measuring.driver import BlockPlan, Driver, chunks
 from hase.records.dataset_files import DatasetHeader, collected_targets, read_header, read_journal, read_kernels
-from hase.records.dataset_tables import (
-    DatasetCoverage,
-    OperatorCoverage,
-    dataset_coverage,
-    model_sessions,
-    read_kernel_table,
-    read_model_table,
-)
+from hase.records.dataset_tables import DatasetCoverage, dataset_coverage, model_sessions, read_kernel_table, read_model_table
 from hase.records.measurement import COLLECT, Block, Journal
 from hase.utils import cli
 from hase.utils.config import read_config
@@ -54,12 +47,12 @@ from hase.utils.paths import ROOT, Workspace
 from hase.utils.text import cell, first_and_count
 from hase.utils.timing import error_statistics
 
-MOST = 30  # operators of the page's grid
-FEW = 5  # an operator with fewer kernels is named on the page
+MOST_OPERATORS = 30  # of the page's grid and of its table before the reader asks for all
+FEW_KERNELS = 5  # an operator with fewer is named on the page
 CLOSE = 0.05  # a ratio within 1 ± this counts as the same
 SHORT_MS = 0.02  # shorter kernels are left out of a second row: their times are mostly overhead
 IN_MODEL = "kernel_time"  # the label of kernels in models that is repeated
-Times = dict[tuple[str, str, str], dict[str, float]]  # ms by id, by what was timed: subject, label, place
+Times = dict[tuple[str, str, str], dict[str, float]]  # by subject, label and place: ms by id
 
 log = get_logger("dataset")
 EXAMPLES = """
@@ -70,15 +63,14 @@ python benchmark/dataset.py --repeat 200 --workspace out/demo --config recipes/d
 """
 
 
-# what it holds -----------------------------------------------------------------------------------------------------------
+# contents ----------------------------------------------------------------------------------------------------------------
 
 
-def operator_row(operator: OperatorCoverage, sizes: tuple[str, ...]) -> dict[str, Any]:
-    """An operator as a table row."""
-    return {"operator": operator.operator, "kernels": operator.kernels, "measured": operator.measured,
-            "failed": operator.failed, "unsteady": operator.unsteady, "in models": operator.in_models,
-            **dict(zip(sizes, operator.by_size, strict=True)), "shortest (ms)": operator.least_ms,
-            "longest (ms)": operator.most_ms}
+def coverage_rows(coverage: DatasetCoverage) -> list[dict[str, Any]]:
+    """The operators as table rows."""
+    return [{"operator": row.operator, "kernels": row.kernels, "measured": row.measured, "failed": row.failed,
+             "unsteady": row.unsteady, "in models": row.in_models, **dict(zip(coverage.sizes, row.by_size, strict=True)),
+             "shortest (ms)": row.least_ms, "longest (ms)": row.most_ms} for row in coverage.operators]
 
 
 def coverage_page(coverage: DatasetCoverage, header: DatasetHeader) -> Page:
@@ -86,27 +78,26 @@ def coverage_page(coverage: DatasetCoverage, header: DatasetHeader) -> Page:
     operators, machine = coverage.operators, list(header.machines.values())[-1] if header.machines else None
     device = machine.device_name if machine else coverage.target
     failed, unsteady = (sum(getattr(row, name) for row in operators) for name in ("failed", "unsteady"))
-    few = [row.operator for row in operators if row.measured < FEW]
-    shown = [row for row in operators if row.measured]
-    answer = (f"{coverage.measured} kernels of {len(shown)} operators were measured on {device}, and {coverage.models} models "
-              f"of {coverage.families} families.")
-    unsure = f"Fewer than {FEW} kernels were measured of {first_and_count(few)}: there predictions are least sure."
+    few = [row.operator for row in operators if row.measured < FEW_KERNELS]
+    measured = [row for row in operators if row.measured]
+    answer = (f"{coverage.measured} kernels of {len(measured)} operators were measured on {device}, and {coverage.models} "
+              f"models of {coverage.families} families.")
+    unsure = f"Fewer than {FEW_KERNELS} kernels were measured of {first_and_count(few)}: there predictions are least sure."
     facts = [Fact("measured kernels", cell(coverage.measured), "", f"of {coverage.kernels} described"),
              Fact("failed", str(failed), "", "no idle measurement went well", "bad" if failed else ""),
              Fact("unsteady", str(unsteady), "", "measured while the machine was unsteady", "doubtful" if unsteady else ""),
              Fact("models", str(coverage.models), "", f"of {coverage.families} families")]
-    most = shown[:MOST]
-    which = "" if len(most) == len(shown) else f" of the {MOST} operators that have the most"
+    shown = measured[:MOST_OPERATORS]
+    which = "" if len(shown) == len(measured) else f" of the {MOST_OPERATORS} operators that have the most"
     grid = Grid(f"Measured kernels{which}", "operator", "bytes that a kernel reads and writes",
-                [row.operator for row in most], coverage.sizes, [[count or None for count in row.by_size] for row in most])
+                [row.operator for row in shown], coverage.sizes, [[count or None for count in row.by_size] for row in shown])
     loads = [{"level": load.level, "background": load.background or ("idle" if not load.level else "the stressor's default"),
               "kernels": load.kernels, "models": load.models} for load in coverage.loads]
     versions = ", ".join(f"{name} {number}" for name, number in machine.versions.items()) if machine else ""
-    rows = [operator_row(row, coverage.sizes) for row in operators]
     return Page("Dataset", coverage.target, answer, [unsure] if few else [], facts,
                 [PageSection("By operator and size", [grid] if shown else [],
                          "Kernels of the idle device. An empty field is a size that no prediction can look up or learn from."),
-                 PageSection("By operator", [PageTable(rows, bar="measured", most=30)]),
+                 PageSection("By operator", [PageTable(coverage_rows(coverage), bar="measured", most=MOST_OPERATORS)]),
                  PageSection("By load", [PageTable(loads)])], {},
                 {"target": coverage.target,
                  "machines": ", ".join(dict.fromkeys(one.device_name for one in header.machines.values())),
@@ -118,7 +109,7 @@ def coverage_page(coverage: DatasetCoverage, header: DatasetHeader) -> Page:
 def show_coverage(workspace: Workspace, args: argparse.Namespace) -> None:
     targets = collected_targets(workspace)
     if not args.target and len(targets) > 1:
-        raise UserError(f"several datasets: {', '.join(targets)}; say which with --target")
+        raise UserError(f"there are several datasets: choose one with --target: {', '.join(targets)}")
     target = args.target or targets[0]
     folder = workspace.dataset(target)
     header = read_header(folder)
@@ -129,7 +120,7 @@ def show_coverage(workspace: Workspace, args: argparse.Namespace) -> None:
     if args.json:
         cli.print_json(coverage)
     else:
-        cli.print_table([operator_row(row, coverage.sizes) for row in coverage.operators],
+        cli.print_table(coverage_rows(coverage),
                         f"{target}: {coverage.measured} kernels and {coverage.models} models measured idle")
 
 
@@ -137,7 +128,7 @@ def show_coverage(workspace: Workspace, args: argparse.Namespace) -> None:
 
 
 def idle_times(blocks: Sequence[Block]) -> dict[str, Times]:
-    """Medians of idle measurements by machine: kernels by label and place, and models on an otherwise undisturbed host."""
+    """Medians (ms) of idle measurements, by machine: of kernels by label and place, and of models on an undisturbed host."""
     idle = [block for block in blocks if not block.level]
     samples: dict[str, dict[tuple[str, str, str], dict[str, list[float]]]] = defaultdict(
         lambda: defaultdict(lambda: defaultdict(list)))
@@ -148,19 +139,19 @@ def idle_times(blocks: Sequence[Block]) -> dict[str, Times]:
     for session in model_sessions(idle):
         if session.undisturbed:
             samples[session.block.machine]["models", "latency", "whole"][session.model] += session.labels["latency"].samples_ms
-    return {machine: {what: {name: float(np.median(samples_ms)) for name, samples_ms in by_id.items()}
-                      for what, by_id in by_kind.items()} for machine, by_kind in samples.items()}
+    return {machine: {subject: {name: float(np.median(samples_ms)) for name, samples_ms in by_id.items()}
+                      for subject, by_id in by_subject.items()} for machine, by_subject in samples.items()}
 
 
 def machine_rows(header: DatasetHeader, times: Mapping[str, Times]) -> list[dict[str, Any]]:
     """One row per machine of a dataset: what it is, and how many kernels and models it timed while idle."""
     return [{"machine": uuid, "device": machine.device_name, "driver": machine.driver, **{
-        subject: len({name for what, by_id in times.get(uuid, {}).items() if what[0] == subject for name in by_id})
+        subject: len({name for timed, by_id in times.get(uuid, {}).items() if timed[0] == subject for name in by_id})
         for subject in ("kernels", "models")}} for uuid, machine in header.machines.items()]
 
 
-def compare(first_ms: Mapping[str, float], second_ms: Mapping[str, float]) -> dict[str, Any] | None:
-    """Statistics of second / first over everything with both times above 0; None if there is nothing."""
+def ratio_columns(first_ms: Mapping[str, float], second_ms: Mapping[str, float]) -> dict[str, Any] | None:
+    """Statistics of second / first over everything that has both times; None if there is nothing."""
     ratios = np.array([second_ms[name] / time_ms for name, time_ms in first_ms.items()
                        if time_ms > 0 and second_ms.get(name, 0.0) > 0])
     if not len(ratios):
@@ -171,15 +162,11 @@ def compare(first_ms: Mapping[str, float], second_ms: Mapping[str, float]) -> di
 
 
 def tie_rows(times: Mapping[str, Times]) -> list[dict[str, Any]]:
-    """One row per pair of machines and kind that both timed: the ratio of the second's times to the first's."""
-    rows = []
-    for first, second in itertools.combinations(times, 2):
-        for what in sorted(set(times[first]) & set(times[second])):
-            statistics = compare(times[first][what], times[second][what])
-            if statistics:
-                subject, label, place = what
-                rows.append({"machine": first, "other": second, "what": subject, "label": label, "where": place, **statistics})
-    return rows
+    """One row per pair of machines and kind of time that both have: the ratio of the second's times to the first's."""
+    return [{"machine": first, "other": second, "what": subject, "label": label, "where": place, **statistics}
+            for first, second in itertools.combinations(times, 2)
+            for subject, label, place in sorted(set(times[first]) & set(times[second]))
+            if (statistics := ratio_columns(times[first][subject, label, place], times[second][subject, label, place]))]
 
 
 def show_machines(workspace: Workspace, args: argparse.Namespace) -> None:
@@ -203,9 +190,9 @@ def show_machines(workspace: Workspace, args: argparse.Namespace) -> None:
 
 
 def repeat(workspace: Workspace, config: CollectorConfig, count: int, seed: int) -> list[dict[str, Any]]:
-    """Per level and background, a row for kernels alone (label `run`), kernels in models, and whole models."""
-    here = LocalDevice(config)
-    target, uuid = here.device.target, here.device.machine.uuid
+    """Measures `count` kernels and all models again; returns, by level and background, rows of how much the times differ."""
+    local = LocalDevice(config)
+    target, uuid = local.device.target, local.device.machine.uuid
     folder = workspace.dataset(target.name)
     blocks = [block for block in read_journal(folder) if block.machine == uuid]
     if not blocks:
@@ -215,38 +202,38 @@ def repeat(workspace: Workspace, config: CollectorConfig, count: int, seed: int)
     parts: list[Sequence[Item]] = [[item] for item in work.models] + [*chunks(chosen, config.block_kernels)]
     plan = BlockPlan({uuid: [PlannedBlock(f"repeat {number}", items) for number, items in enumerate(parts)]})
     backgrounds, rows = read_header(folder).backgrounds, []
-    with here.actors(config, workspace) as actors:
+    with local.actors(config, workspace) as actors:
         for level, name in sorted({block.load for block in blocks}):
             first = [block for block in blocks if block.load == (level, name)]
             background = backgrounds.get(name, config.stress.backgrounds[0]) if level else None
             driver = Driver[Item](actors, Journal(first), steadiness_of(config))
             driver.measure(level, background, plan)
-            rows += [{"level": level, "background": name, **row} for row in differences(first, driver.finish().blocks)]
+            rows += [{"level": level, "background": name, **row} for row in repeat_rows(first, driver.finish().blocks)]
     return rows
 
 
-def differences(first: Sequence[Block], second: Sequence[Block]) -> list[dict[str, Any]]:
-    """Differences of kernels, of kernels of at least SHORT_MS, of kernels in models, and of whole models."""
-    first_ms, second_ms = medians(first), medians(second)
+def repeat_rows(first: Sequence[Block], second: Sequence[Block]) -> list[dict[str, Any]]:
+    """How much two measurements differ: kernels alone (label `run`), kernels in models, and whole models."""
+    first_ms, second_ms = medians_ms(first), medians_ms(second)
     rows = [("kernels", "run", 0.0), ("kernels of 20 µs and more", "run", SHORT_MS),
             ("kernels in models", IN_MODEL, 0.0), ("kernels in models, of 20 µs and more", IN_MODEL, SHORT_MS),
             ("models", "latency", 0.0)]
-    return [{"what": what, **difference(first_ms[label], second_ms[label], least_ms)} for what, label, least_ms in rows]
+    return [{"what": what, **error_columns(first_ms[label], second_ms[label], least_ms)} for what, label, least_ms in rows]
 
 
-def medians(blocks: Sequence[Block]) -> dict[str, dict[str, float]]:
-    """By label, the median (ms) of the last measurement of each kernel or model."""
-    medians_ms: dict[str, dict[str, float]] = {"run": {}, IN_MODEL: {}, "latency": {}}
+def medians_ms(blocks: Sequence[Block]) -> dict[str, dict[str, float]]:
+    """The median of the last measurement of each kernel or model, by label."""
+    medians: dict[str, dict[str, float]] = {"run": {}, IN_MODEL: {}, "latency": {}}
     for block in blocks:
         for m in block.measurements:
-            if m.status == "ok" and m.label in medians_ms and m.place != "carrier":
-                medians_ms[m.label][m.id] = float(np.median(m.samples_ms))
-    return medians_ms
+            if m.status == "ok" and m.label in medians and m.place != "carrier":
+                medians[m.label][m.id] = float(np.median(m.samples_ms))
+    return medians
 
 
-def difference(first_ms: dict[str, float], second_ms: dict[str, float], least_ms: float = 0.0) -> dict[str, Any]:
-    """Statistics of |second − first| / first for everything in both that takes at least `least_ms`; None for each if empty."""
-    names = [name for name in second_ms if first_ms.get(name, 0.0) > max(least_ms, 0.0)]
+def error_columns(first_ms: dict[str, float], second_ms: dict[str, float], least_ms: float) -> dict[str, Any]:
+    """Statistics of |second − first| / first over everything in both that took longer than `least_ms`."""
+    names = [name for name in second_ms if first_ms.get(name, 0.0) > least_ms]
     if not names:
         return {"count": 0, "mean_%": None, "median_%": None, "within_10_%": None}
     errors = error_statistics([second_ms[name] for name in names], [first_ms[name] for name in names])

@@ -28,7 +28,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -61,7 +61,7 @@ from hase.utils.fingerprint import machine, resolve_device
 from hase.utils.logger import get_logger
 from hase.utils.processes import stop_event
 from hase.utils.sharing_mode import other_processes
-from hase.utils.web_server import LOCALHOST, ScrapeServer, gauge, scrape_server, stale_reason
+from hase.utils.web_server import LOCALHOST, gauge, scrape_server, stale_reason
 
 EXAMPLES = """
   python benchmark/metrics_exporter.py
@@ -75,19 +75,19 @@ INTERVAL_S = 5.0
 LEAST_PROBE_EVERY_S = 1.0  # a probe keeps the device busy for up to a third of this
 PACE_S = 0.3  # length of one measurement of the host pace
 POLL_S = 3600.0  # how often the server checks for its end; rarely, since it ends with the process and a check costs CPU time
-PASSING = (UserError, OSError, MemoryError)  # temporary failures of the device or machine
+TEMPORARY = (UserError, OSError, MemoryError)  # failures of the device or machine that may pass
 PROCESSES = "hase_gpu_processes"
 LAST_SAMPLE = "hase_exporter_last_sample_timestamp_seconds"
 
 log = get_logger("metrics_exporter")
-_reading = threading.Lock()  # probes that run at the same time would disturb each other
+_probe_lock = threading.Lock()  # probes that run at the same time would disturb each other
 
 
-def told_once(error: Exception, before: str, whose: str = "") -> str:
-    """Returns an error's message, and logs it after `whose` if it differs from `before`; a bug is logged with its traceback."""
+def log_if_new(error: Exception, previous: str, prefix: str = "") -> str:
+    """Returns an error's message, and logs it after `prefix` unless it is the `previous` one; bugs with their tracebacks."""
     message = str(error) or type(error).__name__
-    if message != before:
-        log.warning("%s%s", whose, message, exc_info=None if isinstance(error, PASSING) else error)
+    if message != previous:
+        log.warning("%s%s", prefix, message, exc_info=None if isinstance(error, TEMPORARY) else error)
     return message
 
 
@@ -101,8 +101,8 @@ class Sampler:
     sampled_s: float = 0.0  # its time, seconds since 1970
     error: str = ""  # why there is no newer one; "" while all is well
 
-    def run(self, over: threading.Event) -> None:
-        """Samples until `over` is set."""
+    def run(self, stop: threading.Event) -> None:
+        """Samples until `stop` is set."""
         window: OpenWindow | None = None
         while True:
             following = None
@@ -111,9 +111,9 @@ class Sampler:
                 if window:
                     self.means, self.sampled_s, self.error = self.source.stop(window), time.time(), ""
             except Exception as error:  # noqa: BLE001 - without this thread the exporter would stay at HTTP 503
-                self.error = told_once(error, self.error)
+                self.error = log_if_new(error, self.error)
             window = following
-            if over.wait(self.interval_s):
+            if stop.wait(self.interval_s):
                 return
 
     def trouble(self) -> str:
@@ -121,14 +121,14 @@ class Sampler:
         return stale_reason("sound sample", self.sampled_s, self.interval_s, self.error)
 
 
-class TimedResult(Protocol):
-    """A result of a probe, with its time (seconds since 1970)."""
+class ProcessCount(NamedTuple):
+    """Number of other processes on the GPU, and when they were counted (seconds since 1970)."""
 
-    @property
-    def taken_s(self) -> float: ...
+    processes: int
+    taken_s: float
 
 
-R = TypeVar("R", bound=TimedResult)
+R = TypeVar("R", bound=Probed | HostProbeReading | ProcessCount)  # what a probe finds, with its time
 
 
 @dataclass
@@ -139,27 +139,27 @@ class RegularProbe(ABC, Generic[R]):
     every_s: float  # period of the probe
     latest: R | None = None  # the latest result; None before the first
     error: str = ""  # why there is no newer one; "" while all is well
-    whose: ClassVar[str] = ""
+    name: ClassVar[str] = ""  # in log messages
 
     @abstractmethod
-    def take(self) -> R:
+    def probe(self) -> R:
         """Runs the probe once. UserError if it fails."""
 
-    def run(self, over: threading.Event) -> None:
-        """Runs the probe at intervals until `over` is set."""
-        self.read()
-        while not over.wait(self.every_s):
-            self.read()
+    def run(self, stop: threading.Event) -> None:
+        """Runs the probe at intervals until `stop` is set."""
+        self.update()
+        while not stop.wait(self.every_s):
+            self.update()
 
-    def read(self) -> None:
+    def update(self) -> None:
         """Runs the probe once; a failure is logged if it differs from the last one."""
         try:
-            with _reading:
-                self.latest, self.error = self.take(), ""
+            with _probe_lock:
+                self.latest, self.error = self.probe(), ""
         except Exception as error:  # noqa: BLE001 - as in Sampler.run
-            self.error = told_once(error, self.error, self.whose)
+            self.error = log_if_new(error, self.error, f"{self.name}: ")
 
-    def fresh(self) -> R | None:
+    def recent(self) -> R | None:
         """The latest result, if recent enough to be served."""
         latest = self.latest
         return None if latest is None or stale_reason("reading", latest.taken_s, self.every_s, self.error) else latest
@@ -169,49 +169,42 @@ class RegularProbe(ABC, Generic[R]):
 class ProbeSampler(RegularProbe[TimedProbeSummary]):
     """Runs the sharing probe, with sessions that stay open."""
 
-    _probe: SharingProbe | None = None
-    whose: ClassVar[str] = "the sharing probe: "
+    _session: SharingProbe | None = None
+    name: ClassVar[str] = "the sharing probe"
 
-    def take(self) -> TimedProbeSummary:
-        self._probe = self._probe or SharingProbe(self.device)  # if memory was full before, try again
-        return TimedProbeSummary(summarise_probe(self._probe.read()), time.time())
+    def probe(self) -> TimedProbeSummary:
+        self._session = self._session or SharingProbe(self.device)  # if memory was full before, try again
+        return TimedProbeSummary(summarise_probe(self._session.read()), time.time())
 
 
 @dataclass
 class PaceSampler(RegularProbe[HostProbeReading]):
     """Measures the host pace, with a session that stays open."""
 
-    whose: ClassVar[str] = "the host's pace: "
+    name: ClassVar[str] = "the host pace"
 
-    def take(self) -> HostProbeReading:
+    def probe(self) -> HostProbeReading:
         return HostProbeReading(measure_pace(self.device, PACE_S).probe_us, time.time())
-
-
-class ProcessCount(NamedTuple):
-    """Number of other processes on the GPU, and when they were counted (seconds since 1970)."""
-
-    processes: int
-    taken_s: float
 
 
 @dataclass
 class ProcessSampler(RegularProbe[ProcessCount]):
-    """Counts the processes on the GPU."""
+    """Counts the other processes on the GPU."""
 
-    probing: Sequence[RegularProbe[Any]] = ()  # probes that this process runs on the device
-    whose: ClassVar[str] = "the count of processes: "
+    own_probes: Sequence[RegularProbe[Any]] = ()  # probes that this process runs on the device
+    name: ClassVar[str] = "the count of processes"
 
-    def take(self) -> ProcessCount:
-        return ProcessCount(other_processes(own=any(probe.latest for probe in self.probing)), time.time())
+    def probe(self) -> ProcessCount:
+        return ProcessCount(other_processes(own=any(probe.latest for probe in self.own_probes)), time.time())
 
 
 @dataclass(frozen=True, eq=False)  # a registry keeps it by identity
 class DeviceMetrics:
-    """A collector for `prometheus_client`."""
+    """The metrics to serve, as a collector of `prometheus_client`."""
 
     sampler: Sampler
     labels: dict[str, str]
-    new_names: bool
+    new_names: bool = False
     probes: ProbeSampler | None = None
     paces: PaceSampler | None = None
     counts: ProcessSampler | None = None
@@ -222,14 +215,14 @@ class DeviceMetrics:
             shown = new_metric_name(name) if self.new_names else name
             yield gauge(shown, f"{FIELDS[name].meaning} ({NAMES[shown].unit})", mean.value / NAMES[shown].scale, self.labels)
         yield GaugeMetricFamily(LAST_SAMPLE, "time of the latest good sample (s since 1970)", value=self.sampler.sampled_s)
-        if (counted := self.counts.fresh() if self.counts else None) is not None:
-            yield gauge(PROCESSES, "processes that have the GPU open to compute, without the exporter", counted.processes,
+        if count := self.counts and self.counts.recent():
+            yield gauge(PROCESSES, "processes that have the GPU open to compute, without the exporter", count.processes,
                         self.labels)
-        if (paced := self.paces.fresh() if self.paces else None) is not None:
-            for name, value in ((host_pace.PROBE, paced.probe_us / 1e6), (host_pace.TAKEN, paced.taken_s)):
+        if pace := self.paces and self.paces.recent():
+            for name, value in ((host_pace.PROBE, pace.probe_us / 1e6), (host_pace.TAKEN, pace.taken_s)):
                 yield gauge(name, host_pace.PACE_MEANINGS[name], value, self.labels)
-        probed = self.probes.fresh() if self.probes else None
-        if probed is None:
+        probed = self.probes and self.probes.recent()
+        if not probed:
             return
         families = {name: GaugeMetricFamily(name, meaning, labels=[*self.labels, *OWN_LABELS[name]])
                     for name, meaning in MEANINGS.items()}
@@ -250,17 +243,9 @@ def device_labels(device: str, replay: Path | None) -> dict[str, str]:
     return {INDEX_LABEL: index, UUID_LABEL: uuid, DEVICE_LABEL: name, MODEL_LABEL: model, HOST_LABEL: platform.node()}
 
 
-def make_exporter(sampler: Sampler, labels: dict[str, str], host: str, port: int, new_names: bool = False,
-                  probes: ProbeSampler | None = None, paces: PaceSampler | None = None,
-                  counts: ProcessSampler | None = None, web_config: Path | None = None) -> ScrapeServer:
-    """A server that answers scrapes once `serve_forever` runs; `port` 0 takes any free one."""
-    metrics = DeviceMetrics(sampler, labels, new_names, probes, paces, counts)
-    return scrape_server(metrics, sampler.trouble, host, port, web_config)
-
-
 def serve(args: argparse.Namespace) -> None:
     """Serves until a signal, or for the time that the arguments give."""
-    over = stop_event()
+    stop = stop_event()
     device = "cpu" if args.source == "psutil" else resolve_device("auto")
     source = open_source(device, source=args.source, dcgm_address=args.dcgm_address, replay=args.replay,
                          replay_step_s=args.replay_step)
@@ -272,20 +257,20 @@ def serve(args: argparse.Namespace) -> None:
     probes = ProbeSampler(device, args.probe_every) if args.probe_every else None
     paces = PaceSampler(device, args.host_pace_every) if args.host_pace_every else None
     on_gpu = device == "cuda" and args.replay is None
-    counts = ProcessSampler(device, args.interval, probing=[probe for probe in (probes, paces) if probe]) if on_gpu else None
-    server = make_exporter(sampler, device_labels(device, args.replay), args.host, args.port, args.names == "new", probes,
-                           paces, counts, args.web_config)
+    counts = ProcessSampler(device, args.interval, own_probes=[probe for probe in (probes, paces) if probe]) if on_gpu else None
+    metrics = DeviceMetrics(sampler, device_labels(device, args.replay), args.names == "new", probes, paces, counts)
+    server = scrape_server(metrics, sampler.trouble, args.host, args.port, args.web_config)
     for running in (sampler, probes, paces, counts):
         if running:
-            threading.Thread(target=running.run, args=(over,), daemon=True).start()
+            threading.Thread(target=running.run, args=(stop,), daemon=True).start()
     threading.Thread(target=server.serve_forever, args=(POLL_S,), daemon=True).start()
     if args.json:
         cli.print_json({"url": server.url, "source": source.name, "fields": list(source.fields)})
     else:
-        print(f"{server.url}: {source.name}, every {args.interval:g} s", flush=True)
+        print(f"{server.url}: {source.name}, every {args.interval:g} s")
     sys.stdout.flush()
     began_s, used_s = time.monotonic(), time.process_time()
-    over.wait(args.duration)
+    stop.wait(args.duration)
     lasted_s, used_s = time.monotonic() - began_s, time.process_time() - used_s
     log.info("served for %.0f s, which took %.2f %% of a core", lasted_s, 100 * used_s / lasted_s)
     server.server_close()
@@ -320,7 +305,7 @@ def main() -> int:
             parser.error(f"{option} {every_s:g}: {LEAST_PROBE_EVERY_S:g} s at least, since each run of the probe keeps the "
                          "device busy for a part of a second")
         if every_s and args.source == "replay":
-            parser.error(f"{option}: with --source replay there is no device to probe, only a file")
+            parser.error(f"{option}: --source replay has no device to probe, only a file; leave {option} out")
     cli.start(args)
     serve(args)
     return 0

@@ -15,10 +15,10 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from hase.inference.compare.model_differences import compare_runs, said_of_difference
+from hase.inference.compare.model_differences import compare_runs, difference_sentences
 from hase.inference.library.predictor import Predictor
 from hase.inference.prediction.conditions import PaceAsked, RunMode
-from hase.inference.prediction.sources import questions_of
+from hase.inference.prediction.sources import pair_with_sizes
 from hase.inference.reporting.comparisons import difference_page, difference_rows
 from hase.utils import cli
 from hase.utils.logger import get_logger
@@ -52,7 +52,7 @@ def main() -> int:
     cli.add_trust(parser)
     args = parser.parse_args()
     workspace = cli.start(args)
-    a, b = questions_of([workspace.find_model(model) for model in args.models], [cli.one_size_dims(args.dim)])
+    a, b = pair_with_sizes([workspace.find_model(model) for model in args.models], [cli.one_size_dims(args.dim)])
     predictor = Predictor(workspace, args.target, strict=args.strict, force=args.force, any_device=True,
                           no_weights=args.no_weights)
     run_mode = RunMode(io=args.io, cuda_graph=args.cuda_graph)
@@ -68,7 +68,7 @@ def main() -> int:
     if args.json:
         cli.print_json(difference)
         return 0
-    print(*said_of_difference(difference), sep="\n")
+    print(*difference_sentences(difference), sep="\n")
     print()
     cli.print_table(difference_rows(difference), f"{a.model.stem} and {b.model.stem} on {difference.target}")
     return 0

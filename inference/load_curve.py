@@ -1,9 +1,9 @@
 """A model's latency as a function of the load: mean, p50, p95 and p99, from an idle GPU to one that is always busy.
 
-Reads the model and what training learned for the target, above all how its GPU is shared. Only the share of the time varies for
-which the background is busy while the model is idle; its waits are those next to an average background among those measured,
-and its cycle is their median. Prints a table, with the 90 % interval of p95; writes it to --out, draws it to --plot, and
-makes a page of it with --html.
+Reads the model and what training learned for the target, above all how its GPU is shared. The load is the share of the time
+for which the background is busy while the model is idle. Only this share varies: the waits are those next to an average of the
+measured backgrounds, and the length of the cycle is their median. Prints a table, with the 90 % interval of p95; writes it to
+--out, draws it to --plot, and makes a page of it with --html.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ def main() -> int:
         files.write_csv(args.out, [*LoadPoint.model_fields, *ends, "rough_estimate"], [
             point.model_dump() | dict(zip(ends, curve.interval_ms(point.p95_ms), strict=True)) | {
                 "rough_estimate": curve.rough_estimate} for point in curve.points])
+    rough = " (a rough estimate)" if curve.rough_estimate else ""
     if args.plot:
-        rough = " (a rough estimate)" if curve.rough_estimate else ""
         write_plot([curve_chart(curve, args.slo_ms)], args.plot, f"{curve.model}\n{curve.target}{rough}")
     if args.html:
         write_page(load_page(curve, predictor.fitted, args.slo_ms), args.html)
     if args.json:
         cli.print_json(curve)
     else:
-        cli.print_table(curve.rows, f"{curve.model} on {curve.target}{' (a rough estimate)' if curve.rough_estimate else ''}")
+        cli.print_table(curve.rows, f"{curve.model} on {curve.target}{rough}")
     return 0
 
 

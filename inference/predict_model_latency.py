@@ -63,7 +63,7 @@ from hase.inference.live.load import CONFIG_FILE, InferenceConfig, LiveSources, 
 from hase.inference.prediction.answers import PERCENTILE, Prediction, make_monotonic
 from hase.inference.prediction.conditions import PaceAsked, RunMode
 from hase.inference.prediction.run import predicted_trace
-from hase.inference.prediction.sources import Question, questions_of
+from hase.inference.prediction.sources import Question, pair_with_sizes
 from hase.inference.prediction.targets import local_targets
 from hase.inference.reporting.predictions import prediction_page
 from hase.inference.reporting.printed import Answer, answers_json, print_answers, print_watch
@@ -332,7 +332,7 @@ def main() -> int:
         return watch(args, predictor, sources, models[0], sizes[0])
     if args.energy:
         _ = predictor.learned_energy  # before the predictions: nothing may have been learned
-    questions = questions_of(models, sizes)
+    questions = pair_with_sizes(models, sizes)
     answers, failed = predict_all(args, predictor, sources, questions)
     if args.trace:
         write_json(args.trace, document([*predicted_trace(answers[0].run)["traceEvents"], *real]))

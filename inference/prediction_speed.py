@@ -31,7 +31,7 @@ import psutil
 
 from hase.inference import Predictor, predict
 from hase.inference.live.load import CONFIG_FILE, InferenceConfig, LoadReading, current_load, fields_asked
-from hase.inference.prediction.sources import record_of
+from hase.inference.prediction.sources import source_record
 from hase.inference.prediction.targets import choose_target, fitted_for
 from hase.inference.prediction.under_load import co_runner_from_summary
 from hase.utils import cli
@@ -172,7 +172,7 @@ def cases(model: Path, workspace: Workspace, target: str | None, repeats: int,
     flavour = fitted_for(workspace, target).target.flavour
     first = milliseconds(lambda: predict_one(model, workspace=workspace), 1)
     again = milliseconds(lambda: predict_one(model, workspace=workspace), repeats)
-    record = record_of(model, flavour)
+    record = source_record(model, flavour)
     from_record = milliseconds(lambda: predict_one(record, workspace=workspace), repeats)
     strict_first = milliseconds(lambda: predict_one(record, workspace=workspace, strict=True), 1)
     strict_again = milliseconds(lambda: predict_one(record, workspace=workspace, strict=True), repeats)
@@ -218,7 +218,7 @@ def main() -> int:
         parser.error(f"--model names {len(models)} models: give --shell, or one model")
     if args.against:
         target, _ = choose_target(workspace, args.target)
-        record = record_of(models[0].resolve(), fitted_for(workspace, target).target.flavour)
+        record = source_record(models[0].resolve(), fitted_for(workspace, target).target.flavour)
         cli.print_rows(ratios(record, target, args.against.resolve()), args.json, "this version against another")
         return 0
     config = read_config(args.config, InferenceConfig, args.changes).never_idle()

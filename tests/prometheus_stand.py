@@ -28,9 +28,9 @@ import yaml
 
 from hase.benchmark.metrics.names import DEVICE_LABEL, HOST_LABEL, INDEX_LABEL, MODEL_LABEL, UUID_LABEL
 from hase.benchmark.metrics.sources import TIME, ReplaySource
-from hase.benchmark.metrics_exporter import PaceSampler, ProbeSampler, ProcessSampler, Sampler, make_exporter
+from hase.benchmark.metrics_exporter import DeviceMetrics, PaceSampler, ProbeSampler, ProcessSampler, Sampler
 from hase.utils.paths import ROOT
-from hase.utils.web_server import ScrapeServer
+from hase.utils.web_server import ScrapeServer, scrape_server
 
 NEEDED = "HASE_NEEDS_PROMETHEUS"  # set where a missing Prometheus is a failure
 SCRAPE_S = 1.0  # and the longest that a scrape may take, which is enough on a busy machine
@@ -79,7 +79,8 @@ class Exporter:
                  paces: PaceSampler | None = None, counts: ProcessSampler | None = None) -> None:
         self._over = Event()
         sampler = Sampler(ReplaySource(replay, step_s=STEP_S), INTERVAL_S)
-        self._server = make_exporter(sampler, labels, "127.0.0.1", 0, new_names, probes, paces, counts)
+        metrics = DeviceMetrics(sampler, labels, new_names, probes, paces, counts)
+        self._server = scrape_server(metrics, sampler.trouble, "127.0.0.1", 0)
         Thread(target=sampler.run, args=(self._over,), daemon=True).start()
         Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
         self.address = f"127.0.0.1:{self._server.server_port}"

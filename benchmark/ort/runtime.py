@@ -1,4 +1,4 @@
-"""Registers ONNX Runtime as a runtime of Hase."""
+"""Defines ONNX Runtime as a runtime of Hase: its functions and what it measures on each device."""
 
 from __future__ import annotations
 

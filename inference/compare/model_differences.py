@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+import operator
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from hase.records.operators import operator_row
 from hase.utils.config import Frozen
@@ -16,18 +15,19 @@ if TYPE_CHECKING:
 
 By = Literal["operator", "type"]
 Unit = Literal["FLOP", "byte"]
-BY_FLOPS = ("product", "convolution", "recurrent")  # classes whose work counts in operations; others in bytes
-NOTED = 0.2  # minimum share of all causes' sizes for a cause to be mentioned
-OTHERWISE_MEASURED = 0.5  # minimum difference of two measured shares to be mentioned
+BY_FLOPS = ("product", "convolution", "recurrent")  # operator classes whose work is counted in operations; others in bytes
+LEAST_CAUSE = 0.2  # share of the causes' sizes from which on a cause is mentioned
+LEAST_MEASURED = 0.5  # difference of two measured shares from which on it is mentioned
 
 
 class OperatorTime(Frozen):
-    """What the kernels of one operator take in a run of a model.
+    """The kernels of one operator in a run of a model.
 
     Attributes:
         runs: how often they run.
         time_ms: their predicted time.
-        flops, bytes: of all runs; a byte read and one written count alike.
+        flops: operations of all runs.
+        bytes: bytes that all runs read and write.
         measured_share: the part of `time_ms` that was measured, a ratio.
     """
 
@@ -39,18 +39,18 @@ class OperatorTime(Frozen):
 
 
 class OperatorDifference(Frozen):
-    """The difference of two models in the time of one operator. The three causes add up to `difference_ms`.
+    """How two models differ in the time of one operator. The three causes add up to `difference_ms`.
 
     Attributes:
         operator: ONNX's name, or a kernel type.
         a, b: the operator in each model.
-        difference_ms: the time in B less the time in A.
-        share: of the difference of the latencies, a ratio.
+        difference_ms: the time in B minus the time in A.
+        share: `difference_ms` over the difference of the latencies, a ratio.
         unit: what a run's work is counted in.
-        by_runs_ms: from the number of runs.
-        by_work_ms: from the work of a run, in `unit`.
-        by_rate_ms: from the time of a unit of work.
-        explanation: the same in words.
+        by_runs_ms: the part caused by the number of runs.
+        by_work_ms: the part caused by the work of a run.
+        by_rate_ms: the part caused by the time of a unit of work.
+        explanation: the causes in words.
     """
 
     operator: str
@@ -69,12 +69,14 @@ class ComparedModel(Frozen):
     """One of two models that are compared.
 
     Attributes:
-        model, file, dims, batch: which it is.
-        latency_ms, interval_ms: its prediction.
+        model, file: its name and its file.
+        dims: sizes of its dynamic dimensions.
+        batch: its batch size, if known.
+        latency_ms, interval_ms: predicted, with the 90 % interval.
         kernel_sum_ms: the sum of its kernels' times.
-        outside_kernels_ms: the latency less that.
-        nodes: how many of its nodes run.
-        gpu_busy_share: of the latency, a ratio; None on a CPU.
+        outside_kernels_ms: `latency_ms` minus `kernel_sum_ms`.
+        nodes: how many nodes run; each run of a node in a loop counts.
+        gpu_busy_share: the part of the latency in which the GPU works, a ratio; None on a CPU.
         rough_estimate: whether the prediction is a rough estimate.
     """
 
@@ -92,16 +94,17 @@ class ComparedModel(Frozen):
 
 
 class ModelDifference(Frozen):
-    """Two models on one target. Version 1 is the first.
+    """How two models differ on one target. Version 1 is the first.
 
     Attributes:
-        target: that both are predicted for.
+        target: the target of both predictions.
         a, b: the models.
         cuda_graph: whether both are replayed as CUDA graphs.
-        difference_ms, ratio: the latency of B less, and divided by, that of A.
-        intervals_overlap: whether it is unsure which is faster.
+        difference_ms: the latency of B minus that of A.
+        ratio: the latency of B divided by that of A.
+        intervals_overlap: whether the 90 % intervals overlap, so that it is unsure which model is faster.
         outside_kernels_ms: the part of the difference that is in no kernel.
-        operators: the largest difference first.
+        operators: the operators, the largest difference first.
     """
 
     version: int = 1
@@ -116,59 +119,58 @@ class ModelDifference(Frozen):
     operators: tuple[OperatorDifference, ...]
 
 
-@dataclass(frozen=True)
-class Causes:
-    """The parts of a time difference due to the number of runs, the work per run, and the time per unit of work; ms."""
+class Causes(NamedTuple):
+    """The parts of a time difference due to the number of runs, the work per run, and the time per unit of work."""
 
-    runs_ms: float
-    work_ms: float = 0.0
-    rate_ms: float = 0.0
+    by_runs_ms: float
+    by_work_ms: float = 0.0
+    by_rate_ms: float = 0.0
 
 
 def compare_runs(a: PredictedRun, b: PredictedRun, files: tuple[str, str], by: By = "operator") -> ModelDifference:
-    """The difference of two models that were predicted for the same idle target. `by` groups kernels by operator (`Conv`), or
-    by type, with what is fused into it (`Conv_Add_Relu`).
+    """The difference of two models that were predicted for the same idle target.
+
+    `by` groups kernels by operator (`Conv`), or by type, with what is fused into it (`Conv_Add_Relu`).
     """
-    first, second = (_compared(run, file) for run, file in zip((a, b), files, strict=True))
+    first, second = _compared_model(a, files[0]), _compared_model(b, files[1])
     whole_ms = second.latency_ms - first.latency_ms
-    in_a, in_b = (operator_times(run.run, by) for run in (a, b))
-    none = OperatorTime()
-    rows = [_difference(name, in_a.get(name, none), in_b.get(name, none), whole_ms, _unit_of(name, (a, b), by))
-            for name in dict.fromkeys([*in_a, *in_b])]
+    times_a, times_b, none = _operator_times(a.run, by), _operator_times(b.run, by), OperatorTime()
+    kernels = [*a.run.record.kernels.values(), *b.run.record.kernels.values()]
+    units = {_operator_name(kernel, by): _unit_of(kernel) for kernel in reversed(kernels)}  # of the first with a name
+    rows = [_difference(name, times_a.get(name, none), times_b.get(name, none), whole_ms, units[name])
+            for name in dict.fromkeys([*times_a, *times_b])]
     rows = sorted((row for row in rows if row.a.time_ms or row.b.time_ms), key=lambda row: -abs(row.difference_ms))
     return ModelDifference(
         target=a.prediction.target, cuda_graph=a.prediction.way.cuda_graph, a=first, b=second, difference_ms=whole_ms,
         ratio=second.latency_ms / first.latency_ms,
         intervals_overlap=first.interval_ms[0] <= second.interval_ms[1] and second.interval_ms[0] <= first.interval_ms[1],
-        outside_kernels_ms=second.outside_kernels_ms - first.outside_kernels_ms,
-        operators=tuple(rows))
+        outside_kernels_ms=second.outside_kernels_ms - first.outside_kernels_ms, operators=tuple(rows))
 
 
-def operator_times(run: ModelRun, by: By = "operator") -> dict[str, OperatorTime]:
+def _operator_times(run: ModelRun, by: By) -> dict[str, OperatorTime]:
     """The time of each operator of a model, by its name."""
-    sums: dict[str, list[float]] = {}
+    sums: dict[str, tuple[float, ...]] = {}
     for node, known in zip(run.record.nodes, run.nodes, strict=True):
         kernel, time_ms = run.record.kernel_of(node), node.runs * known.latency_ms
-        of_name = sums.setdefault(name_of(kernel, by), [0.0] * 5)
-        for place, more in enumerate((node.runs, time_ms, node.runs * kernel.flops,
-                                      node.runs * (kernel.bytes_read + kernel.bytes_written),
-                                      time_ms if known.provenance == "measured" else 0.0)):
-            of_name[place] += more
+        name = _operator_name(kernel, by)
+        amounts = (node.runs, time_ms, node.runs * kernel.flops, node.runs * (kernel.bytes_read + kernel.bytes_written),
+                   time_ms if known.provenance == "measured" else 0.0)
+        sums[name] = tuple(map(operator.add, sums.get(name, (0.0,) * 5), amounts))
     return {name: OperatorTime(runs=runs, time_ms=time_ms, flops=flops, bytes=moved,
                                measured_share=measured_ms / time_ms if time_ms else 0.0)
             for name, (runs, time_ms, flops, moved, measured_ms) in sums.items()}
 
 
-def name_of(kernel: Kernel, by: By) -> str:
+def _operator_name(kernel: Kernel, by: By) -> str:
     """The name under which a kernel's time is counted."""
     return kernel.type if by == "type" else operator_row(kernel.op_type).base or kernel.op_type
 
 
-def causes(a: OperatorTime, b: OperatorTime, unit: Unit) -> Causes:
-    """The causes of a time difference.
+def _causes(a: OperatorTime, b: OperatorTime, unit: Unit) -> Causes:
+    """Divides a time difference among its causes, without a remainder.
 
-    A time is runs · work per run · time per unit of work. The difference is divided among the three by the logarithms of their
-    ratios, without a remainder (the logarithmic mean Divisia index). If work is unknown, only runs and the time per run count.
+    A time is runs · work per run · time per unit of work. Each of the three gets a part by the logarithm of its ratio (the
+    logarithmic mean Divisia index). If the work is unknown, only the runs and the time per run count.
     """
     difference_ms = b.time_ms - a.time_ms
     if not (a.runs and b.runs and a.time_ms and b.time_ms):
@@ -176,27 +178,24 @@ def causes(a: OperatorTime, b: OperatorTime, unit: Unit) -> Causes:
     times = math.log(b.time_ms / a.time_ms)
     mean_ms = difference_ms / times if abs(times) > 1e-12 else a.time_ms
     runs = math.log(b.runs / a.runs)
-    work_a, work_b = (_work(one, unit) for one in (a, b))
+    work_a, work_b = _work_per_run(a, unit), _work_per_run(b, unit)
     work = math.log(work_b / work_a) if work_a and work_b else 0.0
     return Causes(mean_ms * runs, mean_ms * work, mean_ms * (times - runs - work))
 
 
-def _work(time: OperatorTime, unit: Unit) -> float:
-    """The work of a run."""
+def _work_per_run(time: OperatorTime, unit: Unit) -> float:
     return (time.flops if unit == "FLOP" else time.bytes) / time.runs if time.runs else 0.0
 
 
-def _unit_of(name: str, runs: tuple[PredictedRun, PredictedRun], by: By) -> Unit:
-    kernel = next(kernel for run in runs for kernel in run.run.record.kernels.values() if name_of(kernel, by) == name)
+def _unit_of(kernel: Kernel) -> Unit:
     return "FLOP" if operator_row(kernel.op_type).operator_class in BY_FLOPS else "byte"
 
 
 def _difference(name: str, a: OperatorTime, b: OperatorTime, whole_ms: float, unit: Unit) -> OperatorDifference:
-    parts, difference_ms = causes(a, b, unit), b.time_ms - a.time_ms
+    parts, difference_ms = _causes(a, b, unit), b.time_ms - a.time_ms
     return OperatorDifference(
         operator=name, a=a, b=b, difference_ms=difference_ms, share=difference_ms / whole_ms if whole_ms else None, unit=unit,
-        by_runs_ms=parts.runs_ms, by_work_ms=parts.work_ms, by_rate_ms=parts.rate_ms,
-        explanation=_explanation(a, b, parts, unit))
+        **parts._asdict(), explanation=_explanation(a, b, parts, unit))
 
 
 def _explanation(a: OperatorTime, b: OperatorTime, parts: Causes, unit: Unit) -> str:
@@ -205,23 +204,23 @@ def _explanation(a: OperatorTime, b: OperatorTime, parts: Causes, unit: Unit) ->
         if not there.runs:
             return f"only in {name}, {here.runs:g} {'run' if here.runs == 1 else 'runs'}"
     more = b.runs - a.runs
-    told = {f"{abs(more):g} {'more' if more > 0 else 'fewer'} {'run' if abs(more) == 1 else 'runs'}": parts.runs_ms}
-    work_a, work_b = _work(a, unit), _work(b, unit)
+    causes = {f"{abs(more):g} {'more' if more > 0 else 'fewer'} {'run' if abs(more) == 1 else 'runs'}": parts.by_runs_ms}
+    work_a, work_b = _work_per_run(a, unit), _work_per_run(b, unit)
     if work_a and work_b:
-        told[f"{work_b / work_a:.3g} times the {unit}s of a run"] = parts.work_ms
+        causes[f"{work_b / work_a:.3g} times the {unit}s of a run"] = parts.by_work_ms
         rate = (b.time_ms / b.runs / work_b) / (a.time_ms / a.runs / work_a) if a.time_ms else 0.0
-        told[f"{rate:.3g} times the time of a {unit}"] = parts.rate_ms
+        causes[f"{rate:.3g} times the time of a {unit}"] = parts.by_rate_ms
     else:
-        told["another time of a run"] = parts.rate_ms
-    least_ms = NOTED * sum(map(abs, told.values()))
-    noted = [f"{words} ({part_ms:+.3g} ms)" for words, part_ms in sorted(told.items(), key=lambda item: -abs(item[1]))
+        causes["another time of a run"] = parts.by_rate_ms
+    least_ms = LEAST_CAUSE * sum(map(abs, causes.values()))
+    notes = [f"{words} ({part_ms:+.3g} ms)" for words, part_ms in sorted(causes.items(), key=lambda item: -abs(item[1]))
              if abs(part_ms) >= least_ms and abs(part_ms) > 1e-9]
-    if abs(a.measured_share - b.measured_share) >= OTHERWISE_MEASURED:
-        noted.append(f"measured for {a.measured_share:.0%} in A and {b.measured_share:.0%} in B")
-    return "; ".join(noted) or "the same"
+    if abs(a.measured_share - b.measured_share) >= LEAST_MEASURED:
+        notes.append(f"measured for {a.measured_share:.0%} in A and {b.measured_share:.0%} in B")
+    return "; ".join(notes) or "the same"
 
 
-def _compared(run: PredictedRun, file: str) -> ComparedModel:
+def _compared_model(run: PredictedRun, file: str) -> ComparedModel:
     prediction = run.prediction
     gpu_ms = sum(node.runs * known.gpu_ms for node, known in zip(run.run.record.nodes, run.run.nodes, strict=True))
     return ComparedModel(
@@ -234,8 +233,8 @@ def _compared(run: PredictedRun, file: str) -> ComparedModel:
         rough_estimate=prediction.rough_estimate)
 
 
-def said_of_difference(difference: ModelDifference) -> list[str]:
-    """Sentences about two models: which is faster, how certain that is, the main cause, and further notes."""
+def difference_sentences(difference: ModelDifference) -> list[str]:
+    """Describes a difference in sentences: which model is faster, how certain that is, the main cause, and further notes."""
     a, b, whole_ms = difference.a, difference.b, difference.difference_ms
     if not whole_ms:
         return [f"A = {a.model}, B = {b.model}: both take {a.latency_ms:.4g} ms"]
@@ -243,9 +242,9 @@ def said_of_difference(difference: ModelDifference) -> list[str]:
              f"({a.latency_ms:.4g} and {b.latency_ms:.4g} ms, {difference.ratio:.3g} times as long)"
              + ("; their intervals overlap, so which is faster is not sure" if difference.intervals_overlap else
                 "; their intervals do not overlap")]
-    parts: Mapping[str, float] = {row.operator: row.difference_ms for row in difference.operators} | {
+    parts_ms = {row.operator: row.difference_ms for row in difference.operators} | {
         "outside the kernels": difference.outside_kernels_ms}
-    largest = sorted(parts.items(), key=lambda item: -abs(item[1]))[:3]
+    largest = sorted(parts_ms.items(), key=lambda item: -abs(item[1]))[:3]
     lines.append("where that comes from: " + ", ".join(f"{name} {part_ms:+.3g} ms ({100 * part_ms / whole_ms:.0f} %)"
                                                        for name, part_ms in largest if part_ms))
     if a.gpu_busy_share is not None and b.gpu_busy_share is not None:

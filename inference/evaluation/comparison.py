@@ -1,4 +1,4 @@
-"""Compares predicted and measured latencies, of one model and of many, as records and as tables."""
+"""Compares predicted with measured latencies, as records and as tables."""
 
 from __future__ import annotations
 
@@ -15,84 +15,57 @@ from hase.utils.config import Frozen
 from hase.utils.text import names_by_warning
 from hase.utils.timing import ErrorStatistics, error_statistics, summarize
 
-EVALUATION_VERSION = 1
 EvaluationSource = Literal["measured", "recorded", "listed"]
 
 
-def _if_known() -> Any:
-    """A field that files omit if it is None."""
+def _omitted_if_none() -> Any:
+    """A field with the default None, which files then omit."""
     return Field(None, exclude_if=lambda value: value is None)
 
 
 class Comparison(Frozen):
-    """One model's predicted and measured latency.
+    """One model's predicted and measured latency. Errors are predicted / measured − 1; shares are ratios, too."""
 
-    Attributes:
-        model: the record's name, with the sizes of dynamic dimensions.
-        kind: kind of model, in a list of models.
-        level: busy share of the stressor; 0 is idle.
-        background: name of the stressor's work in the dataset or config; "" is idle.
-        load: the metrics that the prediction used, by DCGM field name.
-        told_by: source of the load; None for an idle device, or for a prediction without distribution.
-        held_out: its group is in no fit.
-        background_held_out: measurements under this background are in no fit.
-        predicted_ms, strict_ms: with measured kernels looked up, and with all kernels predicted.
-        measured_ms: the median of the samples; under load their mean.
-        error, strict_error: predicted / measured − 1, ratios.
-        spread: interquartile range over the median of the samples, a ratio.
-        p50_error, p95_error: the same errors for these percentiles; None if the prediction has no distribution.
-        runs: number of samples.
-        measured_share: share of the looked-up kernels in the kernel time of predicted_ms, a ratio.
-        rough_estimate: whether the prediction with look-up is a rough estimate.
-        interval_low_ms, interval_high_ms: of the prediction with look-up.
-        host_pace: dispatch time of a GPU's host over its usual time, measured with the model and used for the prediction; None
-            if it was not measured.
-        canary: time of the canary (a reference workload) before the measurements over its best in the dataset, a ratio: 1 is
-            steady.
-        predicted_memory_mib, measured_memory_mib: peak memory of the session.
-        warnings: of the prediction with look-up.
-        predicted_energy_j, measured_energy_j, energy_error: of a run (predicted with look-up; the median of sessions), and
-            predicted / measured − 1; None if the energy was not measured, or can't be predicted.
-    """
-
-    model: str
-    kind: str | None = _if_known()
+    model: str  # the record's name, with the sizes of dynamic dimensions
+    kind: str | None = _omitted_if_none()  # as a list of models gives it
     batch: int | None
-    level: float
-    background: str = ""
-    load: dict[str, float] = {}
-    told_by: LoadSource | None = None
-    held_out: bool
-    background_held_out: bool = False
-    predicted_ms: float
-    strict_ms: float
-    measured_ms: float
+    level: float  # busy share of the stressor; 0 is idle
+    background: str = ""  # name of the stressor's work in the dataset or config; "" is idle
+    load: dict[str, float] = {}  # the metrics that the prediction used, by DCGM field name
+    told_by: LoadSource | None = None  # source of the load; None for an idle device or a prediction without distribution
+    held_out: bool  # its group is in no fit
+    background_held_out: bool = False  # measurements under this background are in no fit
+    predicted_ms: float  # with measured kernels looked up
+    strict_ms: float  # with all kernels predicted
+    measured_ms: float  # the median of the samples; under load their mean
     median_ms: float
     mean_ms: float
     error: float
     strict_error: float
-    p50_error: float | None = None
+    p50_error: float | None = None  # of the 50th percentile; None if the prediction has no distribution
     p95_error: float | None = None
-    spread: float
-    runs: int
-    measured_share: float
+    spread: float  # interquartile range of the samples over their median
+    runs: int  # number of samples
+    measured_share: float  # of the kernel time of predicted_ms
     estimated_share: float
-    rough_estimate: bool = False
-    interval_low_ms: float | None = None
+    rough_estimate: bool = False  # with look-up
+    interval_low_ms: float | None = None  # the 90 % interval with look-up
     interval_high_ms: float | None = None
-    host_pace: float | None = None
-    canary: float | None
-    predicted_memory_mib: float
+    host_pace: float | None = None  # a ratio, measured with the model and used for the prediction; None if not measured
+    canary: float | None  # time of a reference workload before the measurements over its best in the dataset: 1 is steady
+    predicted_memory_mib: float  # peak of the session
     measured_memory_mib: float | None = None
-    warnings: tuple[str, ...] = ()
-    predicted_energy_j: float | None = _if_known()
-    measured_energy_j: float | None = _if_known()
-    energy_error: float | None = _if_known()
+    warnings: tuple[str, ...] = ()  # of the prediction with look-up
+    predicted_energy_j: float | None = _omitted_if_none()  # of a run; None if it can't be predicted or was not measured
+    measured_energy_j: float | None = _omitted_if_none()  # the median of sessions
+    energy_error: float | None = _omitted_if_none()
 
 
 class Summary(Frozen):
-    """Errors of a group of comparisons, with look-up and strict. Errors of percentiles (mean absolute ratios) are given if all
-    predictions have distributions, those of energies where they are known.
+    """Errors of a group of comparisons, with measured kernels looked up and with all predicted (`strict`).
+
+    Errors of percentiles (mean absolute ratios) are given if all predictions have distributions, those of energies where they
+    are known.
     """
 
     group: str
@@ -103,25 +76,22 @@ class Summary(Frozen):
     strict: ErrorStatistics
     p50: float | None = None
     p95: float | None = None
-    energy: ErrorStatistics | None = _if_known()
+    energy: ErrorStatistics | None = _omitted_if_none()
 
 
 class Marks(Frozen):
-    """How many predictions are marked as rough estimates, the errors of the others, and how many intervals hold.
-
-    `mape`, `median` and `worst` are of unmarked ones; `held`: the share of 90 % intervals that hold what was measured.
-    """
+    """How many predictions are marked as rough estimates, the absolute errors of the others, and how many intervals hold."""
 
     models: int
     marked: int
-    mape: float | None
+    mape: float | None  # a ratio, as the next two
     median: float | None
     worst: float | None
-    held: float | None
+    held: float | None  # the share of the 90 % intervals that hold the measured latency
 
 
-def marks_of(comparisons: Sequence[Comparison]) -> Marks:
-    """The marks and intervals of some comparisons."""
+def count_marks(comparisons: Sequence[Comparison]) -> Marks:
+    """Counts the predictions that are marked as rough estimates, and the intervals that hold."""
     errors = [abs(row.error) for row in comparisons if not row.rough_estimate]
     held = [row.interval_low_ms <= row.measured_ms <= row.interval_high_ms for row in comparisons
             if row.interval_low_ms is not None and row.interval_high_ms is not None]
@@ -131,60 +101,49 @@ def marks_of(comparisons: Sequence[Comparison]) -> Marks:
 
 
 class Evaluation(Frozen):
-    """The result that the evaluator writes and `--json` prints. Version 1 is the first.
+    """The result of an evaluation, as a file and as `--json` prints it. Version 1 is the first."""
 
-    Attributes:
-        source: `measured` here and now, `recorded` in the dataset, or `listed` in a file of latencies.
-        way: how the models were run, in words.
-        load: the load of the predictions: metrics, or `idle`, `as the probe met it`, `recorded`, or `by level` if each level
-            has its own.
-        failures: models that could not be evaluated, and why.
-        marks: of all comparisons.
-        warnings: about the load.
-    """
-
-    version: int = EVALUATION_VERSION
+    version: int = 1
     target: str
     composition: dict[str, Any]
-    source: EvaluationSource
-    way: str
-    load: str | dict[str, float]
+    source: EvaluationSource  # `measured` here and now, `recorded` in the dataset, or `listed` in a file of latencies
+    way: str  # how the models were run, in words
+    load: str | dict[str, float]  # metrics, or `idle`, `as the probe met it`, `recorded`, or `by level` if each has its own
     comparisons: tuple[Comparison, ...]
     summaries: tuple[Summary, ...]
-    failures: dict[str, str]
-    marks: Marks
-    warnings: tuple[str, ...] = ()
+    failures: dict[str, str]  # models that could not be evaluated, and why
+    marks: Marks  # of all comparisons
+    warnings: tuple[str, ...] = ()  # about the load
 
 
-def compare(model: EvaluatedModel, held_out: Sequence[str], held_out_backgrounds: Sequence[str] = ()) -> Comparison | None:
+def compare_model(model: EvaluatedModel, held_out: Sequence[str],
+                  held_out_backgrounds: Sequence[str] = ()) -> Comparison | None:
     """Compares a model's predictions with its samples; None if one of the two is missing."""
     if model.failed or model.with_lookup is None or model.strict is None or not model.samples_ms:
         return None
     statistics = summarize(model.samples_ms)
-    predicted_ms, strict_ms = model.with_lookup.latency_ms, model.strict.latency_ms
+    prediction, predicted_ms, strict_ms = model.with_lookup, model.with_lookup.latency_ms, model.strict.latency_ms
     measured_ms = statistics.median_ms if model.idle else statistics.mean_ms
-    shared = model.with_lookup.under_load
-    p50_error = shared.percentile_ms(50) / statistics.median_ms - 1 if shared else None
-    p95_error = shared.percentile_ms(95) / statistics.p95_ms - 1 if shared else None
+    shared = prediction.under_load
     return Comparison(
         model=model.record.model, kind=model.kind, batch=model.record.batch, level=model.level, background=model.background,
         load=dict(model.load), told_by=shared.told_by if shared else None,
         held_out=model.record.group in held_out, background_held_out=model.background in held_out_backgrounds,
         predicted_ms=predicted_ms, strict_ms=strict_ms, measured_ms=measured_ms, median_ms=statistics.median_ms,
         mean_ms=statistics.mean_ms, error=predicted_ms / measured_ms - 1, strict_error=strict_ms / measured_ms - 1,
-        p50_error=p50_error, p95_error=p95_error,
-        spread=statistics.spread, runs=statistics.runs, measured_share=model.with_lookup.time_share["measured"],
-        estimated_share=model.with_lookup.time_share["estimated"], rough_estimate=model.with_lookup.rough_estimate,
-        interval_low_ms=model.with_lookup.interval_ms[0], interval_high_ms=model.with_lookup.interval_ms[1],
-        host_pace=model.with_lookup.host_pace if model.probes_us else None,
+        p50_error=shared.percentile_ms(50) / statistics.median_ms - 1 if shared else None,
+        p95_error=shared.percentile_ms(95) / statistics.p95_ms - 1 if shared else None,
+        spread=statistics.spread, runs=statistics.runs, measured_share=prediction.time_share["measured"],
+        estimated_share=prediction.time_share["estimated"], rough_estimate=prediction.rough_estimate,
+        interval_low_ms=prediction.interval_ms[0], interval_high_ms=prediction.interval_ms[1],
+        host_pace=prediction.host_pace if model.probes_us else None,
         canary=sum(model.canaries) / len(model.canaries) if model.canaries else None,
-        predicted_memory_mib=model.with_lookup.peak_memory_mib, measured_memory_mib=model.memory_mib,
-        warnings=model.with_lookup.warnings, **_energies(model),
-    )
+        predicted_memory_mib=prediction.peak_memory_mib, measured_memory_mib=model.memory_mib,
+        warnings=prediction.warnings, **_energies(model))
 
 
 def _energies(model: EvaluatedModel) -> dict[str, float]:
-    """The energy fields of a comparison, if there are two to compare."""
+    """The energy fields of a comparison; none unless the energy was measured and predicted."""
     if model.energy is None or not model.energies_j:
         return {}
     measured_j = float(np.median(model.energies_j))
@@ -198,7 +157,7 @@ def _energy_errors(comparisons: Sequence[Comparison]) -> ErrorStatistics | None:
     return error_statistics(*zip(*pairs, strict=True)) if pairs else None
 
 
-def summarise(comparisons: Sequence[Comparison]) -> tuple[Summary, ...]:
+def summarise_comparisons(comparisons: Sequence[Comparison]) -> tuple[Summary, ...]:
     """Errors by level and background: of all models, and if both exist, of the held-out ones and of the others."""
     groups: dict[tuple[tuple[float, str], str], list[Comparison]] = defaultdict(list)
     for comparison in comparisons:
@@ -209,66 +168,51 @@ def summarise(comparisons: Sequence[Comparison]) -> tuple[Summary, ...]:
         Summary(group=group, level=load[0], background=load[1], background_held_out=members[0].background_held_out,
                 lookup=error_statistics([c.predicted_ms for c in members], [c.measured_ms for c in members]),
                 strict=error_statistics([c.strict_ms for c in members], [c.measured_ms for c in members]),
-                p50=_mean_size([c.p50_error for c in members]), p95=_mean_size([c.p95_error for c in members]),
+                p50=_mean_absolute([c.p50_error for c in members]), p95=_mean_absolute([c.p95_error for c in members]),
                 energy=_energy_errors(members))
         for (load, group), members in groups.items()
         if group == "all models" or len(members) < len(groups[load, "all models"]))
 
 
-def _mean_size(errors: Sequence[float | None]) -> float | None:
+def _mean_absolute(errors: Sequence[float | None]) -> float | None:
     """The mean of absolute errors; None if one is missing."""
     known = [abs(error) for error in errors if error is not None]
     return sum(known) / len(known) if len(known) == len(errors) else None
 
 
-def percent(ratio: float) -> str:
-    return f"{100 * ratio:+.1f} %"
+def _percent(ratio: float | None) -> str | None:
+    return None if ratio is None else f"{100 * ratio:+.1f} %"
 
 
-def percentile_columns(row: Comparison, rows: Sequence[Comparison]) -> dict[str, Any]:
-    """The columns for errors of percentiles, if any of `rows` has them."""
-    if all(other_row.p50_error is None for other_row in rows):
-        return {}
-    return {name: None if error is None else percent(error)
-            for name, error in (("p50 error", row.p50_error), ("p95 error", row.p95_error))}
-
-
-def energy_columns(row: Comparison, rows: Sequence[Comparison]) -> dict[str, Any]:
-    """The columns of measured and predicted energy, if any of `rows` has both."""
-    if all(other_row.energy_error is None for other_row in rows):
-        return {}
-    return {"measured (J)": row.measured_energy_j, "predicted (J)": row.predicted_energy_j,
-            "energy error": None if row.energy_error is None else percent(row.energy_error)}
-
-
-def load_columns(row: Comparison | Summary, rows: Sequence[Comparison | Summary]) -> dict[str, Any]:
+def _load_columns(row: Comparison | Summary, rows: Sequence[Comparison | Summary]) -> dict[str, Any]:
     """The columns of the load, if any of `rows` was measured under load."""
-    if not any(other_row.level for other_row in rows):
-        return {}
+    level = {"level": row.level} if any(other.level for other in rows) else {}
     background = {"background": row.background + (" (held out)" if row.background_held_out else "")}
-    return {"level": row.level, **(background if any(other_row.background for other_row in rows) else {})}
+    return level | (background if level and any(other.background for other in rows) else {})
 
 
-def table(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
-    """The comparisons as table rows."""
+def comparison_table(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
+    """The comparisons as table rows. Columns of what no comparison has are left out."""
+    def if_any(name: str, columns: dict[str, Any]) -> dict[str, Any]:
+        values = [getattr(row, name) for row in comparisons]
+        return columns if any(value is not None and value is not False for value in values) else {}
+
     return [
-        {"model": c.model, **({"kind": c.kind} if c.kind else {}), **load_columns(c, comparisons),
+        {"model": c.model, **({"kind": c.kind} if c.kind else {}), **_load_columns(c, comparisons),
          "held out": "yes" if c.held_out else "", "measured (ms)": c.measured_ms, "spread": f"{100 * c.spread:.1f} %",
-         "canary": c.canary,
-         **({"host pace": c.host_pace} if any(row.host_pace is not None for row in comparisons) else {}),
-         "predicted (ms)": c.predicted_ms, "error": percent(c.error),
-         **({"rough estimate": "yes" if c.rough_estimate else "no"} if any(row.rough_estimate for row in comparisons)
-            else {}),
-         **percentile_columns(c, comparisons), **energy_columns(c, comparisons), "strict (ms)": c.strict_ms,
-         "strict error": percent(c.strict_error), "memory (MiB)": c.predicted_memory_mib,
-         "measured (MiB)": c.measured_memory_mib}
-        for c in comparisons]
+         "canary": c.canary, **if_any("host_pace", {"host pace": c.host_pace}), "predicted (ms)": c.predicted_ms,
+         "error": _percent(c.error), **if_any("rough_estimate", {"rough estimate": "yes" if c.rough_estimate else "no"}),
+         **if_any("p50_error", {"p50 error": _percent(c.p50_error), "p95 error": _percent(c.p95_error)}),
+         **if_any("energy_error", {"measured (J)": c.measured_energy_j, "predicted (J)": c.predicted_energy_j,
+                                   "energy error": _percent(c.energy_error)}),
+         "strict (ms)": c.strict_ms, "strict error": _percent(c.strict_error), "memory (MiB)": c.predicted_memory_mib,
+         "measured (MiB)": c.measured_memory_mib} for c in comparisons]
 
 
 def summary_table(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
     """The summaries as table rows: for each group one with look-up and one strict."""
     return [
-        {"models": s.group, **load_columns(s, summaries), "kernels": kind, "count": e.count, "MAPE": f"{e.mape:.1%}",
+        {"models": s.group, **_load_columns(s, summaries), "kernels": kind, "count": e.count, "MAPE": f"{e.mape:.1%}",
          "median": f"{e.median:.1%}", "within ±5 %": f"{e.within_5:.0%}", "within ±10 %": f"{e.within_10:.0%}",
          "worst": f"{e.worst:.1%}",
          **({"p50": f"{s.p50:.1%}", "p95": f"{s.p95:.1%}"} if kind == "looked up" and s.p50 is not None and s.p95 is not None
@@ -278,13 +222,13 @@ def summary_table(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
 
 
 def models_by_warning(comparisons: Sequence[Comparison]) -> dict[str, list[str]]:
-    """The models that each warning concerns, most frequent warning first."""
+    """The models that each warning concerns, the most frequent warning first."""
     warned = names_by_warning((comparison.model, comparison.warnings) for comparison in comparisons)
     return dict(sorted(warned.items(), key=lambda item: -len(item[1])))
 
 
 def marks_in_words(marks: Marks) -> str:
-    """How many predictions are marked as rough estimates, the errors of the others, and how many intervals hold."""
+    """`Marks` as a sentence."""
     words = [f"{marks.marked} of {marks.models} predictions are marked as rough estimates"]
     if marks.mape is not None:
         words.append(f"the others err by {marks.mape:.1%} on the mean, {marks.median:.1%} in the median, {marks.worst:.1%} at "

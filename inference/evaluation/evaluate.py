@@ -19,7 +19,7 @@ from hase.benchmark.load.stress import Stress, stress
 from hase.benchmark.measuring.blocks import Canary, busy_share
 from hase.benchmark.measuring.driver import describe_load
 from hase.benchmark.metrics.source import MetricSource, values
-from hase.inference.evaluation.comparison import Evaluation, EvaluationSource, compare, marks_of, summarise
+from hase.inference.evaluation.comparison import Evaluation, EvaluationSource, compare_model, count_marks, summarise_comparisons
 from hase.inference.evaluation.models import (
     EvaluatedModel,
     Failures,
@@ -384,15 +384,16 @@ def evaluation_of(workspace: Workspace, fitted: Fitted, results: MeasuredModels,
     """Builds the evaluation from predictions and measurements."""
     name, fit = fitted.target.name, fitted.composition
     held_out = held_out_of_fits(workspace, name)
-    comparisons = tuple(compared for model in results.models if (compared := compare(model, *held_out)))
+    comparisons = tuple(compared for model in results.models if (compared := compare_model(model, *held_out)))
     if not comparisons:
         raise UserError("no model could be evaluated" + (f": {', '.join(failures)} failed" if failures else
                         f": the dataset of {name} holds no measurement of them" if source == "recorded" else ""))
     return Evaluation(
         target=name, composition={"label": fit.label, "kind": fit.kind, "alpha": fit.alpha, "beta_ms": fit.beta_ms,
                                   "node_ms": fit.node_ms},
-        source=source, way=run_mode.description, load=results.load, comparisons=comparisons, summaries=summarise(comparisons),
-        failures=dict(failures), marks=marks_of(comparisons), warnings=tuple(results.notices))
+        source=source, way=run_mode.description, load=results.load, comparisons=comparisons,
+        summaries=summarise_comparisons(comparisons), failures=dict(failures), marks=count_marks(comparisons),
+        warnings=tuple(results.notices))
 
 
 def recorded_models(workspace: Workspace, paths: Sequence[Path], dims: Mapping[str, Sequence[int]], fitted: Fitted,

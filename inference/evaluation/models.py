@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from hase.benchmark.measuring.driver import describe_load
 from hase.inference.library.predictor import Predictor, predict
-from hase.inference.prediction.sources import record_of
+from hase.inference.prediction.sources import source_record
 from hase.learned.sharing import busy_share
 from hase.ort_analysis.isolated.analysis import own_sizes
 from hase.records.dataset_files import read_journal
@@ -201,7 +201,7 @@ def models_in_files(paths: Iterable[Path], dims: Mapping[str, Sequence[int]], fl
             sized += [(path, size) for size in sizes]
     for path, size in progress(sized, "analysing"):
         with failures.catching(path.name):
-            models.append(EvaluatedModel(record=record_of(path, flavour, size, static), path=path))
+            models.append(EvaluatedModel(record=source_record(path, flavour, size, static), path=path))
     if unused and models:
         raise UserError(f"--dim {', '.join(sorted(unused))}: not a dynamic dimension of any of these models")
     return models
@@ -218,7 +218,7 @@ def listed_models(models: Sequence[ListedModel], folder: Path, flavour: Flavour,
                 raise UserError(f"{model.name}: not measured")
             path = folder / model.file
             evaluated.append(EvaluatedModel(
-                record=record_of(path, flavour, model.dims), path=path, kind=model.kind,
+                record=source_record(path, flavour, model.dims), path=path, kind=model.kind,
                 samples_ms=[measured.latency_ms] if measured and measured.latency_ms else [],
                 probes_us=[measured.host_probe_us] if measured and measured.host_probe_us else []))
     return evaluated

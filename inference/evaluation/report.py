@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hase.inference.evaluation.comparison import marks_in_words, models_by_warning, summary_table, table
+from hase.inference.evaluation.comparison import comparison_table, marks_in_words, models_by_warning, summary_table
 from hase.inference.reporting.runs import about, sentence
 from hase.utils.lazy import matplotlib
 from hase.utils.pages.charts import save_figure, set_ticks
@@ -64,7 +64,7 @@ def evaluation_page(evaluation: Evaluation) -> Page:
                  f"Points on the line are right; the band is ±{BAND:.0%}. Whiskers are 90 % intervals."),
          PageSection("The largest errors", [_error_bars(by_error[:MOST_BARS])]),
          PageSection("Errors by group", [PageTable(summary_table(evaluation.summaries))]),
-         PageSection("Model by model", [PageTable(table(shown), "Latencies", most=30)], left_out),
+         PageSection("Model by model", [PageTable(comparison_table(shown), "Latencies", most=30)], left_out),
          *([PageSection("Without a comparison", [PageTable(failures)])] if failures else [])],
         warnings,
         {"target": evaluation.target,

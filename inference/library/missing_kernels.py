@@ -19,7 +19,14 @@ from hase.benchmark.collecting.plans import ModelItem
 from hase.benchmark.collecting.units import Workers, start_workers
 from hase.benchmark.ort.runner import read_inputs
 from hase.inference.prediction.batch import structure_of
-from hase.inference.prediction.sources import Source, checked_dims, checked_target, record_of, record_otherwise, workspace_at
+from hase.inference.prediction.sources import (
+    Source,
+    checked_dims,
+    checked_target,
+    checked_workspace,
+    other_branches_record,
+    source_record,
+)
 from hase.inference.prediction.targets import (
     MAKE_PREDICTORS,
     Fitted,
@@ -149,7 +156,7 @@ def measure_missing(source: Source, sizes: Sequence[Mapping[str, int]] = ({},), 
         UserError: this machine is not the target, the model or `inputs` can't be used or run there, or the dataset lacks the
             label that is needed.
     """
-    workspace, target, sizes = workspace_at(workspace), checked_target(target), [checked_dims(dims) for dims in sizes]
+    workspace, target, sizes = checked_workspace(workspace), checked_target(target), [checked_dims(dims) for dims in sizes]
     if isinstance(source, (str, Path)):
         workspace.find_model(Path(source))  # reports a mistyped name before anything starts
     fitted = nothing_learned(workspace, target) or fitted_for(workspace, target)
@@ -246,8 +253,8 @@ def _records(source: Source, sizes: Sequence[Mapping[str, int]], fitted: Fitted,
     """The model's checked record at each size; two records where the size does not decide which branch of an If runs."""
     flavour = fitted.target.flavour
     model = workspace.find_model(Path(source)) if isinstance(source, (str, Path)) else source
-    records = [record_of(model, flavour, dims, static) for dims in sizes]
-    records += filter(None, [record_otherwise(model, record, static) for record in records])
+    records = [source_record(model, flavour, dims, static) for dims in sizes]
+    records += filter(None, [other_branches_record(model, record, static) for record in records])
     for record in records:
         check_target(record, fitted, structure_of(record).dtypes, force)
         if record.flavour != flavour:

@@ -46,15 +46,15 @@ from hase.inference.prediction.run import (
 from hase.inference.prediction.sources import (
     Precision,
     Source,
-    check_calls,
+    check_stack_depth,
     checked_count,
     checked_dims,
     checked_target,
+    checked_workspace,
     missing_weights,
     needs_analysis,
-    record_of,
-    record_otherwise,
-    workspace_at,
+    other_branches_record,
+    source_record,
 )
 from hase.inference.prediction.targets import (
     CardPredictors,
@@ -139,7 +139,7 @@ class Predictor:
                  force: bool = False, estimators: Sequence[Path] = (), any_device: bool = False,
                  no_weights: bool = False) -> None:
         """Stores the options (see the class); reads no files yet. `workspace` may be a path; default: the repository."""
-        self.workspace = workspace_at(workspace)
+        self.workspace = checked_workspace(workspace)
         self.target = checked_target(target)
         self.strict = strict
         self.force = force
@@ -175,7 +175,8 @@ class Predictor:
         Raises:
             UserError: the model can't be read or analysed, or `dims` are given for a record, whose shapes are fixed.
         """
-        return record_of(self._model(source), self.fitted.target.flavour, checked_dims(dims), static, self.no_weights, dtype)
+        return source_record(self._model(source), self.fitted.target.flavour, checked_dims(dims), static, self.no_weights,
+                             dtype)
 
     def _model(self, source: Source) -> Source:
         """Resolves the path of a model file; other sources are returned unchanged."""
@@ -205,7 +206,7 @@ class Predictor:
              notices: Sequence[str] = (), co_runner: CoRunner | None = None, host_pace: float | HostPace | None = None,
              dtype: Precision | None = None) -> list[PredictedRun]:
         """Predicts many models as `run` does; a kernel that several models share is predicted once."""
-        check_calls()
+        check_stack_depth()
         dims, sources = checked_dims(dims), list(sources)
         if "fitted" not in self.__dict__ and (analysed := [source for source in sources if needs_analysis(source)]):
             analysis.prepare(self.workspace.find_model(Path(source)) if isinstance(source, (str, Path)) else None
@@ -237,7 +238,7 @@ class Predictor:
         """Records of models, checked against the target."""
         models = [self._model(source) for source in sources]
         records = [self.record(model, dims, static, dtype) for model in models]
-        return [_Query(model, record, record_otherwise(model, record, static, self.no_weights, dtype),
+        return [_Query(model, record, other_branches_record(model, record, static, self.no_weights, dtype),
                        check_target(record, conditions.fitted, structure_of(record).dtypes, self.force))
                 for model, record in zip(models, records, strict=True)]
 
@@ -294,7 +295,7 @@ class Predictor:
     def brief(self, *, energy: bool = False, memory: bool = False,
               **options: Unpack[Options]) -> Callable[[Sequence[Source]], list[BriefPrediction]]:
         """A function that predicts a batch of models for `predict_briefly`. It caches kernels for later batches."""
-        check_calls()
+        check_stack_depth()
         dims, static, dtype = checked_dims(options.get("dims")), options.get("static", False), options.get("dtype")
         conditions = self._conditions(options.get("run_mode", AS_USUAL), options.get("composition"), options.get("load"),
                                       options.get("co_runner"), options.get("host_pace"))

@@ -7,7 +7,7 @@ from typing import Literal, Self
 from hase.inference.prediction.answers import Provenance, chance_within, chance_word
 from hase.inference.prediction.conditions import PaceSource
 from hase.utils.config import Frozen
-from hase.utils.pages import rendering as cards
+from hase.utils.pages.rendering import CardField, card_html
 
 LLM_VERSION = 1
 Objective = Literal["ttft", "tpot"]
@@ -181,12 +181,12 @@ class LlmPrediction(Frozen):
     def _repr_html_(self) -> str:
         """A card for notebooks."""
         times = [("first token", self.ttft), ("each further token", self.tpot), ("whole request", self.request)]
-        numbers = [cards.CardField(name, f"{time.ms:.4g} ms", f"90 % between {time.between}") for name, time in times if time]
+        numbers = [CardField(name, f"{time.ms:.4g} ms", f"90 % between {time.between}") for name, time in times if time]
         fits = {True: "fits", False: "more than the device has", None: ""}[self.fits_memory]
-        numbers += [cards.CardField("throughput", f"{self.device_tokens_per_second:.4g} tokens/s", f"batch {self.batch}"),
-                    cards.CardField("peak memory", f"{self.memory.peak_mib:.4g} MiB", fits)]
+        numbers += [CardField("throughput", f"{self.device_tokens_per_second:.4g} tokens/s", f"batch {self.batch}"),
+                    CardField("peak memory", f"{self.memory.peak_mib:.4g} MiB", fits)]
         subtitle = f"{self.prompt} tokens in, {self.generate} out, batch {self.batch}; {self.target}"
-        return cards.card(self.model, subtitle, numbers, self.warnings, "a rough estimate" if self.rough_estimate else "")
+        return card_html(self.model, subtitle, numbers, self.warnings, "a rough estimate" if self.rough_estimate else "")
 
     def __str__(self) -> str:
         """One line: `llama: first token after 12.3 ms, then 4.56 ms each (219 tokens/s) on nvidia-h200-cuda-ort1.31-all`."""

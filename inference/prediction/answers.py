@@ -18,7 +18,7 @@ from hase.learned.composition.fitted import NEARLY_ALL, Formula
 from hase.utils.config import Frozen
 from hase.utils.errors import UserError
 from hase.utils.lazy import pandas as pd
-from hase.utils.pages import rendering as cards
+from hase.utils.pages.rendering import CardField, card_html, table_html
 
 Provenance = Literal["measured", "predicted", "estimated"]
 PROVENANCES: tuple[Provenance, ...] = ("measured", "predicted", "estimated")
@@ -177,17 +177,17 @@ class Prediction(Frozen):
     def _repr_html_(self) -> str:
         """A card for notebooks."""
         low, high = self.interval_ms
-        numbers = [cards.CardField("latency", f"{self.latency_ms:.4g} ms", f"90 % between {low:.4g} and {high:.4g}")]
+        numbers = [CardField("latency", f"{self.latency_ms:.4g} ms", f"90 % between {low:.4g} and {high:.4g}")]
         if self.under_load:
             p95, p99 = (self.under_load.percentile_ms(percent) for percent in (95, 99))
-            numbers.append(cards.CardField("p95 beside other work", f"{p95:.4g} ms", f"p99 {p99:.4g} ms"))
+            numbers.append(CardField("p95 beside other work", f"{p95:.4g} ms", f"p99 {p99:.4g} ms"))
         if self.items_per_second:
-            numbers.append(cards.CardField("throughput", f"{self.items_per_second:.4g} items/s", f"batch {self.batch}"))
+            numbers.append(CardField("throughput", f"{self.items_per_second:.4g} items/s", f"batch {self.batch}"))
         fits = {True: "fits", False: "more than the device has", None: ""}[self.fits_memory]
         others = ", ".join(f"{self.time_share[name]:.0%} {name}" for name in PROVENANCES[1:] if self.time_share[name] >= 0.005)
-        numbers += [cards.CardField("peak memory", f"{self.peak_memory_mib:.4g} MiB", fits),
-                    cards.CardField("measured", f"{self.time_share['measured']:.0%}", others)]
-        return cards.card(self.model, self.target, numbers, self.warnings, "a rough estimate" if self.rough_estimate else "")
+        numbers += [CardField("peak memory", f"{self.peak_memory_mib:.4g} MiB", fits),
+                    CardField("measured", f"{self.time_share['measured']:.0%}", others)]
+        return card_html(self.model, self.target, numbers, self.warnings, "a rough estimate" if self.rough_estimate else "")
 
     def __str__(self) -> str:
         """One line: `resnet18: 0.7568 ms on nvidia-h200-cuda-ort1.31-all (90 % between 0.7021 and 0.9114)`."""
@@ -206,7 +206,7 @@ class Predictions(list[Prediction]):
 
     def _repr_html_(self) -> str:
         """A table for notebooks."""
-        return cards.table([prediction.as_row() for prediction in self])
+        return table_html([prediction.as_row() for prediction in self])
 
 
 def make_monotonic(predictions: Sequence[Prediction]) -> list[Prediction]:

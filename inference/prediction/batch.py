@@ -1,8 +1,8 @@
-"""The numeric core of predictions: latencies of many models at once, and their uncertainty. A single answer is a batch of one.
+"""Computes latencies of many models at once, and their uncertainty. A single answer is a batch of one.
 
-Each model is a row of kernel numbers, whose values a table holds. All variants of a latency (as predicted; uncertain kernels at
-the low and at the high end of their plausible times; other paces of the host) are simulated together. Energies are computed in
-the same way (energy.py). Full answers add warnings and a timeline from the same arrays (run.py).
+Each model is a row of kernel numbers, and a table holds what each kernel contributes. All variants of a latency (as predicted;
+uncertain kernels at the low and at the high end of their plausible times; other paces of the host) are simulated together.
+Energies are computed in the same way (energy.py). Full answers add warnings and a timeline from the same arrays (run.py).
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int_]
 Mask = npt.NDArray[np.bool_]
 MOST_KERNELS = 50_000  # per table; a fuller one is replaced by a new one
-IN_RUN: Callable[[Node], tuple[str, str, str, float]] = attrgetter("kernel_id", "provider", "inside", "runs")
+NODE_FIELDS: Callable[[Node], tuple[str, str, str, float]] = attrgetter("kernel_id", "provider", "inside", "runs")
 TABLES = 8  # number of cached tables
 NO_KERNEL: Keyed = "", "", False
 Energies = dict[int, tuple["EnergyModel", dict[Keyed, tuple[float, float, bool]]]]
 ONCE = "", 1.0  # for nodes of the main graph: enclosing node, and number of runs
-GROUPS = 2  # of runs simulated together, per doubling of their length
+GROUPS = 2  # per doubling of the length: runs of similar length are simulated together
 
 
 class Structure:
     """The properties of a model that follow from its record alone, such as its kernels and the order of nodes.
 
     Attributes:
-        keys: the kernel of each node; `placed` are the distinct ones.
+        keys: the kernel of each node; `kernels` are the distinct ones.
         firsts, counts: the first node of each kernel, and how often the kernel runs.
         runs: how often each node runs.
         order: indices of the nodes that run, in order. Of very long loops only some trips are included.
@@ -79,22 +79,22 @@ class Structure:
 
     def __init__(self, record: ModelRecord) -> None:
         self._record = weakref.ref(record)
-        nodes = list(map(IN_RUN, record.nodes))
+        nodes = list(map(NODE_FIELDS, record.nodes))
         self.keys: list[Keyed] = [(name, provider, False) for name, provider, _, _ in nodes]
         self.runs: Floats = np.ones(len(nodes))
         self.order: Ints = np.arange(len(nodes))
         self.shorter: Ints | None = None
         self.trips, self.extrapolated = 1.0, 0.0
         if any(is_control_flow(kernel) for kernel in record.kernels.values()):
-            reading: Collection[str] = reading_loops(record) if record.flavour.device == "cuda" else ()
-            self.keys = [(name, provider, name in reading) for name, provider, _, _ in nodes]
-        self.placed: dict[Keyed, Kernel] = {key: record.kernels[key[0]] for key in self.keys}
+            waiting: Collection[str] = reading_loops(record) if record.flavour.device == "cuda" else ()
+            self.keys = [(name, provider, name in waiting) for name, provider, _, _ in nodes]
+        self.kernels: dict[Keyed, Kernel] = {key: record.kernels[key[0]] for key in self.keys}
         if any(node[2:] != ONCE for node in nodes):
             self._order_bodies(record)
-        index = dict(zip(self.placed, range(len(self.placed)), strict=True))
-        of_nodes = np.array([index[key] for key in self.keys], dtype=int)
-        self.firsts: Ints = np.unique(of_nodes, return_index=True)[1]
-        self.counts = np.bincount(of_nodes, self.runs, len(index)).astype(float)
+        index = {key: number for number, key in enumerate(self.kernels)}
+        numbers = np.array([index[key] for key in self.keys], dtype=int)
+        self.firsts: Ints = np.unique(numbers, return_index=True)[1]
+        self.counts = np.bincount(numbers, self.runs, len(index)).astype(float)
 
     def _order_bodies(self, record: ModelRecord) -> None:
         cut = shortest_cut(record)
@@ -126,9 +126,9 @@ class Structure:
     @cached_property
     def uncounted(self) -> list[str]:
         """The nodes whose bodies are missing in the record, so that their kernels are not counted."""
-        holding = {name for name, kernel in self.record.kernels.items() if kernel.subgraphs}
-        held = {node.inside for node in self.record.nodes} if holding else set()
-        return [node.name for node in self.record.nodes if node.kernel_id in holding and node.name not in held]
+        with_bodies = {name for name, kernel in self.record.kernels.items() if kernel.subgraphs}
+        known = {node.inside for node in self.record.nodes} if with_bodies else set()
+        return [node.name for node in self.record.nodes if node.kernel_id in with_bodies and node.name not in known]
 
     def memory(self, layouts: Mapping[str, Layout]) -> Memory:
         """The peak memory of a session, given how each kernel (by id) uses memory."""
@@ -177,22 +177,22 @@ class KernelTable:
         self._rows = np.array([Contribution()], dtype=float)
 
     def batch(self, records: Sequence[ModelRecord], conditions: Conditions | None = None) -> Batch:
-        """Builds a batch of models. `conditions` replace the table's own; kernel times must be the same under both."""
+        """The models as a batch. `conditions` replace the table's own; kernel times must be the same under both."""
         structures = [structure_of(record) for record in records]
         with self._lock:
-            new = {key: kernel for structure in structures for key, kernel in structure.placed.items()
+            new = {key: kernel for structure in structures for key, kernel in structure.kernels.items()
                    if key not in self._numbers}
             if len(self._known) + len(new) > MOST_KERNELS:
                 self._begin()
-                new = {key: kernel for structure in structures for key, kernel in structure.placed.items()}
+                new = {key: kernel for structure in structures for key, kernel in structure.kernels.items()}
             if new:
                 self._add(new)
             numbers = [np.array([self._numbers[key] for key in structure.keys], dtype=int) for structure in structures]
-            places = np.unique(np.concatenate([[0], *numbers]))
+            used = np.unique(np.concatenate([[0], *numbers]))
             return Batch(conditions or self.conditions, records, structures,
-                         [np.searchsorted(places, of_model) for of_model in numbers],
-                         [self._keys[place] for place in places], [self._kernels[place] for place in places],
-                         [self._known[place] for place in places], np.ascontiguousarray(self._rows[places].T), self._energies)
+                         [np.searchsorted(used, model_numbers) for model_numbers in numbers],
+                         [self._keys[number] for number in used], [self._kernels[number] for number in used],
+                         [self._known[number] for number in used], np.ascontiguousarray(self._rows[used].T), self._energies)
 
     def _add(self, new: Mapping[Keyed, Kernel]) -> None:
         """Adds kernels under the next free numbers."""
@@ -238,8 +238,8 @@ class Spans(NamedTuple):
         return (self.high > 1.0 + ROUGH) | (self.low < 1.0 - ROUGH)
 
 
-def each_span(spans: Iterable[tuple[float, float]]) -> Spans:
-    """Collects one span per model into arrays."""
+def stack_spans(spans: Iterable[tuple[float, float]]) -> Spans:
+    """Stacks one span per model into arrays."""
     low, high = np.array(list(spans), dtype=float).reshape(-1, 2).T
     return Spans(np.ascontiguousarray(low), np.ascontiguousarray(high))
 
@@ -252,27 +252,17 @@ def joined_spans(spans: Sequence[Spans]) -> Spans:
 
 
 class Latencies(NamedTuple):
-    """The predicted latency of each model of a batch on an otherwise idle device, and its uncertainty.
-
-    Attributes:
-        critical_path_ms: the longest path, where the composition uses it.
-        spans: the factors by which the latency may be off.
-        rough: whether it is a rough estimate.
-        by_rough, by_trips, by_host: the factors due to kernels that can make it a rough estimate, to guessed numbers of runs of
-            bodies, and to other plausible paces of the host.
-        sources: the sources of its error.
-        shorter: how many times shorter it is than any model from which the cost of a run was learned; at least 1.
-    """
+    """The predicted latency of each model of a batch on an otherwise idle device, and its uncertainty."""
 
     latency_ms: Floats
-    critical_path_ms: Floats | None
-    spans: Spans
-    rough: Mask
-    by_rough: Spans
-    by_trips: Spans
-    by_host: Spans
-    sources: Sequence[Sources]
-    shorter: Floats
+    critical_path_ms: Floats | None  # where the composition uses it
+    spans: Spans  # the factors by which the latency may be off
+    rough: Mask  # whether it is a rough estimate
+    by_rough: Spans  # the factors due to kernels that can make it a rough estimate
+    by_trips: Spans  # the factors due to guessed numbers of trips of loops
+    by_host: Spans  # the factors due to other plausible paces of the host
+    sources: Sequence[Sources]  # of its error
+    shorter: Floats  # how many times shorter it is than any model from which the cost of a run was learned; at least 1
 
 
 class Batch:
@@ -296,10 +286,10 @@ class Batch:
         self._runs = [*structures, *map(Structure, self._at_ends)]
         self._run_nodes = [*nodes, *(nodes[index] for _ in ends for index in self._guessed)]
         # The kernels of all models in one array. Each model also gets the empty kernel 0, so that none has an empty range.
-        self._held = np.concatenate([np.append(of_model[run.firsts], 0) for of_model, run in zip(
+        self._flat = np.concatenate([np.append(numbers[run.firsts], 0) for numbers, run in zip(
             self._run_nodes, self._runs, strict=True)])
-        self._held_counts = np.concatenate([np.append(run.counts, 0.0) for run in self._runs])
-        self._begins = np.cumsum([0, *(len(run.firsts) + 1 for run in self._runs)])[:-1]
+        self._flat_counts = np.concatenate([np.append(run.counts, 0.0) for run in self._runs])
+        self._starts = np.cumsum([0, *(len(run.firsts) + 1 for run in self._runs)])[:-1]
 
     def __getitem__(self, name: str) -> Floats:
         """A column of the kernel table, by its name in `Contribution`."""
@@ -307,6 +297,7 @@ class Batch:
         return column
 
     def mask(self, name: str) -> Mask:
+        """The kernels for which a column of the kernel table is true."""
         return self[name] > 0
 
     def memory(self, index: int) -> Memory:
@@ -321,24 +312,21 @@ class Batch:
         return np.where(self.mask("on_host"), 0.0, self["time_ms"])
 
     def totals(self, amounts: Floats) -> Floats:
-        """Sums an amount per kernel over the runs of each model's kernels.
-
-        The result for a model is the same, to the last digit, whatever other models are in the batch.
-        """
+        """The sum of an amount per kernel over each model's run: the same to the last digit in any batch."""
         return self._totals(amounts)[..., :len(self.records)]
 
     def _totals(self, amounts: Floats) -> Floats:
-        """As `totals`, followed by the models at both ends of guessed numbers of runs."""
-        total: Floats = np.add.reduceat(amounts[..., self._held] * self._held_counts, self._begins, axis=-1)
+        """`totals`, followed by those of the models at both ends of guesses."""
+        total: Floats = np.add.reduceat(amounts[..., self._flat] * self._flat_counts, self._starts, axis=-1)
         return total
 
     def any(self, kernels: Mask) -> Mask:
         """Whether each model has one of these kernels."""
-        return np.asarray(np.logical_or.reduceat(kernels[self._held], self._begins)[:len(self.records)])
+        return np.asarray(np.logical_or.reduceat(kernels[self._flat], self._starts)[:len(self.records)])
 
     def composed(self, costs: PipelineCosts | None, paces: Sequence[float] = (1.0,), times: Floats | None = None,
                  launches: Floats | None = None) -> tuple[Floats, Floats | None]:
-        """Latencies and, where the composition uses them, longest paths: cases × models (ms). Models at both ends of guesses
+        """Latencies and, where the composition uses them, critical paths: cases × models (ms). Models at both ends of guesses
         come last. On a GPU a latency is at least the GPU's own time for the kernels.
 
         Args:
@@ -352,9 +340,9 @@ class Batch:
         if used.kind == "pipeline" and costs is not None:
             gpu_ms, waits = np.where(on_host, 0.0, time_ms), self.mask("waits")
             tracks = Tracks(gpu_ms, self["launches"] * (1.0 if launches is None else launches), self["kind"].astype(int))
-            off = OffGpu(self["host_ms"] + np.where(on_host, time_ms, 0.0), waits) if on_host.any() or waits.any() else None
+            off_gpu = OffGpu(self["host_ms"] + np.where(on_host, time_ms, 0.0), waits) if on_host.any() or waits.any() else None
             hosts = HostCosts.at(costs, paces)
-            latency = np.maximum(self._simulated(Steps.of(tracks, hosts, off), hosts), self._totals(gpu_ms))
+            latency = np.maximum(self._simulated(Steps.of(tracks, hosts, off_gpu), hosts), self._totals(gpu_ms))
         else:
             base_ms = self._totals(time_ms)
             if used.kind == "critical_path":
@@ -373,31 +361,29 @@ class Batch:
         for rows, is_shorter, orders in self._orders:
             simulated[:, rows, is_shorter] = latencies_ms(steps.taken(orders), hosts)
         latency, shorter = simulated[..., 0], simulated[..., 1]
-        cut = [(index, run) for index, run in enumerate(self._runs) if run.trips != 1.0]
-        for index, run in cut:
-            if run.shorter is None:
-                latency[:, index] *= run.trips
-            else:
+        for index, run in enumerate(self._runs):
+            if run.shorter is not None:
                 latency[:, index] += (latency[:, index] - shorter[:, index]) * run.extrapolated
+            elif run.trips != 1.0:
+                latency[:, index] *= run.trips
         return latency
 
     @cached_property
     def _orders(self) -> list[tuple[list[int], int, Ints]]:
-        """Groups runs of similar length: kernel numbers (runs × nodes), indices of the runs, and whether the orders are the
-        shorter ones.
-        """
+        """Runs by groups of similar length: their indices, whether the orders are the shorter ones (0 or 1), and the kernel
+        numbers in order: runs × nodes, filled up with 0."""
         groups: dict[tuple[int, int], list[tuple[int, Ints]]] = {}
         for index, (run, nodes) in enumerate(zip(self._runs, self._run_nodes, strict=True)):
             for is_shorter, order in enumerate((run.order, run.shorter)):
                 if order is not None:
                     groups.setdefault((round(GROUPS * math.log2(len(order) + 1)), is_shorter), []).append((index, nodes[order]))
-        found = []
+        filled = []
         for (_, is_shorter), rows in groups.items():
             orders = np.zeros((len(rows), max(len(order) for _, order in rows)), dtype=int)
             for row, (_, order) in zip(orders, rows, strict=True):
                 row[:len(order)] = order
-            found.append(([index for index, _ in rows], is_shorter, orders))
-        return found
+            filled.append(([index for index, _ in rows], is_shorter, orders))
+        return filled
 
     @cached_property
     def latencies(self) -> Latencies:
@@ -424,38 +410,39 @@ class Batch:
         all_ms, paths = self.composed(usual, paces, times, launches)
         latency = all_ms[0, :count]
 
-        def moved(low_ms: Floats, high_ms: Floats) -> Spans:
-            """The factors from the latencies to others; 1 for a model that takes no time."""
+        def relative(low_ms: Floats, high_ms: Floats) -> Spans:
+            """Other latencies as multiples of the predicted ones; 1 for a model that takes no time."""
             return Spans(*(np.divide(end_ms, latency, out=np.ones(count), where=latency > 0) for end_ms in (low_ms, high_ms)))
 
         certain = Spans(np.ones(count), np.ones(count))
-        by = {name: moved(all_ms[1 + 2 * case, :count], all_ms[2 + 2 * case, :count]) for case, name in enumerate(cases)}
-        of_kernels, by_rough = by.get("kernels", certain), by.get("rough", certain)
-        by_host = moved(all_ms[-2:, :count].min(axis=0), all_ms[-2:, :count].max(axis=0)) if by_pace else certain
+        by_case = {name: relative(all_ms[1 + 2 * case, :count], all_ms[2 + 2 * case, :count])
+                   for case, name in enumerate(cases)}
+        by_kernels, by_rough = by_case.get("kernels", certain), by_case.get("rough", certain)
+        by_host = relative(all_ms[-2:, :count].min(axis=0), all_ms[-2:, :count].max(axis=0)) if by_pace else certain
         by_trips = certain
         if self._guessed:
             ends_ms = [latency.copy(), latency.copy()]
-            for end_ms, of_guessed in zip(ends_ms, np.split(all_ms[0, count:], 2), strict=True):
-                end_ms[self._guessed] = of_guessed
-            by_trips = moved(*ends_ms)
+            for end_ms, guessed_ms in zip(ends_ms, np.split(all_ms[0, count:], 2), strict=True):
+                end_ms[self._guessed] = guessed_ms
+            by_trips = relative(*ends_ms)
         sources = self._sources(latency)
-        fit = self._fitted() if calibrated is None else each_span(calibrated.ends(source) for source in sources)
+        fit = self._composition_spans() if calibrated is None else stack_spans(calibrated.ends(source) for source in sources)
         shorter = shortness(used, latency)
         short = shorter ** BEYOND_POWER
-        spans = [fit, of_kernels if calibrated is None else by.get("others", certain), by_trips, by_host,
+        spans = [fit, by_kernels if calibrated is None else by_case.get("others", certain), by_trips, by_host,
                  Spans(1.0 / short, short),
-                 *(Spans(np.full(count, span.low), np.full(count, span.high)) for span in self._of_all())]
-        times_as_far = (OTHER_CUDNN if conditions.fitted.other_cudnn else 1.0) * np.where(self._forced, FORCED, 1.0)
+                 *(Spans(np.full(count, span.low), np.full(count, span.high)) for span in self._common_spans())]
+        widening = (OTHER_CUDNN if conditions.fitted.other_cudnn else 1.0) * np.where(self._forced, FORCED, 1.0)
         # a calibrated interval assumes the usual uncertainty of kernels; this model's may be larger
-        joined = joined_spans(spans).covering(of_kernels)
+        joined = joined_spans(spans).covering(by_kernels)
         rough = (by_rough.rough | by_trips.rough | (shorter >= FAR_BEYOND)
                  | np.array([bool(source.other_form > ROUGH or source.doubt >= FAR_OFF or record.assumed or structure.uncounted)
                              for source, record, structure in zip(sources, self.records, self.structures, strict=True)]))
         return Latencies(latency, None if paths is None else paths[0, :count],
-                         Spans(joined.low ** times_as_far, joined.high ** times_as_far), rough, by_rough, by_trips, by_host,
+                         Spans(joined.low ** widening, joined.high ** widening), rough, by_rough, by_trips, by_host,
                          sources, shorter)
 
-    def _of_all(self) -> list[Span]:
+    def _common_spans(self) -> list[Span]:
         """Uncertainties that are the same for all models: another card, or a load."""
         conditions, fitted, spans = self.conditions, self.conditions.fitted, []
         if fitted.sheet_range:
@@ -470,15 +457,15 @@ class Batch:
     def _forced(self) -> Mask:
         """Whether each model has another minor version or other element types than the predictors (allowed by `force`)."""
         fitted = self.conditions.fitted
-        return np.array([bool(mismatches(record, fitted.target, structure.dtypes, fitted.predictors.sidecar.dtypes))
+        return np.array([mismatches(record, fitted.target, structure.dtypes, fitted.predictors.sidecar.dtypes) != []
                          for record, structure in zip(self.records, self.structures, strict=True)], dtype=bool)
 
     def _sources(self, latency: Floats) -> list[Sources]:
         """The sources of each model's error."""
         usual, pace = self.conditions.usual_costs, self.conditions.pace
         ratio = pace.ratio if pace and pace.ratio else 1.0
-        doubts_ms = self._held_counts * (self.gpu_ms * self["doubt"])[self._held]  # summed over the nodes of a kernel
-        doubt_ms = np.sqrt(np.add.reduceat(doubts_ms ** 2, self._begins))[:len(self.records)]
+        doubts_ms = self._flat_counts * (self.gpu_ms * self["doubt"])[self._flat]  # summed over the nodes of a kernel
+        doubt_ms = np.sqrt(np.add.reduceat(doubts_ms ** 2, self._starts))[:len(self.records)]
         weighted_ms = np.array([self.totals(self.gpu_ms * self[name]) for name in KNOWN.weights]).T
         work_ms = self._host_work_ms(usual, ratio) if self.conditions.used.kind == "pipeline" and usual else 0.0 * latency
         return [Sources.of(total, dict(zip(KNOWN.weights, weighted, strict=True)), doubt, latency_ms, work, ratio)
@@ -489,16 +476,16 @@ class Batch:
     def _host_work_ms(self, costs: PipelineCosts, pace: float) -> Floats:
         """The host's work time in a run of each model. Trips that an order omits are assumed to take the same time."""
         hosts = HostCosts.at(costs, (pace,))
-        busy_ms = Steps.of(Tracks(self.gpu_ms, self["launches"], self["kind"].astype(int)), hosts, OffGpu(
+        steps = Steps.of(Tracks(self.gpu_ms, self["launches"], self["kind"].astype(int)), hosts, OffGpu(
             self["host_ms"] + np.where(self.mask("on_host"), self["time_ms"], 0.0), self.mask("waits")))
-        of_kernels = (busy_ms.before_ms + busy_ms.busy_ms)[0]
-        work_ms = np.array([of_kernels[nodes[structure.order]].sum() for nodes, structure in
+        kernel_ms = (steps.before_ms + steps.busy_ms)[0]
+        work_ms = np.array([kernel_ms[nodes[structure.order]].sum() for nodes, structure in
                             zip(self.nodes, self.structures, strict=True)])
         trips = np.array([structure.trips for structure in self.structures])
         total: Floats = trips * (hosts["start_ms"][0] + work_ms)
         return total
 
-    def _fitted(self) -> Spans:
+    def _composition_spans(self) -> Spans:
         """The errors of held-out models in the composition's fit, by the measured share of their time."""
         conditions, times = self.conditions, self["time_ms"]
         total_ms, measured_ms = self.totals(times), self.totals(times * self["measured"])
@@ -510,4 +497,4 @@ class Batch:
             if kind not in spans:
                 spans[kind] = fitted_span(conditions.used, conditions.run_mode, share, conditions.device)
             ends.append(spans[kind])
-        return each_span(ends)
+        return stack_spans(ends)

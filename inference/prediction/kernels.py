@@ -27,19 +27,19 @@ from hase.learned.composition.cuda_nodes import (
     LEAST_BYTES,
     PREDICTED_ON_HOST,
     SELECTION_RANGE,
-    guessed_ms,
+    copies_to_host,
+    guessed_host_ms,
     host_range,
+    is_box_selection,
     is_copy,
     is_off_gpu,
-    on_host,
+    is_row_selection,
     row_selection_ms,
     selection_launches,
     selection_ms,
-    selects_boxes,
-    selects_in_rows,
+    takes_host_time,
     takes_no_time,
-    to_host,
-    waits_inside,
+    waits_for_size,
 )
 from hase.learned.composition.host_side import HOST_LABEL
 from hase.learned.composition.intervals import KNOWN, Novelty
@@ -101,7 +101,7 @@ def contributions(placed: Mapping[Keyed, Kernel], conditions: Conditions) -> dic
     results = _predicted({key: kernel for key, kernel in placed.items() if key not in off_gpu and key not in loops}, conditions)
     results |= {key: selecting_kernel(kernel, results[key]) for key, kernel in placed.items()
                 if on_gpu and key in results and key not in off_gpu
-                and (selects_boxes(kernel) or (selects_in_rows(kernel) and results[key].provenance != "measured"))}
+                and (is_box_selection(kernel) or (is_row_selection(kernel) and results[key].provenance != "measured"))}
     results |= _off_gpu_kernels(off_gpu, conditions)
     return results | {key: _control_flow_kernel(kernel, conditions.device, key[2]) for key, kernel in loops.items()}
 
@@ -120,7 +120,7 @@ def _predicted(kernels: Mapping[Keyed, Kernel], conditions: Conditions) -> dict[
     on_gpu, host = conditions.device == "cuda", fitted.host
     return {key: KernelInModel(time_ms, cast("Provenance", provenance), count, node_kind(kernel),
                                layout_of(kernel, conditions.device),
-                               uncertainties.get(kernel.id), waits=on_gpu and waits_inside(kernel),
+                               uncertainties.get(kernel.id), waits=on_gpu and waits_for_size(kernel),
                                host_ms=host.wait_ms(kernel) if on_gpu else 0.0, doubt=doubts.get(kernel.id, 0.0))
             for (key, kernel), time_ms, provenance, count in zip(
                 kernels.items(), times.latency_ms, times.provenance, launches, strict=True)}
@@ -128,7 +128,7 @@ def _predicted(kernels: Mapping[Keyed, Kernel], conditions: Conditions) -> dict[
 
 def selecting_kernel(kernel: Kernel, known: KernelInModel) -> KernelInModel:
     """Times a NonMaxSuppression on a GPU by its kept boxes, and a TopK in long rows; replaces the predictors' times."""
-    time_ms, launches = ((selection_ms(kernel), selection_launches(kernel)) if selects_boxes(kernel) else
+    time_ms, launches = ((selection_ms(kernel), selection_launches(kernel)) if is_box_selection(kernel) else
                          (row_selection_ms(kernel), 1.0))
     return known._replace(latency_ms=time_ms, launches=launches, provenance="predicted",
                           uncertainty=KernelUncertainty("control flow", Span(*SELECTION_RANGE), CERTAIN, False))
@@ -146,7 +146,7 @@ def _off_gpu_kernels(kernels: Mapping[Keyed, Kernel], conditions: Conditions) ->
     """Copies, and kernels of the CPU provider, in a CUDA session."""
     host = conditions.fitted.host
     results = {key: KernelInModel(host.copy_ms(kernel), "predicted", 1.0, NodeKind.OWN, layout_of(kernel, "cuda"),
-                                  on_host=on_host(kernel, key[1]), waits=to_host(kernel))
+                                  on_host=takes_host_time(kernel, key[1]), waits=copies_to_host(kernel))
                for key, kernel in kernels.items() if is_copy(kernel)}
     on_cpu = {key: kernel for key, kernel in kernels.items() if key not in results}
     times = host.kernel_times(list(on_cpu.values()), conditions.strict)
@@ -160,7 +160,7 @@ def _off_gpu_kernels(kernels: Mapping[Keyed, Kernel], conditions: Conditions) ->
         if time.provenance == "estimated":
             uncertainty = KernelUncertainty("on the CPU", Span(*host_range(kernel)), CERTAIN, True)
         elif time.provenance == "predicted" and kernel.bytes_read + kernel.bytes_written >= LEAST_BYTES:
-            guess = guessed_ms(kernel) / time.time_ms if time.time_ms else 1.0
+            guess = guessed_host_ms(kernel) / time.time_ms if time.time_ms else 1.0
             low, high = PREDICTED_ON_HOST
             spans = [Span(min(low, guess), max(high, guess)), *([uncertainty.time] if uncertainty else [])]
             uncertainty = KernelUncertainty("on the CPU", joined(spans), CERTAIN, True)

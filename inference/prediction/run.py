@@ -59,7 +59,7 @@ class ModelRun:
     def known(self) -> dict[Keyed, KernelInModel]:
         """The model's distinct kernels, by key."""
         firsts = [self.nodes[first] for first in self.structure.firsts.tolist()]
-        return dict(zip(self.structure.placed, firsts, strict=True))
+        return dict(zip(self.structure.kernels, firsts, strict=True))
 
     def kernel(self, key: Keyed) -> Kernel:
         return self.record.kernels[key[0]]
@@ -67,7 +67,7 @@ class ModelRun:
     @cached_property
     def counts(self) -> dict[Keyed, float]:
         """How often each kernel runs."""
-        return dict(zip(self.structure.placed, self.structure.counts.tolist(), strict=True))
+        return dict(zip(self.structure.kernels, self.structure.counts.tolist(), strict=True))
 
     @cached_property
     def totals_ms(self) -> dict[Keyed, float]:

@@ -1,7 +1,7 @@
-"""The inputs of a prediction: models (a file, a model in memory, or a record), their sizes and other arguments, checked.
+"""Checks the arguments of a prediction, and analyses its model (a file, a model in memory, or a record) into a record.
 
-Models are analysed into records. Each file is analysed once per process; every call checks whether the file, or a file with its
-weights, changed (size, times of change, inode).
+Each file is analysed once per process; every call checks whether the file, or a file with its weights, changed (size, times of
+change, inode).
 """
 
 from __future__ import annotations
@@ -18,33 +18,32 @@ from hase.ort_analysis.isolated.analysis import own_names, weight_files
 from hase.records.kernel_record import ModelRecord
 from hase.records.kernel_record_files import read_model_record
 from hase.utils.errors import UserError
-from hase.utils.files import cached, signature
+from hase.utils.files import Signature, cached, signature
 from hase.utils.fingerprint import Flavour
 from hase.utils.lazy import onnx
 from hase.utils.paths import Workspace
 
 Source: TypeAlias = "str | Path | onnx.ModelProto | ModelRecord"
 Precision = Literal["fp16"]  # the precisions that a model can be converted to
-Signature = tuple[tuple[str, int, int, int, int], ...]
+Signatures: TypeAlias = tuple[Signature, ...]
 KEPT_FILES = 256  # cached records; a few hundred KiB each
-_files: dict[Any, tuple[tuple[Path, ...], Signature, ModelRecord]] = {}
+_files: dict[Any, tuple[tuple[Path, ...], Signatures, ModelRecord]] = {}
 # Weight files of each model, by its signature and `no_weights`, since a model is read at several sizes.
-_weights: dict[tuple[Signature, bool], list[Path]] = {}
-SHOWN = 60  # characters of a wrong value in an error
+_weights: dict[tuple[Signatures, bool], list[Path]] = {}
+SHOWN_CHARACTERS = 60  # of a wrong value in an error
 LARGEST_SIZE = 2**63 - 1  # ONNX's limit
-FREE_CALLS = 300  # stack depth that a prediction may need, mostly for imports
+FREE_CALLS = 300  # nested calls that a prediction may need, mostly for imports
 
 
-def record_of(source: Source, wanted: Flavour,
-              dims: Mapping[str, int] | None = None, static: bool = False, no_weights: bool = False,
-              dtype: Precision | None = None) -> ModelRecord:
-    """The record of `source`: of the graph that this machine's runtime makes of it. A record is returned unchanged.
+def source_record(source: Source, wanted: Flavour, dims: Mapping[str, int] | None = None, static: bool = False,
+                  no_weights: bool = False, dtype: Precision | None = None) -> ModelRecord:
+    """The record of the graph that this machine's runtime makes of `source`. A record is returned unchanged.
 
     Args:
         wanted: the graph's device, runtime and level. Its version and instruction set are those of this machine.
         static: fix the sizes `dims` before the runtime optimises the model. Some runtimes always do.
         no_weights: files of its weights may be missing.
-        dtype: `fp16`: convert a single-precision model to half precision.
+        dtype: `fp16` converts a single-precision model to half precision.
 
     Raises:
         UserError: the model can't be read or analysed, a size of 0 leaves nothing to run, or `dims` or `dtype` are given for a
@@ -89,13 +88,13 @@ def needs_analysis(source: Source) -> bool:
     return Path(source).suffix != ".json" if isinstance(source, (str, Path)) else not isinstance(source, ModelRecord)
 
 
-def record_otherwise(source: Source, record: ModelRecord, static: bool = False, no_weights: bool = False,
-                     dtype: Precision | None = None) -> ModelRecord | None:
-    """The record with the other branches of Ifs than `record` assumes; None without such Ifs, or if `source` is a record."""
+def other_branches_record(source: Source, record: ModelRecord, static: bool = False, no_weights: bool = False,
+                          dtype: Precision | None = None) -> ModelRecord | None:
+    """The record for the branches of Ifs that `record` does not assume; None without such Ifs, or if `source` is a record."""
     dims = record.dims_otherwise
     if not dims or not needs_analysis(source):
         return None
-    return record_of(source, record.flavour, dims, static, no_weights, dtype)
+    return source_record(source, record.flavour, dims, static, no_weights, dtype)
 
 
 def missing_weights(source: Source) -> tuple[Path, ...]:
@@ -107,7 +106,7 @@ def missing_weights(source: Source) -> tuple[Path, ...]:
 
 def _files_of(path: Path, no_weights: bool) -> tuple[Path, ...]:
     """A model's file and the files of its weights."""
-    return (path, *cached(_weights, (_signature((path,)), no_weights), lambda: weight_files(path, no_weights), KEPT_FILES))
+    return (path, *cached(_weights, (_signatures((path,)), no_weights), lambda: weight_files(path, no_weights), KEPT_FILES))
 
 
 def _record_of_file(path: Path, wanted: Flavour, dims: dict[str, int], static: bool, no_weights: bool,
@@ -116,18 +115,18 @@ def _record_of_file(path: Path, wanted: Flavour, dims: dict[str, int], static: b
            no_weights, half)
     if kept := _files.get(key):
         watched, before, record = kept
-        if _signature(watched) == before:
+        if _signatures(watched) == before:
             return record
         _files.pop(key, None)
-    before = _signature((path,))
+    before = _signatures((path,))
     if path.suffix == ".json":
         record, watched = read_model_record(path), (path,)
         _refuse_other_dims(record, dims)
     else:
         watched = _files_of(path, no_weights)
         record = analysis.record_of(path, wanted, dims, static, watched[1:], no_weights, half)
-    if before == _signature((path,)):  # otherwise the file changed meanwhile, so nothing is cached
-        cached(_files, key, lambda: (watched, _signature(watched), record), KEPT_FILES)
+    if before == _signatures((path,)):  # otherwise the file changed meanwhile, so nothing is cached
+        cached(_files, key, lambda: (watched, _signatures(watched), record), KEPT_FILES)
     return record
 
 
@@ -138,8 +137,8 @@ def _refuse_other_dims(record: ModelRecord, dims: Mapping[str, int] | None) -> N
                         "give the model file instead")
 
 
-def _signature(paths: tuple[Path, ...]) -> Signature:
-    """`hase.utils.files.signature` of each file that exists."""
+def _signatures(paths: tuple[Path, ...]) -> Signatures:
+    """The signature of each file that exists."""
     return tuple(file_signature for path in paths if (file_signature := signature(path)) is not None)
 
 
@@ -150,21 +149,22 @@ class Question(NamedTuple):
     sizes: Sequence[dict[str, int]]
 
 
-def questions_of(models: Sequence[Path], sizes: Sequence[dict[str, int]]) -> list[Question]:
+def pair_with_sizes(models: Sequence[Path], sizes: Sequence[dict[str, int]]) -> list[Question]:
     """Pairs models with sizes. A single model gets all sizes, and an unknown dimension is an error; of several models, each
     gets the sizes whose dimensions it has. Raises UserError: none of several models has one of the sizes.
     """
     if len(models) == 1:
         return [Question(models[0], sizes)]
     names = dict.fromkeys(name for size in sizes for name in size)
-    own = {model: names_in(model, names) for model in models}
-    if unknown := [name for name in names if not any(name in of_model for of_model in own.values())]:
+    own = {model: _dimensions_in(model, names) for model in models}
+    if unknown := [name for name in names if not any(name in dimensions for dimensions in own.values())]:
         raise UserError(f"none of the {len(models)} models has a size named {', '.join(unknown)}: check --dim and --sizes")
-    return [Question(model, distinct_sizes([{name: size[name] for name in size if name in own[model]} for size in sizes]))
+    chosen = {model: [{name: size[name] for name in size if name in own[model]} for size in sizes] for model in models}
+    return [Question(model, list({tuple(size.items()): size for size in chosen[model]}.values()))  # without repetitions
             for model in models]
 
 
-def names_in(model: Path, names: Iterable[str]) -> frozenset[str]:
+def _dimensions_in(model: Path, names: Iterable[str]) -> frozenset[str]:
     """Which of these dimension names occur in a model file; none in a record or an unreadable file, which is reported later."""
     try:
         return frozenset() if model.suffix == ".json" else own_names(model, names)
@@ -172,27 +172,21 @@ def names_in(model: Path, names: Iterable[str]) -> frozenset[str]:
         return frozenset()
 
 
-def distinct_sizes(sizes: Sequence[dict[str, int]]) -> list[dict[str, int]]:
-    """The sizes without repetitions."""
-    return list({tuple(size.items()): size for size in sizes}.values())
-
-
 def shown(value: object) -> str:
-    """A wrong value as shown in errors."""
+    """A wrong value as errors show it."""
     text = repr(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]} …"
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]} …"
 
 
-def workspace_at(place: Workspace | str | os.PathLike[str] | None) -> Workspace:
-    """A workspace, also from its path; by default the repository."""
-    if place is None or isinstance(place, Workspace):
-        return place or Workspace()
-    if not isinstance(place, (str, os.PathLike)):
-        raise UserError(f"workspace={shown(place)}: give the path of a folder, or a Workspace")
-    folder = Path(place)
-    if not folder.is_dir():
-        raise UserError(f"workspace={shown(str(place))}: no such folder; check its name, or make it first")
-    return Workspace(folder)
+def checked_workspace(workspace: Workspace | str | os.PathLike[str] | None) -> Workspace:
+    """Checks a workspace, which may also be given by its path; by default the repository."""
+    if workspace is None or isinstance(workspace, Workspace):
+        return workspace or Workspace()
+    if not isinstance(workspace, (str, os.PathLike)):
+        raise UserError(f"workspace={shown(workspace)}: give the path of a folder, or a Workspace")
+    if not Path(workspace).is_dir():
+        raise UserError(f"workspace={shown(str(workspace))}: no such folder; check its name, or make it first")
+    return Workspace(Path(workspace))
 
 
 def checked_target(target: object) -> str | None:
@@ -226,7 +220,7 @@ def checked_dims(dims: object) -> dict[str, int]:
     return sizes
 
 
-def check_calls() -> None:
+def check_stack_depth() -> None:
     """Raises UserError if the caller's stack is too deep for a prediction.
 
     Otherwise Python's recursion limit could interrupt an import, and leave a package half imported.
@@ -235,5 +229,5 @@ def check_calls() -> None:
     while frame.f_back is not None:
         frame, depth = frame.f_back, depth + 1
     if depth + FREE_CALLS > sys.getrecursionlimit():
-        raise UserError(f"asked {depth} calls deep, and Python allows {sys.getrecursionlimit()}: a prediction may need "
-                        f"{FREE_CALLS} more; ask from a place that is less deep, or raise sys.setrecursionlimit")
+        raise UserError(f"called {depth} calls deep, and Python allows {sys.getrecursionlimit()}: a prediction may need "
+                        f"{FREE_CALLS} more; predict outside of the recursion, or raise the limit with sys.setrecursionlimit")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -24,33 +23,32 @@ from hase.records.kernel_record import Kernel, ModelRecord
 from hase.records.measurement import GPU_LABEL, LAUNCHES
 from hase.runtimes import local_target, runtime_named
 from hase.utils.errors import UserError
-from hase.utils.files import cached
+from hase.utils.files import cached, signature
 from hase.utils.fingerprint import CUDNN, FROM_SHEET, Target, has_cuda, package_version, slug
 from hase.utils.model_graphs import MOST_LOADED_BYTES
 from hase.utils.paths import SHIPPED, Workspace
 
 if TYPE_CHECKING:
     from hase.learned.kernels.sidecar import Sidecar
-    from hase.records.devices import GpuDataSheet
 
 MAKE_PREDICTORS = (
     "python benchmark/collector.py", "python training/train_kernel_model.py", "python training/fit_composition.py")
-Learned = tuple[  # files of a predictors' folder
+Learned = tuple[  # what the files of a predictors' folder hold
     Predictors, Composition, HostSide, Sharing | None, LearnedMps | None, ServingHost | None, Uncertainty]
 FLOATING = ("float16", "bfloat16", "float32", "float64")
 _fitted: dict[tuple[Any, ...], Learned] = {}
-OTHERS = {"mi": "AMD's cards run ROCm or MIGraphX", "gaudi": "Intel's cards have providers of their own",
-          "tpu": "TPUs do not run it", "trt": "TensorRT compiles kernels of its own",
-          "tensorrt": "TensorRT compiles kernels of its own"}
-WIDER = 1.5  # factor on the log uncertainty if no table has the card's generation: a choice
+NO_CUDA = {  # why there are no predictions, by the start of a name that users give as a card's
+    "mi": "AMD's cards run ROCm or MIGraphX", "gaudi": "Intel's cards have providers of their own", "tpu": "TPUs do not run it",
+    "trt": "TensorRT compiles kernels of its own", "tensorrt": "TensorRT compiles kernels of its own"}
+NEW_GENERATION = 1.5  # factor on the log uncertainty if no table has the card's generation: a choice
 
 
 @dataclass
 class CardPredictors(Predictors):
     """Predictors of a card that was never measured, from its data sheet: `--gpu l40s`.
 
-    Kernel times on the H200 (`base`), measured or predicted, are scaled to the card (`gpu`; training/data_sheet), except times
-    measured on it (`seen_ms`, by id). Launches, the host and the composition stay those of the H200 and its host.
+    Kernel times on the H200 (`base`), measured or predicted, are scaled to the card (`gpu`) by `ratios`, except times measured
+    on it (`seen_ms`, by kernel id). Launches, the host and the composition stay those of the H200 and its host.
     """
 
     ratios: CardRatios | None = None
@@ -68,9 +66,9 @@ class CardPredictors(Predictors):
         if working:
             counts = super()._time(working, load, LAUNCHES, look_up)
             work = work_of(list(working.values()), [counts[name][0] for name in working])
-            carried = self.ratios.times_ms(work, np.array([times[name][0] for name in working]), self.base, self.gpu)
+            scaled_ms = self.ratios.times_ms(work, np.array([times[name][0] for name in working]), self.base, self.gpu)
             times |= {name: (time, "predicted" if times[name][1] == "measured" else times[name][1])
-                      for name, time in zip(working, carried.tolist(), strict=True)}
+                      for name, time in zip(working, scaled_ms.tolist(), strict=True)}
         return times | ({name: (self.seen_ms[name], "measured") for name in kernels if name in self.seen_ms} if look_up else {})
 
     def measured_drift(self, kernel: Kernel, label: str) -> float:
@@ -78,14 +76,9 @@ class CardPredictors(Predictors):
 
 
 @functools.cache
-def learned() -> tuple[SheetModel, CardRatios]:
-    """The learned models that scale times between cards."""
+def sheet_models() -> tuple[SheetModel, CardRatios]:
+    """What was learned to scale times from one card to another."""
     return read_sheet()
-
-
-def base_target() -> str:
-    """The target that times are scaled from."""
-    return learned()[0].base
 
 
 def gpu_of_target(target: str | None) -> GpuDataSheet | None:
@@ -95,22 +88,22 @@ def gpu_of_target(target: str | None) -> GpuDataSheet | None:
     name = target.partition(FROM_SHEET)[0]
     if gpu := named_or_in_file(name):
         return gpu
-    why = next((reason for start, reason in OTHERS.items() if slug(name).startswith(start)), None)
+    why = next((reason for start, reason in NO_CUDA.items() if slug(name).startswith(start)), None)
     raise UserError(f"--gpu {name}: " + (
         f"predictions are for ONNX Runtime with CUDA, and {why}" if why else
         f"no such card is known; choose one of {', '.join(gpu.slug for gpu in catalogue())}, or give a file with its data "
         "sheet (a list `gpus:` like that of records/gpus.yaml)"))
 
 
-def carried_predictors(measured: Predictors, target: Target, gpu: GpuDataSheet, ratios: CardRatios,
-                       seen_ms: Mapping[str, float] | None = None) -> CardPredictors:
+def scale_predictors(measured: Predictors, target: Target, gpu: GpuDataSheet, ratios: CardRatios,
+                     seen_ms: Mapping[str, float] | None = None) -> CardPredictors:
     """Predictors for the card `gpu`, scaled from those of a measured card. `seen_ms`: kernel times measured on `gpu`, by id."""
-    own = {each.name: getattr(measured, each.name) for each in fields(Predictors) if not each.name.startswith("_")}
-    own["sidecar"] = measured.sidecar.model_copy(update={"target": target, "machines": ()})
-    carried = CardPredictors(**own, ratios=ratios, base=gpu_named(measured.sidecar.target.device_name), gpu=gpu,
-                             seen_ms=seen_ms or {})
-    carried._models = measured._models  # shared, so that boosters are read only once
-    return carried
+    values = {entry.name: getattr(measured, entry.name) for entry in fields(Predictors) if not entry.name.startswith("_")}
+    values["sidecar"] = measured.sidecar.model_copy(update={"target": target, "machines": ()})
+    scaled = CardPredictors(**values, ratios=ratios, base=gpu_named(measured.sidecar.target.device_name), gpu=gpu,
+                            seen_ms=seen_ms or {})
+    scaled._models = measured._models  # shared, so that boosters are read only once
+    return scaled
 
 
 def sheet_range(gpu: GpuDataSheet, model: SheetModel | None = None) -> SheetRange:
@@ -118,42 +111,30 @@ def sheet_range(gpu: GpuDataSheet, model: SheetModel | None = None) -> SheetRang
 
     Smaller if ONNX Runtime's kernels were measured at its compute capability, larger if its generation is in no table.
     """
-    model = model or learned()[0]
+    model = model or sheet_models()[0]
     known, own = ([card for name in names if (card := gpu_named(name))] for names in (model.cards, model.own))
     found = model.alike if any(card.compute_capability == gpu.compute_capability for card in own) else model.unlike
     if any(card.generation == gpu.generation for card in known):
         return found
-    return SheetRange(low=found.low**WIDER, high=found.high**WIDER)
+    return SheetRange(low=found.low**NEW_GENERATION, high=found.high**NEW_GENERATION)
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """Everything learned for one target (predictors, composition, sharing), and how the target was chosen.
-
-    Attributes:
-        uncertainty: how far off the times of unknown kernels may be.
-        host: the host's side of a CUDA session.
-        sharing: how processes take turns on the target's GPU.
-        mps: how kernels of several processes run through MPS.
-        serving: how the pace of a host changes while it serves requests.
-        other_cudnn: whether this machine has the target's device, but another minor version of cuDNN than was measured.
-        notices: notes for the reader about the choice and the versions.
-        measured_on: the machine and the versions that were measured, in words; "" where this machine is the target.
-        sheet_range: the uncertainty of times scaled from another card; None for a measured card.
-    """
+    """Everything learned for one target (predictors, composition, sharing), and how the target was chosen."""
 
     target: Target
     predictors: Predictors
     composition: Composition
-    uncertainty: Uncertainty
-    host: HostSide = NOTHING_MEASURED
-    sharing: Sharing | None = None
-    mps: LearnedMps | None = None
-    serving: ServingHost | None = None
-    other_cudnn: bool = False
-    notices: tuple[str, ...] = ()
-    measured_on: str = ""
-    sheet_range: SheetRange | None = None
+    uncertainty: Uncertainty  # how far off the times of unknown kernels may be
+    host: HostSide = NOTHING_MEASURED  # the host's side of a CUDA session
+    sharing: Sharing | None = None  # how processes take turns on the target's GPU
+    mps: LearnedMps | None = None  # how kernels of several processes run through MPS
+    serving: ServingHost | None = None  # how the pace of a host changes while it serves requests
+    other_cudnn: bool = False  # this machine has the target's device, but another minor version of cuDNN than was measured
+    notices: tuple[str, ...] = ()  # notes for the user about the choice and the versions
+    measured_on: str = ""  # the machine and the versions that were measured, in words; "" where this machine is the target
+    sheet_range: SheetRange | None = None  # the uncertainty of times scaled from another card; None for a measured card
 
 
 @functools.cache
@@ -169,8 +150,9 @@ def predictor_folders(workspace: Workspace) -> dict[str, Path]:
 
 
 def choose_target(workspace: Workspace, name: str | None) -> tuple[str, tuple[str, ...]]:
-    """The target's full name, and notices about the choice. Candidates are in the workspace, or ship with Hase.
+    """Chooses the target of a prediction: its full name, and notices about the choice.
 
+    Candidates are in the workspace, or ship with Hase.
     `name` is a target's name, in any case, or a part of it that only one name has: its start or, if no name starts so, any part
     (`h200`). Without a name: this machine, if it has predictors; else the only target in the workspace; else the only one that
     ships.
@@ -180,7 +162,7 @@ def choose_target(workspace: Workspace, name: str | None) -> tuple[str, tuple[st
     """
     folders = predictor_folders(workspace)
     if name is not None:
-        return _named(name, sorted(folders), workspace), ()
+        return _match_target(name, sorted(folders), workspace), ()
     local_names = [target.name for target in local_targets()]
     for target in local_names:
         if target in folders:
@@ -201,7 +183,7 @@ def choose_target(workspace: Workspace, name: str | None) -> tuple[str, tuple[st
     return in_workspace[0], (f"predictors of another device are used, {in_workspace[0]}: this machine is {local_names[0]}",)
 
 
-def _named(name: str, targets: Sequence[str], workspace: Workspace) -> str:
+def _match_target(name: str, targets: Sequence[str], workspace: Workspace) -> str:
     """The one of `targets` that `name` stands for. Raises UserError: none, or several."""
     part = name.lower()
     matching = [name] if name in targets else [target for target in targets if part and target.lower().startswith(part)] or [
@@ -229,7 +211,7 @@ def is_here(target: Target) -> bool:
 
 
 def refuse_other_device(target: Target, workspace: Workspace) -> None:
-    """Raises UserError if a target that was not named is another machine."""
+    """Raises UserError unless the target is this machine; for callers that named no target."""
     if is_here(target):
         return
     device = slug(target.device_name)
@@ -245,16 +227,9 @@ def other_cudnn(sidecar: Sidecar) -> tuple[str, str] | None:
     depends = flavour.device == "cuda" and runtime_named(flavour.runtime).uses_cudnn
     if not depends or not sidecar.machines or not is_here(sidecar.target):
         return None
-    then, now = (minor(version) for version in (sidecar.machines[-1].versions.get("cudnn", ""), package_version(CUDNN)))
+    then, now = (".".join(version.split(".")[:2])  # `9.19` of `9.19.0.56`
+                 for version in (sidecar.machines[-1].versions.get("cudnn", ""), package_version(CUDNN)))
     return (then, now) if then and now and then != now else None
-
-
-def version_notice(sidecar: Sidecar) -> str:
-    """A notice if this machine is the target and its versions differ from the measured ones; else ""."""
-    if differ := other_cudnn(sidecar):
-        return (f"measured with cuDNN {differ[0]}, here is {differ[1]}: convolutions may run other kernels and take other "
-                "times, so the interval is widened")
-    return ""
 
 
 def measured_on(sidecar: Sidecar) -> str:
@@ -269,26 +244,20 @@ def measured_on(sidecar: Sidecar) -> str:
     return f"{measured.device_name} with {', '.join(about)}, driver {measured.driver}"
 
 
-def minor(version: str) -> str:
-    """`9.19` from `9.19.0.56`."""
-    return ".".join(version.split(".")[:2])
-
-
 def fitted_for(workspace: Workspace, name: str | None = None, estimators: Sequence[Path] = ()) -> Fitted:
-    """Chooses the target `name` (see `choose_target`) and reads everything learned for it. `estimators` may hold the code of
-    admitted estimators.
+    """Chooses the target `name` (see `choose_target`) and reads everything learned for it. `estimators`: folders with the code
+    of admitted estimators.
 
     Raises:
         UserError: as `choose_target`, or the predictors can't be read.
     """
     if gpu := gpu_of_target(name):
-        base = _named(base_target(), sorted(predictor_folders(workspace)), workspace)
-        return carried_over(fitted_for(workspace, base, estimators), gpu, read_correction(workspace, gpu))
+        base = _match_target(sheet_models()[0].base, sorted(predictor_folders(workspace)), workspace)
+        return scale_to_card(fitted_for(workspace, base, estimators), gpu, read_correction(workspace, gpu))
     name, notices = choose_target(workspace, name)
     folder = predictor_folders(workspace)[name]
     files = sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))  # hidden files are being written
-    key = (str(folder), tuple(map(str, estimators)),
-           *((entry.name, about.st_size, about.st_mtime_ns) for entry in files if (about := _about(entry))))
+    key = (str(folder), tuple(map(str, estimators)), *map(signature, files))
 
     def load() -> Learned:
         predictors = read_predictors(folder, tuple(estimators))
@@ -298,16 +267,17 @@ def fitted_for(workspace: Workspace, name: str | None = None, estimators: Sequen
 
     predictors, composition, host, sharing, mps, serving, uncertainty = cached(_fitted, key, load, limit=4)
     sidecar = predictors.sidecar
-    versions = version_notice(sidecar)
+    if cudnn := other_cudnn(sidecar):
+        notices = (*notices, f"measured with cuDNN {cudnn[0]}, here is {cudnn[1]}: convolutions may run other kernels and take "
+                             "other times, so the interval is widened")
     return Fitted(sidecar.target, predictors, composition, uncertainty, host, sharing, mps, serving,
-                  other_cudnn=other_cudnn(sidecar) is not None,
-                  notices=(*notices, versions) if versions else notices, measured_on=measured_on(sidecar))
+                  other_cudnn=cudnn is not None, notices=notices, measured_on=measured_on(sidecar))
 
 
-def carried_over(measured: Fitted, gpu: GpuDataSheet, correction: Correction | None = None) -> Fitted:
-    """The H200's predictors scaled to a card that was not measured, or only with the kernels of `correction`."""
+def scale_to_card(measured: Fitted, gpu: GpuDataSheet, correction: Correction | None = None) -> Fitted:
+    """What was learned for the H200, scaled to a card that was not measured, or only with the kernels of `correction`."""
     target = measured.target.model_copy(update={"device_name": f"{gpu.slug}{FROM_SHEET}"})
-    found, ratios = sheet_range(gpu), learned()[1]
+    found, ratios = sheet_range(gpu), sheet_models()[1]
     basis, of_whom = f"from the data sheet: never measured on {gpu.name}", "kernels of cards that were left out"
     if correction:
         found, ratios = SheetRange(low=correction.low, high=correction.high), correction.ratios(ratios, gpu)
@@ -315,8 +285,7 @@ def carried_over(measured: Fitted, gpu: GpuDataSheet, correction: Correction | N
         of_whom = "sums of a few measured kernels, each left out,"
     about = (f"{basis}. Times are carried over from {measured.target.device_name}, with its host; {of_whom} "
              f"took {found.low:.2g} to {found.high:.2g} times as long as predicted")
-    predictors = carried_predictors(measured.predictors, target, gpu, ratios,
-                                    correction.measured_ms if correction else {})
+    predictors = scale_predictors(measured.predictors, target, gpu, ratios, correction.measured_ms if correction else {})
     return replace(measured, target=target, predictors=predictors, sharing=None, mps=None, serving=None, other_cudnn=False,
                    notices=(*measured.notices, about), sheet_range=found)
 
@@ -324,7 +293,7 @@ def carried_over(measured: Fitted, gpu: GpuDataSheet, correction: Correction | N
 def mismatches(record: ModelRecord, target: Target, computed: Collection[str], dtypes: Sequence[str]) -> list[str]:
     """Differences between a record and its target's predictors: the runtime's minor version, and element types.
 
-    `computed` are the types that the model computes in, `dtypes` those of the training kernels.
+    `computed` are the element types that the model computes in, `dtypes` those of the training kernels.
     """
     graph, trained = record.flavour, target.flavour
     differences = []
@@ -334,14 +303,6 @@ def mismatches(record: ModelRecord, target: Target, computed: Collection[str], d
     if unseen := sorted(set(computed) - set(dtypes)):
         differences.append(f"it computes in {', '.join(unseen)}, the predictors hold for {', '.join(dtypes)}")
     return differences
-
-
-def _about(path: Path) -> os.stat_result | None:
-    """The file's status; None if it disappeared after it was listed."""
-    try:
-        return path.stat()
-    except FileNotFoundError:
-        return None
 
 
 def check_target(record: ModelRecord, fitted: Fitted, computed: Collection[str], force: bool) -> list[str]:
@@ -368,9 +329,9 @@ def check_target(record: ModelRecord, fitted: Fitted, computed: Collection[str],
 
 def holds_for(record: ModelRecord, fitted: Fitted) -> tuple[str, ...]:
     """What a prediction is valid for, in words: the measured machine unless it is this one, and how the graph was made."""
-    said = [fitted.measured_on] if fitted.measured_on else []
+    words = [fitted.measured_on] if fitted.measured_on else []
     if record.derived:
         loads_much = record.weight_bytes > MOST_LOADED_BYTES and has_cuda()
         why = "the GPU would have to load all its weights" if loads_much else f"no {record.flavour.device} device is here"
-        said.append(f"a graph that is derived with the CPU provider, since {why}")
-    return tuple(said)
+        words.append(f"a graph that is derived with the CPU provider, since {why}")
+    return tuple(words)

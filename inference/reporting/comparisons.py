@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hase.inference.compare.model_differences import said_of_difference
+from hase.inference.compare.model_differences import difference_sentences
 from hase.inference.prediction.answers import PERCENTILE
 from hase.inference.reporting.runs import about, device_name, folded_run, operators_by_time, sentence, target_basis
 from hase.utils.pages.page import (
@@ -111,7 +111,7 @@ def difference_page(difference: ModelDifference, runs: Sequence[PredictedRun], f
     """The page of two models A and B; `warned` maps each warning to the models that it concerns."""
     a, b = difference.a, difference.b
     names = f"A = {a.model}, B = {b.model}"
-    answer, *sentences = (sentence(line.removeprefix(f"{names}: ")) for line in said_of_difference(difference))
+    answer, *sentences = (sentence(line.removeprefix(f"{names}: ")) for line in difference_sentences(difference))
     rows = difference_rows(difference)
     latencies = [Bar(f"{name}: {one.model}", one.latency_ms, *one.interval_ms, "a rough estimate" if one.rough_estimate else "")
                  for name, one in (("A", a), ("B", b))]

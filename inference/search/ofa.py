@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from hase.inference.search.network import Builder, GraphPart, Values, record_of_parts
+from hase.inference.search.network import GraphPart, NamedTensor, PartBuilder, join_parts
 from hase.records.kernel_record import ModelRecord
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import Flavour
@@ -91,7 +91,7 @@ def make(name: str, flavour: Flavour) -> ModelRecord:
     """The record of a network as ONNX Runtime runs it on a GPU, for one image."""
     if flavour.device != "cuda":
         raise UserError(f"{PREFIX}: these are graphs as ONNX Runtime runs them on a GPU; name such a target, e.g. nvidia-h200")
-    return record_of_parts(name, flavour, *_parts(network_named(name)))
+    return join_parts(name, flavour, *_parts(network_named(name)))
 
 
 def rounded_channels(channels: float) -> int:
@@ -105,10 +105,10 @@ def layer_channels(width: float) -> tuple[int, ...]:
     return tuple(rounded_channels(width * channels) for channels in (FIRST_CHANNELS, *(stage.channels for stage in STAGES)))
 
 
-def _parts(network: OfaNetwork) -> tuple[Values, list[GraphPart]]:
+def _parts(network: OfaNetwork) -> tuple[NamedTensor, list[GraphPart]]:
     """The input image, and the parts of a network."""
     first, *channels = layer_channels(network.width)
-    image = Values("input", (1, 3, network.side, network.side))
+    image = NamedTensor("input", (1, 3, network.side, network.side))
     parts = [_stem(image, first)]
     for number, (stage, blocks) in enumerate(zip(STAGES, network.stages, strict=True)):
         for index, block in enumerate(blocks):
@@ -120,26 +120,26 @@ def _parts(network: OfaNetwork) -> tuple[Values, list[GraphPart]]:
 
 
 @functools.lru_cache(1000)
-def _stem(image: Values, channels: int) -> GraphPart:
+def _stem(image: NamedTensor, channels: int) -> GraphPart:
     """The first convolution, and a block without expansion."""
-    stem = Builder("stem")
-    inner = stem.each("act", "HardSwish", stem.convolution("conv", image, channels, 3, 2))
-    output = stem.each("first.act", "Relu", stem.convolution("first.depthwise", inner, channels, 3, groups=channels))
+    stem = PartBuilder("stem")
+    inner = stem.unary("act", "HardSwish", stem.convolution("conv", image, channels, 3, 2))
+    output = stem.unary("first.act", "Relu", stem.convolution("first.depthwise", inner, channels, 3, groups=channels))
     output = stem.convolution("first.project", output, channels)
     return stem.part(stem.add("first.add", "Add", [output, inner], output.shape))
 
 
 @functools.lru_cache(20_000)
-def _block(name: str, output_name: str, image: Values, channels: int, stride: int, block: OfaBlock, activation: str,
+def _block(name: str, output_name: str, image: NamedTensor, channels: int, stride: int, block: OfaBlock, activation: str,
            squeeze_excitation: bool) -> GraphPart:
     """An inverted residual block; its output is called `output_name`, if given."""
-    builder, expanded = Builder(name), rounded_channels(block.expansion * image.shape[1])
-    inner = builder.each("act1", activation, builder.convolution("expand", image, expanded))
-    inner = builder.each("act2", activation, builder.convolution("depthwise", inner, expanded, block.window, stride, expanded))
+    builder, expanded = PartBuilder(name), rounded_channels(block.expansion * image.shape[1])
+    inner = builder.unary("act1", activation, builder.convolution("expand", image, expanded))
+    inner = builder.unary("act2", activation, builder.convolution("depthwise", inner, expanded, block.window, stride, expanded))
     if squeeze_excitation:
         squeezed = builder.convolution("fc1", _mean(builder, inner), rounded_channels(expanded // 4))
-        squeezed = builder.each("squeezed", "Relu", squeezed)
-        gate = builder.each("gate", "HardSigmoid", builder.convolution("fc2", squeezed, expanded), alpha=ONE_SIXTH, beta=0.5)
+        squeezed = builder.unary("squeezed", "Relu", squeezed)
+        gate = builder.unary("gate", "HardSigmoid", builder.convolution("fc2", squeezed, expanded), alpha=ONE_SIXTH, beta=0.5)
         inner = builder.add("excited", "Mul", [gate, inner], inner.shape)
     output = builder.convolution("project", inner, channels)
     if output.shape == image.shape:
@@ -148,20 +148,20 @@ def _block(name: str, output_name: str, image: Values, channels: int, stride: in
 
 
 @functools.lru_cache(1000)
-def _head(image: Values) -> GraphPart:
+def _head(image: NamedTensor) -> GraphPart:
     """The last convolution, and the classifier."""
-    head = Builder("head")
-    pooled = _mean(head, head.each("act", "HardSwish", head.convolution("conv", image, LAST_EXPANSION * image.shape[1])))
+    head = PartBuilder("head")
+    pooled = _mean(head, head.unary("act", "HardSwish", head.convolution("conv", image, LAST_EXPANSION * image.shape[1])))
     flat = head.add("flat", "Reshape", [pooled], pooled.shape[:2], [(2,)], {"allowzero": 1}, pooled.shape[:2])
-    hidden = head.each("hidden", "HardSwish", _linear(head, "features", flat, FEATURES))
+    hidden = head.unary("hidden", "HardSwish", _linear(head, "features", flat, FEATURES))
     return head.part(_linear(head, "classes", hidden, CLASSES))
 
 
-def _mean(builder: Builder, image: Values) -> Values:
+def _mean(builder: PartBuilder, image: NamedTensor) -> NamedTensor:
     return builder.add("mean", "ReduceMean", [image], (*image.shape[:2], 1, 1), [(2,)],
                        {"keepdims": 1, "noop_with_empty_axes": 0}, (-1, -2))
 
 
-def _linear(builder: Builder, name: str, values: Values, features: int) -> Values:
+def _linear(builder: PartBuilder, name: str, values: NamedTensor, features: int) -> NamedTensor:
     return builder.add(name, "Gemm", [values], (values.shape[0], features), [(features, values.shape[1]), (features,)],
                        {"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 1})

@@ -1,4 +1,4 @@
-"""Nodes of a CUDA session whose time is not just that of a GPU kernel.
+"""Recognises nodes of a CUDA session whose time is not just that of a GPU kernel, and guesses the time of some.
 
 - Copies between host and GPU, and nodes on the CPU provider. Their costs were measured for some targets (host_side.py).
   Unmeasured CPU kernels get a guess from here, marked as estimated.
@@ -14,7 +14,7 @@ from hase.records.kernel_costs import is_control_flow
 from hase.records.kernel_record import Kernel, ModelRecord
 from hase.records.operators import operator_row
 
-HOST_KERNEL_MS = 0.001  # of a kernel that does next to nothing; a guess, like the next rate
+HOST_KERNEL_MS = 0.001  # of a kernel that does next to nothing; a guess, like the rate below
 HOST_FLOPS_PER_MS = 150e6
 # Medians by operator of kernels of no model (recipes/h200/collect_kernels.sh host) on a Xeon of 16 threads: products and
 # convolutions of eight-bit numbers do 300 to 1,500 operations in a nanosecond where activations have no sign, and 30 to 140
@@ -25,7 +25,7 @@ HOST_BYTES_PER_MS = 30e6
 # and STFT 100 (geometric mean 12; 8 with Col2Im, which takes 0.9 but only adds and moves).
 SLOW_MS = 8e-6
 HOST_RANGE = (0.2, 6.0)  # plausible range of a CPU kernel's time, as multiples of the guess; a choice
-SERIAL_RANGE = (0.2, 30.0)  # the same for kernels of serial steps (recurrent ones) and of unknown operators
+SERIAL_RANGE = (0.2, 30.0)  # the same for slow kernels, recurrent ones and unknown operators
 # The same for predicted kernels of the CPU that move LEAST_BYTES or more, as multiples of the prediction. Nine of ten that were
 # held out take 0.5 to 2.3 times as long. They were measured one after another in large graphs, and a small model finds its
 # weights in the caches: products and convolutions of whole numbers then take as little as a third (16 of them, on two cores of
@@ -42,29 +42,31 @@ BOX_MS = 1.108e-4
 KEPT_MS = 1.850e-4
 PAIR_MS = 1.353e-8  # for each box that is kept, and each box
 MANY_BOXES = 8192  # from here on they are sorted with more launches
-LAUNCHES = (17.0, 28.0)  # with fewer boxes, and with more
+SELECTION_LAUNCHES = (17.0, 28.0)  # with fewer boxes, and with more
 SELECTION_RANGE = (0.7, 1.5)  # plausible range of the time, as multiples; a choice
 # TopK: where ONNX Runtime selects more than 64 by radix, one block of threads reads a whole row several times, slower where the
 # row does not fit into the caches next to it. These constants were read off 20 such kernels of 675 to 43,200 numbers, measured
 # alone, and off the waiting after three of up to 1.2 million in a detector.
 TOPK_MS = 0.024
 NUMBER_MS = 2.9e-6
-FAR_MS = 2.4e-6  # of each number beyond NEAR, in addition
-NEAR = 30_000
+UNCACHED_MS = 2.4e-6  # of each number beyond CACHED_NUMBERS, in addition
+CACHED_NUMBERS = 30_000
 LEAST_SELECTED = 65  # fewer are selected in another way
 LEAST_NUMBERS = 512  # fewer are sorted
 ROWS_AT_ONCE = 132  # multiprocessors of an H200
 
 
 def is_slow(kernel: Kernel) -> bool:
-    """Whether a kernel is of a standard ONNX operator that the CPU provider computes slowly, element by element. Most operators
-    that CUDA lacks are of this kind: they choose, sort or transform, or are functions of many steps."""
+    """Whether the CPU provider computes a kernel slowly, element by element.
+
+    So it does most standard operators that CUDA lacks: they choose, sort or transform, or are functions of many steps.
+    """
     row = operator_row(kernel.op_type)
     return not kernel.domain and (row.operator_class == "other" if row.slow_on_cpu is None else row.slow_on_cpu)
 
 
 def host_range(kernel: Kernel) -> tuple[float, float]:
-    """The plausible range of a kernel's time, as multiples of `guessed_ms`."""
+    """The plausible range of a CPU kernel's time, as multiples of `guessed_host_ms`."""
     serial = operator_row(kernel.op_type).operator_class in ("recurrent", "other")
     return SERIAL_RANGE if serial or is_slow(kernel) else HOST_RANGE
 
@@ -80,41 +82,43 @@ def is_off_gpu(kernel: Kernel, provider: str) -> bool:
 
 
 def reads_shape(kernel: Kernel) -> bool:
-    """Whether a kernel only reads a tensor's shape, which the host knows, so that the GPU has nothing to do."""
+    """Whether a kernel only reads a tensor's shape, which the host knows: the GPU has nothing to do."""
     return operator_row(kernel.op_type).launches == "none" and not kernel.domain
 
 
-def to_host(kernel: Kernel) -> bool:
-    """Whether a kernel is a copy to the host, which waits for the GPU."""
+def copies_to_host(kernel: Kernel) -> bool:
+    """Whether a kernel is a copy to the host, at which the host waits for the GPU."""
     return kernel.op_type == "MemcpyToHost"
 
 
-def on_host(kernel: Kernel, provider: str) -> bool:
+def takes_host_time(kernel: Kernel, provider: str) -> bool:
     """Whether a node of a CUDA session takes the host's time: it has a body, or is off the GPU and no copy to the host."""
-    return is_control_flow(kernel) or (is_off_gpu(kernel, provider) and not to_host(kernel))
+    return is_control_flow(kernel) or (is_off_gpu(kernel, provider) and not copies_to_host(kernel))
 
 
-def waits_inside(kernel: Kernel) -> bool:
+def waits_for_size(kernel: Kernel) -> bool:
     """Whether the host waits at a GPU kernel, to read the size of its output from the GPU."""
     return operator_row(kernel.op_type).waits_for_size and not kernel.domain
 
 
 def reading_loops(record: ModelRecord) -> set[str]:
-    """The ids of the Loops at which the host waits after each trip. Their bodies compute the condition on the GPU, as a single
-    boolean that no node of the body reads."""
+    """The ids of the Loops at which the host waits after each trip, to read their condition from the GPU.
+
+    Their bodies compute the condition there, as a single boolean that no node of the body reads.
+    """
     reading = set()
     for loop in record.nodes:
         if record.kernel_of(loop).op_type != "Loop":
             continue
         body = [node for node in record.nodes if node.inside == loop.name]
         read = {name for node in body for name in node.inputs}
-        if any(node.provider == "cuda" and set(node.outputs).isdisjoint(read) and is_condition(record.kernel_of(node))
+        if any(node.provider == "cuda" and set(node.outputs).isdisjoint(read) and _is_boolean(record.kernel_of(node))
                for node in body):
             reading.add(loop.kernel_id)
     return reading
 
 
-def is_condition(kernel: Kernel) -> bool:
+def _is_boolean(kernel: Kernel) -> bool:
     """Whether a kernel computes a single boolean."""
     return len(kernel.outputs) == 1 and kernel.outputs[0].dtype == "bool" and kernel.outputs[0].elements == 1
 
@@ -124,8 +128,8 @@ def takes_no_time(kernel: Kernel) -> bool:
     return not kernel.moves_data or reads_shape(kernel)
 
 
-def guessed_ms(kernel: Kernel) -> float:
-    """A guess at how long the CPU provider takes for a kernel of a CUDA session (ms)."""
+def guessed_host_ms(kernel: Kernel) -> float:
+    """Guesses how long the CPU provider takes for a kernel of a CUDA session."""
     if takes_no_time(kernel):
         return 0.0
     bytes_moved = kernel.bytes_read + kernel.bytes_written
@@ -135,14 +139,14 @@ def guessed_ms(kernel: Kernel) -> float:
                                 numbers * SLOW_MS if is_slow(kernel) else 0.0)
 
 
-def selects_boxes(kernel: Kernel) -> bool:
+def is_box_selection(kernel: Kernel) -> bool:
     """Whether a kernel is a NonMaxSuppression with known numbers of boxes."""
     return (kernel.op_type == "NonMaxSuppression" and not kernel.domain and len(kernel.inputs) > 1
             and len(kernel.inputs[1].shape) == 3 and len(kernel.outputs[0].shape) == 2)
 
 
 def selection_ms(kernel: Kernel) -> float:
-    """The GPU's time for NonMaxSuppression (ms); images and classes are processed one after another."""
+    """The GPU's time for NonMaxSuppression, which processes images and classes one after another."""
     images, classes, boxes = kernel.inputs[1].shape
     rounds, kept = images * classes, kernel.outputs[0].shape[0]
     return rounds * (BASE_MS + BOX_MS * boxes) + kept * (KEPT_MS + PAIR_MS * boxes)
@@ -151,11 +155,11 @@ def selection_ms(kernel: Kernel) -> float:
 def selection_launches(kernel: Kernel) -> float:
     """The number of launches that NonMaxSuppression takes."""
     images, classes, boxes = kernel.inputs[1].shape
-    return images * classes * LAUNCHES[boxes > MANY_BOXES]
+    return images * classes * SELECTION_LAUNCHES[boxes > MANY_BOXES]
 
 
-def selects_in_rows(kernel: Kernel) -> bool:
-    """Whether a kernel is a TopK that reads long rows along its last axis by radix."""
+def is_row_selection(kernel: Kernel) -> bool:
+    """Whether a kernel is a TopK that selects by radix from long rows along its last axis."""
     if kernel.op_type != "TopK" or kernel.domain or not kernel.inputs[0].shape or not kernel.outputs[0].shape:
         return False
     axis = int(kernel.attributes.get("axis", -1)) % len(kernel.inputs[0].shape)
@@ -164,7 +168,7 @@ def selects_in_rows(kernel: Kernel) -> bool:
 
 
 def row_selection_ms(kernel: Kernel) -> float:
-    """The GPU's time for such a TopK (ms), which has one launch."""
+    """The GPU's time for a TopK that `is_row_selection`; it has one launch."""
     numbers = kernel.inputs[0].shape[-1]
     rounds = math.ceil(kernel.inputs[0].elements / numbers / ROWS_AT_ONCE)
-    return rounds * (TOPK_MS + NUMBER_MS * numbers + FAR_MS * max(numbers - NEAR, 0))
+    return rounds * (TOPK_MS + NUMBER_MS * numbers + UNCACHED_MS * max(numbers - CACHED_NUMBERS, 0))

@@ -24,7 +24,14 @@ from pydantic import model_validator
 
 from hase.graph_model.simulation.pipeline import OffGpu
 from hase.learned import target_files
-from hase.learned.composition.cuda_nodes import guessed_ms, is_copy, is_off_gpu, takes_no_time, to_host, waits_inside
+from hase.learned.composition.cuda_nodes import (
+    copies_to_host,
+    guessed_host_ms,
+    is_copy,
+    is_off_gpu,
+    takes_no_time,
+    waits_for_size,
+)
 from hase.learned.kernels.predictors import Predictors, read_predictors
 from hase.learned.kernels.uncertainty import NOTHING_LEARNED, Uncertainty
 from hase.records.kernel_record import Kernel, ModelRecord
@@ -112,16 +119,16 @@ class HostSide:
 
     def copy_ms(self, kernel: Kernel) -> float:
         """How long a copy moves data (ms). A copy to the host is on the GPU's track, a copy to the GPU on the host's."""
-        return (self.costs.to_host if to_host(kernel) else self.costs.to_gpu).at(kernel.bytes_written)
+        return (self.costs.to_host if copies_to_host(kernel) else self.costs.to_gpu).at(kernel.bytes_written)
 
     def wait_ms(self, kernel: Kernel) -> float:
         """How long a kernel that waits inside for the GPU keeps the host busy, besides its dispatch (ms)."""
-        return self.costs.wait_ms if waits_inside(kernel) else 0.0
+        return self.costs.wait_ms if waits_for_size(kernel) else 0.0
 
     def kernel_times(self, kernels: Sequence[Kernel], strict: bool = False) -> list[HostKernel]:
         """The time of each kernel on the CPU provider; `strict`: don't look up measured times."""
         working = [kernel for kernel in kernels if not takes_no_time(kernel)]
-        known = {kernel.id: HostKernel(guessed_ms(kernel), "estimated") for kernel in working}
+        known = {kernel.id: HostKernel(guessed_host_ms(kernel), "estimated") for kernel in working}
         if self.kernels is not None and working:
             times = self.kernels.predict(working, {}, HOST_LABEL, strict)
             known |= {kernel.id: HostKernel(time_ms, provenance) for kernel, time_ms, provenance in zip(
@@ -133,7 +140,7 @@ class HostSide:
         The model must have no bodies."""
         kernels = [record.kernel_of(node) for node in record.nodes]
         off = np.array([is_off_gpu(kernel, node.provider) for kernel, node in zip(kernels, record.nodes, strict=True)])
-        waits = np.array([to_host(kernel) or (not is_off and waits_inside(kernel))
+        waits = np.array([copies_to_host(kernel) or (not is_off and waits_for_size(kernel))
                           for kernel, is_off in zip(kernels, off, strict=True)])
         if not (off | waits).any():
             return None
@@ -144,11 +151,11 @@ class HostSide:
             if not is_off:
                 return self.wait_ms(kernel)
             if is_copy(kernel):
-                return 0.0 if to_host(kernel) else self.copy_ms(kernel)
+                return 0.0 if copies_to_host(kernel) else self.copy_ms(kernel)
             return times[kernel.id].time_ms
 
         host_times_ms = np.array([host_ms(kernel, is_off) for kernel, is_off in zip(kernels, off, strict=True)])
-        return NodesOffGpu(off, np.array([self.copy_ms(kernel) if to_host(kernel) else 0.0 for kernel in kernels]),
+        return NodesOffGpu(off, np.array([self.copy_ms(kernel) if copies_to_host(kernel) else 0.0 for kernel in kernels]),
                            np.array([float(is_copy(kernel)) for kernel in kernels]),
                            OffGpu(host_times_ms, waits))
 

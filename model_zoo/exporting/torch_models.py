@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ SEED = 0
 CALIBRATION_SIZE = 224
 SMALL = 0.02  # standard deviation of the weights that torchvision initialises with zeros
 CHUNK = 8  # batch size of torch's reference outputs
+MOST_LISTED = 100  # names in an error
 
 # Architectures that are built for one image size, and the name of that argument.
 SIZED = {"vit": "image_size", "maxvit": "input_size"}
@@ -30,11 +31,16 @@ def group_of(name: str) -> str:
 def check_names(names: Iterable[str]) -> None:
     """Checks that torchvision has a classification model of each name."""
     known = torchvision.models.list_models(module=torchvision.models)
+    check_known(names, known, "torchvision has no such classification model")
+
+
+def check_known(names: Iterable[str], known: Collection[str], missing: str) -> None:
+    """Raises `UserError` for an unknown name: `missing` says what is wrong, and similar names (or else all) what there is."""
     for name in names:
         if name not in known:
             similar = difflib.get_close_matches(name, known, 4, 0.5)
-            raise UserError(f"{name}: torchvision has no such classification model"
-                            + (f"; did you mean {', '.join(similar)}?" if similar else f" (it has {', '.join(known)})"))
+            offer = f"did you mean {', '.join(similar)}?" if similar else f"there are {', '.join(sorted(known)[:MOST_LISTED])}"
+            raise UserError(f"{name}: {missing}; {offer}")
 
 
 def is_sized(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Networks of images and volumes, with torch's random initial weights."""
+"""Networks for images and volumes, with torch's random initial weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class NormedConv(nn.Sequential):
-    """Convolution, GroupNorm or BatchNorm, activation."""
+    """A convolution with BatchNorm and ReLU; with `grouped`, GroupNorm and SiLU."""
 
     def __init__(self, before: int, after: int, stride: int, grouped: bool) -> None:
         norm = nn.GroupNorm(8, after) if grouped else nn.BatchNorm2d(after)
@@ -19,7 +19,7 @@ class NormedConv(nn.Sequential):
 
 
 class UNet(nn.Module):
-    """Halves the image `depth` times, doubles it again by transposed convolutions, and joins maps of one size."""
+    """A U-Net: halves the image `depth` times, doubles it as often, and joins the feature maps of equal size."""
 
     def __init__(self, width: int, depth: int, grouped: bool, channels: int = 4) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class UNet(nn.Module):
 
 
 class SuperResolution(nn.Module):
-    """Residual convolutions at the small size, then pixels made of channels.
+    """Super-resolution: residual convolutions at the small size, then channels become pixels.
 
     With `leaky`, LeakyReLU in place of PReLU; with `plain`, one convolution per block and bicubic enlargement.
     """
@@ -68,7 +68,7 @@ class SuperResolution(nn.Module):
 
 
 class DiffusionBlock(nn.Module):
-    """A residual block with a time embedding, attention over the image, attention to a text, a gated feed-forward."""
+    """A block of a diffusion model: convolutions with a time embedding, self-attention, attention to a text, a gated layer."""
 
     def __init__(self, width: int = 128, heads: int = 4) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class DiffusionBlock(nn.Module):
 
 
 class StyleNet(nn.Module):
-    """Convolutions with instance norms and mirrored borders, then resizing."""
+    """A style transfer network: convolutions with InstanceNorm and mirrored borders, then resizing."""
 
     def __init__(self, width: int = 24) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class StyleNet(nn.Module):
 
 
 class SpatialTransformer(nn.Module):
-    """Learns an affine map of the image, samples the image with it, then applies convolutions."""
+    """A spatial transformer: computes an affine map, samples the image with it, then applies convolutions."""
 
     def __init__(self, width: int = 48) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class SpatialTransformer(nn.Module):
 
 
 class VolumeConvs(nn.Module):
-    """3-D convolutions over a volume with BatchNorm or InstanceNorm, pooling, and a classification."""
+    """A classifier of volumes: 3-D convolutions with BatchNorm or InstanceNorm, and pooling."""
 
     def __init__(self, width: int, stages: int, instance: bool) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class VolumeNet(nn.Module):
 
 
 class Pyramid(nn.Module):
-    """Two images and a vector in; a map at each of three sizes and a vector out."""
+    """A feature pyramid with several inputs (two images and a vector) and outputs (three feature maps and a vector)."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class Pyramid(nn.Module):
 
 
 class ScalarLoss(nn.Module):
-    """A network with scalar outputs."""
+    """Convolutions whose outputs are two scalars."""
 
     def __init__(self, width: int = 48) -> None:
         super().__init__()

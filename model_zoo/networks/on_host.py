@@ -1,7 +1,7 @@
-"""Networks that a CUDA session runs partly on the host.
+"""Networks of which a CUDA session runs some nodes on the CPU.
 
 These are decoders that choose tokens in a loop, selections of boxes, points and ids, and transforms and activations that the
-CUDA provider lacks. Torch's older exporter exports them; its loops come from scripted functions with typed tensors.
+CUDA provider lacks. Torch's older exporter exports them, since it makes Loops of scripted functions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 @torch.jit.script
 def tokens_after(state: Tensor, table: Tensor, within: Tensor, out: Tensor, trips: int, drawn: bool) -> Tensor:
-    """Tokens chosen one after another: each is the likeliest after the state, or sampled, and updates the state.
+    """Chooses tokens one after another: each is the likeliest after the state, or sampled (`drawn`), and updates the state.
 
     Args:
         state: batch × width.
@@ -24,7 +24,6 @@ def tokens_after(state: Tensor, table: Tensor, within: Tensor, out: Tensor, trip
         within: width × width, the recurrence.
         out: width × width, before the output layer.
         trips: number of tokens.
-        drawn: sample each token.
     """
     tokens = torch.ones([state.size(0), 1], dtype=torch.long)
     token = tokens[:, 0]
@@ -38,7 +37,7 @@ def tokens_after(state: Tensor, table: Tensor, within: Tensor, out: Tensor, trip
 
 @torch.jit.script
 def farthest_points(points: Tensor, count: int) -> Tensor:
-    """Indices of points that are far apart: each is the farthest from the previous ones. `points`: number × 3."""
+    """Indices of `count` points that are far apart: each is the farthest from those before. `points`: number × 3."""
     distance = torch.full([points.size(0)], 1e10)
     farthest = torch.zeros([1], dtype=torch.long)
     chosen = farthest
@@ -51,7 +50,7 @@ def farthest_points(points: Tensor, count: int) -> Tensor:
 
 
 class LoopDecoder(nn.Module):
-    """A transformer encoder of vectors, then tokens one after another from its mean: the likeliest, or sampled if `drawn`."""
+    """A transformer encoder, then a loop that chooses tokens from its mean output: the likeliest, or sampled if `drawn`."""
 
     def __init__(self, width: int, words: int, trips: int, drawn: bool) -> None:
         super().__init__()
@@ -67,7 +66,7 @@ class LoopDecoder(nn.Module):
 
 
 class BeamStep(nn.Module):
-    """One step of beam search over a cache of states: the likeliest continuations and their previous states."""
+    """One step of beam search: the likeliest continuations, and the states that they continue."""
 
     def __init__(self, width: int, words: int, beams: int) -> None:
         super().__init__()
@@ -84,7 +83,7 @@ class BeamStep(nn.Module):
 
 
 class CtcDecoder(nn.Module):
-    """Convolutions over features, the likeliest symbol of each step, and the symbols without repetitions."""
+    """Speech recognition by CTC: convolutions over features, the likeliest symbol of each step, repetitions removed."""
 
     def __init__(self, width: int, symbols: int) -> None:
         super().__init__()
@@ -98,7 +97,7 @@ class CtcDecoder(nn.Module):
 
 
 class OneStageDetector(nn.Module):
-    """Convolutions that halve the image five times, a box and class scores at each place, and selection by overlap."""
+    """A detector: convolutions that halve the image five times, boxes with scores at each position, NonMaxSuppression."""
 
     def __init__(self, width: int, classes: int, most: int) -> None:
         super().__init__()
@@ -118,7 +117,7 @@ class OneStageDetector(nn.Module):
 
 
 class PointCloud(nn.Module):
-    """Far-apart points of a cloud, the nearest ones of each, and a network over these groups."""
+    """A classifier of point clouds: groups of the nearest points around far-apart ones, and a network over these groups."""
 
     def __init__(self, chosen: int, near: int, width: int) -> None:
         super().__init__()
@@ -152,7 +151,7 @@ class SpectrumConvs(nn.Module):
 
 
 class FoldedPatches(nn.Module):
-    """Overlapping patches of an image, a network over each, and their sum at its place."""
+    """Layers that cut an image into overlapping patches, transform each, and add them up again where they were."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
@@ -169,7 +168,7 @@ class FoldedPatches(nn.Module):
 
 
 class HashedRecommender(nn.Module):
-    """Ids hashed by shifts into one embedding table, or only the distinct ids looked up (`distinct`); a network over them."""
+    """A recommender whose ids are hashed into one embedding table; with `distinct`, each distinct id is looked up once."""
 
     def __init__(self, columns: int, rows: int, width: int, distinct: bool) -> None:
         super().__init__()
@@ -186,7 +185,7 @@ class HashedRecommender(nn.Module):
 
 
 class PolarConvs(nn.Module):
-    """Gradients of an image as length and angle, whose functions the CUDA provider lacks; then convolutions."""
+    """Length and angle of an image's gradients, by functions that the CUDA provider lacks, then convolutions."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

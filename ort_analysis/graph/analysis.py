@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hase.ort_analysis.graph.fusion import origins_by_node
-from hase.ort_analysis.graph.nodes import ParsedNode, counted_tensor
+from hase.ort_analysis.graph.nodes import ParsedNode, length_source
 from hase.ort_analysis.graph.parsing import ParsedGraph, parse_graph
 from hase.records import attention
 from hase.records.kernel_record import (
@@ -40,7 +40,7 @@ def _attended_tokens(graph: ParsedGraph, node: ParsedNode, inputs: Sequence[Kern
     """
     producers = {name: producer for producer in graph.nodes for name in producer.outputs if name}
     for index in (attention.TOTAL, attention.LAST_PLACES):
-        mask = graph.tensors[counted_tensor(node.inputs[index], producers)]
+        mask = graph.tensors[length_source(node.inputs[index], producers)]
         if len(mask.shape) == 2:
             return mask.shape[1]
     values = inputs[attention.TOTAL].values or graph.computed.get(node.inputs[attention.TOTAL])

@@ -1,4 +1,4 @@
-"""The parts of a graph: named nodes with plain attributes, bodies of control flow, and known facts about tensors."""
+"""Reads the parts of a graph: nodes by unique names, plain attributes, bodies of control flow, and facts about tensors."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ if TYPE_CHECKING:
     import onnx
 
 ONNX_DOMAINS = ("", "ai.onnx")
-TAUGHT = ("cats_strings", "keys_strings", "classlabels_strings", "pool_strings")  # attributes of encoders and n-gram operators
-UNKNOWN = ""
-COUNTED = VIEWS | COPIES | {"Cast", "ReduceSum", "ReduceMax", "Sub", "Gather"}
+VOCABULARIES = ("cats_strings", "keys_strings", "classlabels_strings", "pool_strings")  # attributes of encoders and n-grams
+COUNTING = VIEWS | COPIES | {"Cast", "ReduceSum", "ReduceMax", "Sub", "Gather"}  # operators that get lengths out of a mask
 
 
 @dataclass(frozen=True)
 class ParsedNode:
-    """One node of the optimised graph; tensor names in order, "" for an omitted optional one."""
+    """One node of the optimised graph; tensors by name in order, "" for an omitted optional one."""
 
     name: str
     op_type: str
@@ -50,16 +49,14 @@ def control_flow_name(node: onnx.NodeProto, inside: str = "") -> str:
     return name if not inside or name.startswith(f"{inside}/") else f"{inside}/{name}"
 
 
-def name_nodes(graph: onnx.GraphProto) -> None:
+def name_nodes(graph: onnx.GraphProto, inside: str = "", seen: set[str] | None = None) -> None:
     """Gives every node of `graph` a unique name, and every node in its bodies: `<node>/<node of its body>`.
 
-    Unique names stay. But ReorderOutputs are named after their outputs, since ORT's names for them vary, and so are nodes with
-    bodies, since users give trips and branches by these names.
+    Unique names stay. But ReorderOutputs are named after their outputs, since ORT's names for them vary, and so are unnamed
+    nodes with bodies, since users give trips and branches by these names. For a body, `inside` is the node around it, and
+    `seen` are the names that are taken.
     """
-    _name_nodes(graph, "", set())
-
-
-def _name_nodes(graph: onnx.GraphProto, inside: str, seen: set[str]) -> None:
+    seen = set() if seen is None else seen
     for number, node in enumerate(graph.node):
         by_output = f"{node.op_type}_{node.output[0]}" if node.op_type == "ReorderOutput" else ""
         name = by_output or node.name or f"{node.op_type}_{number}"
@@ -73,7 +70,7 @@ def _name_nodes(graph: onnx.GraphProto, inside: str, seen: set[str]) -> None:
         seen.add(name)
         node.name = name
         for body in bodies.values():
-            _name_nodes(body, name, seen)
+            name_nodes(body, name, seen)
 
 
 def attribute_value(attribute: onnx.AttributeProto) -> Any:
@@ -108,13 +105,15 @@ def parsed_node(node: onnx.NodeProto, provider: str) -> ParsedNode:
 
 
 def first_known_word(attributes: Mapping[str, Any]) -> str:
-    """The first word of the vocabulary in an operator's attributes; UNKNOWN if it has none."""
-    return next((str(attributes[name][0]) for name in TAUGHT if attributes.get(name)), UNKNOWN)
+    """The first word of the vocabulary in an operator's attributes; "" if it has none."""
+    return next((str(attributes[name][0]) for name in VOCABULARIES if attributes.get(name)), "")
 
 
 def known_words(graph: onnx.GraphProto) -> dict[str, list[str]]:
-    """Words that a model knows, by text input that its encoders read: one per column, or one for all columns. Assumes that the
-    encoders are in the order of the columns, as converters of pipelines write them."""
+    """Words that a model knows, by text input that its encoders read: one per column, or one for all columns.
+
+    Assumes that the encoders are in the order of the columns, as converters of pipelines write them.
+    """
     words_of = {}
     for value in graph.input:
         kind = value.type.tensor_type
@@ -124,9 +123,8 @@ def known_words(graph: onnx.GraphProto) -> dict[str, list[str]]:
         for node in graph.node:
             if not reached & set(node.input):
                 continue
-            word = first_known_word({
-                attribute.name: attribute_value(attribute) for attribute in node.attribute if attribute.name in TAUGHT})
-            if word:
+            if word := first_known_word({attribute.name: attribute_value(attribute) for attribute in node.attribute
+                                         if attribute.name in VOCABULARIES}):
                 words.append(word)
             else:
                 reached.update(node.output)
@@ -137,8 +135,10 @@ def known_words(graph: onnx.GraphProto) -> dict[str, list[str]]:
 
 
 def attention_lengths(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[str, int]:
-    """Values for inputs that give GroupQueryAttention its lengths: the tokens in the cache, and one more. A mask whose sum is
-    the length gets 1: a mask of zeros would give length 0, which the operator refuses."""
+    """Values for inputs that give GroupQueryAttention its lengths: the tokens in the cache, and one more.
+
+    A mask whose sum is the length gets 1: a mask of zeros would give length 0, which the operator refuses.
+    """
     inputs = {value.name: value.type.tensor_type.shape.dim for value in graph.input}
     maker = {out: node for node in graph.node for out in node.output if out}
     lengths = {}
@@ -148,23 +148,25 @@ def attention_lengths(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[s
         cache = inputs.get(node.input[min(attention.PAST)], ())
         cached = (cache[2].dim_value or dims.get(cache[2].dim_param, 0)) if len(cache) == 4 else 0
         for index, length in ((attention.LAST_PLACES, cached), (attention.TOTAL, cached + 1)):
-            tensor = counted_tensor(node.input[index], maker)
+            tensor = length_source(node.input[index], maker)
             if tensor in inputs:
                 lengths[tensor] = 1 if len(inputs[tensor]) > 1 else length
     return lengths
 
 
-def counted_tensor(tensor: str, maker: Mapping[str, onnx.NodeProto] | Mapping[str, ParsedNode]) -> str:
-    """The tensor, such as a mask, from which the number of tokens in `tensor` was computed."""
-    while tensor in maker and maker[tensor].op_type in COUNTED:
+def length_source(tensor: str, maker: Mapping[str, onnx.NodeProto] | Mapping[str, ParsedNode]) -> str:
+    """The tensor, such as a mask, from which the length in `tensor` was computed. `maker`: the node of each output."""
+    while tensor in maker and maker[tensor].op_type in COUNTING:
         node = maker[tensor]
         tensor = (node.inputs if isinstance(node, ParsedNode) else node.input)[0]
     return tensor
 
 
 def shared_caches(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[str, str]:
-    """The outputs of a graph that share the buffer of an input, with that input. These are attention caches with room for all
-    tokens, as text generators bind them."""
+    """The outputs of a graph that share the buffer of an input, with that input.
+
+    These are attention caches with room for all tokens, as text generators bind them.
+    """
     def room(values: Sequence[onnx.ValueInfoProto]) -> dict[str, int]:
         axes = {value.name: value.type.tensor_type.shape.dim for value in values}
         return {name: sizes[2].dim_value or dims.get(sizes[2].dim_param, 0) for name, sizes in axes.items() if len(sizes) == 4}
@@ -175,9 +177,10 @@ def shared_caches(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[str, 
         if node.op_type != attention.OPERATOR:
             continue
         for past, present in attention.PAST.items():
-            given, by_output = ([*names, *[""] * 8][index] for names, index in ((node.input, past), (node.output, present)))
-            if 0 < after.get(by_output, 0) <= before.get(given, 0):  # a model's file may say "the total length" for either
-                shared[by_output] = given
+            if past < len(node.input) and present < len(node.output):
+                given, result = node.input[past], node.output[present]
+                if 0 < after.get(result, 0) <= before.get(given, 0):  # a model's file may say "the total length" for either
+                    shared[result] = given
     return shared
 
 
@@ -204,7 +207,7 @@ class InferredTensors:
     providers: dict[str, str]  # by node name, the provider that ORT assigned
     assumed: dict[str, tuple[int, ...]]  # by tensor name, shapes that depend on data; the largest possible ones are assumed
     plain: dict[str, Shape]  # by tensor name, shapes as far as ORT infers them from shapes alone: what its optimisers know
-    held: dict[str, AnalysedBodies] = field(default_factory=dict)  # by node name, the bodies of nodes
+    held: dict[str, AnalysedBodies] = field(default_factory=dict)  # by name of a node with bodies
     used: frozenset[str] = frozenset()  # the names of the given sizes that a tensor of this graph, or of a body in it, has
 
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from hase.inference.library.predictor import Predictor
 from hase.inference.prediction.conditions import HostPace, ratio_of
-from hase.inference.prediction.targets import Fitted, carried_over, carried_predictors, fitted_for, sheet_range
+from hase.inference.prediction.targets import Fitted, fitted_for, scale_predictors, scale_to_card, sheet_range
 from hase.learned.data_sheet.ratios import AdjustedRatios, CardRatios, SheetRange, read_sheet
 from hase.learned.kernels.measured import measured_times, times_under
 from hase.learned.kernels.predictors import Predictors, leaves_gpu_idle
@@ -132,15 +132,15 @@ def main() -> int:
     sheet = read_sheet()[0]
     known = sheet.model_copy(update={"cards": tuple(name for name in sheet.cards if name != gpu.slug)})
     ratios = fit_card_ratios(read_card_tables(args.tables), without=(gpu.slug,), base=base_gpu.slug)
-    models, target = measured_models(workspace, args.target, base, args.most), carried_over(base, gpu).target
-    from_sheet = replace(base, target=target, predictors=carried_predictors(base.predictors, target, gpu, ratios),
+    models, target = measured_models(workspace, args.target, base, args.most), scale_to_card(base, gpu).target
+    from_sheet = replace(base, target=target, predictors=scale_predictors(base.predictors, target, gpu, ratios),
                          sheet_range=sheet_range(gpu, known))
     ways = {"from the data sheet": from_sheet}
     if args.replay:
         for count, adjusted in corrected(ratios, models, workspace, args.target, base.predictors, args.strict, gpu,
                                          args.replay).items():
             ways[f"with {count} kernels"] = replace(
-                from_sheet, predictors=carried_predictors(base.predictors, target, gpu, adjusted),
+                from_sheet, predictors=scale_predictors(base.predictors, target, gpu, adjusted),
                 sheet_range=SheetRange(low=adjusted.low, high=adjusted.high))
     ways[f"as on {base_gpu.name}"] = base
     predictor = Predictor(target=base.target.name, workspace=base_workspace, strict=args.strict)

@@ -1,4 +1,4 @@
-"""Exports the zoo's networks, small and with random weights, as ONNX files of any operator set. Loads torch."""
+"""Exports small networks with random weights as ONNX files, at any operator set. Loads torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchvision.models import detection, segmentation, video
+from torchvision.models import segmentation
 
-from hase.model_zoo.exporting.torch_models import build
 from hase.model_zoo.networks import images, vectors
 from hase.model_zoo.networks.libraries import FirstOutput
 
@@ -57,54 +56,37 @@ def export(module: nn.Module, inputs: Mapping[str, Tensor], path: Path, opset: i
 
 
 def random_inputs(shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-    """Random numbers of these shapes by name."""
+    """Tensors of random numbers by name, of these shapes."""
     return {name: torch.randn(*shape) for name, shape in shapes.items()}
 
 
-def _image(*shape: int) -> dict[str, Tensor]:
-    return {"image": torch.randn(*shape)}
-
-
-def write_diffusion(path: Path, opset: int = 17) -> None:
+def write_diffusion(path: Path) -> None:
     export(images.DiffusionBlock(), {"latent": torch.randn(1, 4, 32, 32), "time": torch.ones(1, dtype=torch.int64),
-                              "text": torch.randn(1, 77, 96)}, path, opset)
+                                     "text": torch.randn(1, 77, 96)}, path, 17)
 
 
-def write_classifier(path: Path, name: str, opset: int = 17, size: int = 224, batch: int = 1) -> None:
-    export(build(name, "fp32", (size, size)), _image(batch, 3, size, size), path, opset)
+def segmentation_network(name: str) -> nn.Module:
+    """A segmentation network of torchvision, without its dict of outputs."""
+    return FirstOutput(getattr(segmentation, name)(weights=None, weights_backbone=None), False)
 
 
-def write_segmentation(path: Path, name: str, size: int, opset: int = 17) -> None:
-    made = getattr(segmentation, name)(weights=None, weights_backbone=None)
-    export(FirstOutput(made, False), _image(1, 3, size, size), path, opset)
-
-
-def write_detector(path: Path, name: str, size: int, opset: int = 12, **options: Any) -> None:
-    made = getattr(detection, name)(weights=None, weights_backbone=None, **options)
-    export(made, _image(1, 3, size, size), path, opset)
-
-
-def write_video(path: Path, name: str, frames: int, size: int, opset: int = 17) -> None:
-    export(getattr(video, name)(weights=None), {"clip": torch.randn(1, 3, frames, size, size)}, path, opset)
-
-
-def write_recommender(path: Path, opset: int = 17) -> None:
+def write_recommender(path: Path) -> None:
     model = vectors.Recommender(12, 20000, 32, True, each_pair_once=True, numbers=13, bottom=256, top=(512, 256))
-    export(model, {"numbers": torch.randn(4, 13), "categories": torch.zeros(4, 12, dtype=torch.int64)}, path, opset, ["click"],
+    export(model, {"numbers": torch.randn(4, 13), "categories": torch.zeros(4, 12, dtype=torch.int64)}, path, 17, ["click"],
            {"numbers": {0: "batch"}, "categories": {0: "batch"}})
 
 
-def write_memory_update(path: Path, opset: int = 17) -> None:
+def write_memory_update(path: Path) -> None:
     export(vectors.MemoryUpdate(),
-           {"memory": torch.randn(1024, 256), "rows": torch.randn(64, 256), "places": torch.arange(64)}, path, opset)
+           {"memory": torch.randn(1024, 256), "rows": torch.randn(64, 256), "places": torch.arange(64)}, path, 17)
 
 
-def write_decoder_prefill(path: Path, opset: int = 18) -> None:
+def write_decoder_prefill(path: Path, opset: int) -> None:
     export(vectors.Decoder(False), {"tokens": torch.zeros(2, 32, dtype=torch.int64)}, path, opset,
            dynamic={"tokens": {0: "batch", 1: "sequence"}})
 
 
-def write_decoder_token(path: Path, opset: int = 18) -> None:
+def write_decoder_token(path: Path, opset: int) -> None:
     model = vectors.Decoder(True)
     caches = {f"past_{number // 2}_{'kv'[number % 2]}": torch.randn(2, 2, 48, 64) for number in range(2 * len(model.layers))}
     export(model, {"tokens": torch.zeros(2, 1, dtype=torch.int64), **caches}, path, opset,
@@ -112,12 +94,7 @@ def write_decoder_token(path: Path, opset: int = 18) -> None:
            {"tokens": {0: "batch"}, **{name: {0: "batch", 2: "past"} for name in caches}})
 
 
-def write_bert(path: Path, opset: int = 18, dynamic: bool = True, batch: int = 2, length: int = 64) -> None:
-    whole = torch.ones(batch, length, dtype=torch.int64)
+def write_bert(path: Path, opset: int, dynamic: bool) -> None:
+    ones = torch.ones(2, 64, dtype=torch.int64)
     axes = {name: {0: "batch", 1: "sequence"} for name in ("tokens", "mask", "segments")} if dynamic else None
-    export(vectors.Encoder(), {"tokens": 0 * whole, "mask": whole.clone(), "segments": 0 * whole.clone()}, path, opset,
-           ["hidden", "pooled"], axes)
-
-
-def write_encoder(path: Path, opset: int = 18) -> None:
-    export(vectors.transformer_encoder(), {"input": torch.randn(1, 64, 256)}, path, opset)
+    export(vectors.Encoder(), {"tokens": 0 * ones, "mask": ones, "segments": 0 * ones}, path, opset, ["hidden", "pooled"], axes)

@@ -21,11 +21,12 @@ from typing import Any, TypeAlias
 
 from hase.benchmark.ort.sizes_of_a_run import sizes_of_a_run
 from hase.inference.evaluation.models import MANIFEST, ListedModel, Manifest, read_manifest
+from hase.model_zoo.exporting.torch_models import build
 from hase.recipes.kinds import graph_kinds
 from hase.utils import cli, files
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import package_version
-from hase.utils.lazy import onnx, torch
+from hase.utils.lazy import onnx, torch, torchvision
 from hase.utils.logger import get_logger, progress
 from hase.utils.processes import process_pool
 
@@ -89,11 +90,11 @@ def exported(make: Callable[[Any], Any], opset: int = 17, **shapes: tuple[int, .
 
 
 def classifier(name: str, opset: int = 17, size: int = 224) -> Write:
-    return with_exporting(lambda n, path: n.write_classifier(path, name, opset, size))
+    return exported(lambda n: build(name, "fp32", (size, size)), opset, image=(1, 3, size, size))
 
 
 def encoder(opset: int) -> Write:
-    return with_exporting(lambda n, path: n.write_encoder(path, opset))
+    return exported(lambda n: n.vectors.transformer_encoder(), opset, input=(1, 64, 256))
 
 
 def decoder_prefill(opset: int) -> Write:
@@ -109,15 +110,16 @@ def bert(opset: int, dynamic: bool = True) -> Write:
 
 
 def segmentation(name: str, size: int) -> Write:
-    return with_exporting(lambda n, path: n.write_segmentation(path, name, size))
+    return exported(lambda n: n.segmentation_network(name), image=(1, 3, size, size))
 
 
 def detector(name: str, size: int, **options: int) -> Write:
-    return with_exporting(lambda n, path: n.write_detector(path, name, size, **options))
+    return exported(lambda n: getattr(torchvision.models.detection, name)(weights=None, weights_backbone=None, **options), 12,
+                    image=(1, 3, size, size))
 
 
 def video(name: str, frames: int, size: int) -> Write:
-    return with_exporting(lambda n, path: n.write_video(path, name, frames, size))
+    return exported(lambda n: getattr(torchvision.models.video, name)(weights=None), clip=(1, 3, frames, size, size))
 
 
 def recurrent(kind: str) -> Write:

@@ -196,7 +196,7 @@ def test_a_reading_that_is_old_is_not_served(export: Export) -> None:
     probes = ProbeSampler("cpu", every_s=5.0)
     url = export([READING] * 600, probes=probes)
     assert not probe_samples(families(answer(url, 200).text))  # none so far
-    probes.read()
+    probes.update()
     assert probes.latest
     for age_s, served in ((5.0 * STALE_INTERVALS - 2.0, True), (5.0 * STALE_INTERVALS + 1.0, False)):
         probes.latest = probes.latest._replace(taken_s=time.time() - age_s)
@@ -217,10 +217,10 @@ def test_a_failing_probe_leaves_the_metrics_alone(export: Export, log_lines: lis
         with monkeypatch.context() as patched:
             patched.setattr(f"hase.benchmark.ort.probes.SharingProbe.{place}", Mock(side_effect=fault))
             for _ in range(3):
-                probes.read()
+                probes.update()
         assert (probes.latest, probes.error) == (latest, shown)
         assert set(families(answer(url, 200).text)) == {*READING, LAST_SAMPLE, *served}
-        probes.read()
+        probes.update()
         assert probes.error == ""
     assert log_lines[0] == "the sharing probe: MemoryError"
     assert log_lines[1].startswith("the sharing probe: division\nTraceback")
@@ -230,7 +230,7 @@ def test_a_failing_probe_leaves_the_metrics_alone(export: Export, log_lines: lis
 def test_the_count_of_processes(export: Export, log_lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a pretended GPU. A count that fails is logged once and leaves the metrics alone."""
     probes = ProbeSampler("cuda", every_s=5.0)
-    counts = ProcessSampler("cuda", every_s=5.0, probing=[probes])
+    counts = ProcessSampler("cuda", every_s=5.0, own_probes=[probes])
     url = export([READING] * 600, counts=counts)
 
     def served() -> list[ProbeSample]:
@@ -240,13 +240,13 @@ def test_the_count_of_processes(export: Export, log_lines: list[str], monkeypatc
     count = Mock(return_value=3)
     monkeypatch.setattr(metrics_exporter, "other_processes", count)
     assert served() == []
-    counts.read()
+    counts.update()
     count.assert_called_with(own=False)
     assert served() == [ProbeSample(PROCESSES, device_labels("cpu", None), 3.0)]
     probes.latest = TimedProbeSummary(Mock(), time.time())
     count.side_effect = UserError("the driver does not list this process")
     for _ in range(3):
-        counts.read()
+        counts.update()
     count.assert_called_with(own=True)
     assert log_lines == ["the count of processes: the driver does not list this process"]
     assert len(served()) == 1
@@ -254,7 +254,7 @@ def test_the_count_of_processes(export: Export, log_lines: list[str], monkeypatc
 
 @pytest.mark.parametrize(("options", "message"), [
     (["--probe-every", "0.5"], "--probe-every 0.5: 1 s at least, since each run of the probe keeps the device busy"),
-    (["--probe-every", "5", "--source", "replay", "--replay", "gpu.jsonl"], "with --source replay there is no device to probe"),
+    (["--probe-every", "5", "--source", "replay", "--replay", "gpu.jsonl"], "--source replay has no device to probe"),
 ])
 def test_impossible_probe_options(options: list[str], message: str) -> None:
     done = run_script("benchmark/metrics_exporter.py", *options)

@@ -22,7 +22,14 @@ from trained_workspace import HELD_OUT, METRIC, OPSETS, conv_net, model_ms
 from hase.benchmark.collecting.config import CollectorConfig, StressConfig
 from hase.graph_model.simulation.sharing import CoRunner
 from hase.inference import predict
-from hase.inference.evaluation.comparison import Comparison, compare, marks_in_words, marks_of, summarise, table
+from hase.inference.evaluation.comparison import (
+    Comparison,
+    compare_model,
+    comparison_table,
+    count_marks,
+    marks_in_words,
+    summarise_comparisons,
+)
 from hase.inference.evaluation.evaluate import EvaluationLoads, MeasuringPlan, evaluate, measure_here
 from hase.inference.evaluation.models import MANIFEST, EvaluatedModel, Failures, ListedModel, Manifest
 from hase.inference.evaluation.report import draw_scatter
@@ -185,7 +192,7 @@ def test_recorded_loads_are_separated_by_background(workspace: Workspace, tmp_pa
     assert of_bnet["net"].predicted_ms == of_bnet["products"].predicted_ms  # the metrics beside them are the same
     assert {row.background: row.lookup.count for row in evaluation.summaries if row.group == "all models"} == {
         "": 19, "products": 19, "net": 19}
-    assert {(row["level"], row["background"]) for row in table(evaluation.comparisons)} == {
+    assert {(row["level"], row["background"]) for row in comparison_table(evaluation.comparisons)} == {
         (0.0, ""), (0.5, "products"), (0.5, "net (held out)")}
 
 
@@ -210,13 +217,13 @@ def test_distributions_are_scored_by_percentiles(tmp_path: Path) -> None:
     assert expected.under_load is not None
     model = EvaluatedModel(record=analyze(path, "cuda"), level=1.0, background="compute", co_runner=co_runner,
                            with_lookup=expected, strict=expected, samples_ms=[1.0] * 90 + [2.0] * 10)
-    compared = compare(model, ())
+    compared = compare_model(model, ())
     assert compared is not None
     assert (compared.told_by, compared.measured_ms) == ("probe", pytest.approx(1.1))
     assert [compared.error, compared.p50_error, compared.p95_error] == pytest.approx([
         expected.under_load.mean_ms / 1.1 - 1, expected.under_load.percentile_ms(50) / 1.0 - 1,
         expected.under_load.percentile_ms(95) / 2.0 - 1])
-    (summary,) = summarise([compared])
+    (summary,) = summarise_comparisons([compared])
     assert (summary.p50, summary.p95) == pytest.approx((abs(compared.p50_error or 0.0), abs(compared.p95_error or 0.0)))
 
 
@@ -364,7 +371,7 @@ def test_marks_in_words() -> None:
         read: dict[str, Any] = {"error": error, "rough_estimate": rough, "measured_ms": 1.0, "interval_low_ms": 0.9,
                                 "interval_high_ms": high}  # the other fields are not read
         rows.append(Comparison.model_construct(**read))
-    assert marks_in_words(marks_of(rows)) == (
+    assert marks_in_words(count_marks(rows)) == (
         "1 of 3 predictions are marked as rough estimates; the others err by 15.0% on the mean, 15.0% in the median, 20.0% at "
         "most; 66.7% of the 90 % intervals hold what was measured")
 

@@ -13,7 +13,7 @@ from conftest import small_model
 from onnx import TensorProto, helper
 
 from hase.inference import predict
-from hase.inference.prediction.sources import record_of
+from hase.inference.prediction.sources import source_record
 from hase.records.kernel_record import ModelRecord
 from hase.runtimes import local_flavour
 from hase.utils.errors import UserError
@@ -22,7 +22,7 @@ TARGET = "nvidia-h200"
 
 
 def record_in(path: Path, half: bool, no_weights: bool = False) -> ModelRecord:
-    return record_of(path, local_flavour("cuda"), dtype="fp16" if half else None, no_weights=no_weights)
+    return source_record(path, local_flavour("cuda"), dtype="fp16" if half else None, no_weights=no_weights)
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_what_can_not_be_converted_is_refused(single: Path, tmp_path: Path) -> N
                                            (single, "int8", "dtype='int8'")]
     for source, dtype, message in sources:
         with pytest.raises(UserError, match=message):
-            record_of(source, local_flavour("cuda"), dtype=dtype)
+            source_record(source, local_flavour("cuda"), dtype=dtype)
 
 
 def test_the_command_prints_a_row_beside_the_other(single: Path) -> None:

@@ -22,7 +22,7 @@ from hase.benchmark.host_pace import learned_pace
 from hase.benchmark.metrics_exporter import PaceSampler
 from hase.benchmark.ort.probes import host_probe, measure_pace
 from hase.inference import predict
-from hase.inference.evaluation.comparison import compare, table
+from hase.inference.evaluation.comparison import compare_model, comparison_table
 from hase.inference.evaluation.evaluate import at_measured_pace, time_session
 from hase.inference.evaluation.models import EvaluatedModel, Failures, predict_model
 from hase.inference.live.load import InferenceConfig, current_load
@@ -244,14 +244,14 @@ def test_a_pace_that_is_old_or_invalid(port: int) -> None:
 def test_the_exporter_measures_the_pace() -> None:
     """On the CPU provider, instead of a GPU; a failure is kept and leaves the last reading as it was."""
     paces = PaceSampler("cpu", every_s=60.0)
-    assert paces.fresh() is None
-    paces.read()
-    latest = paces.fresh()
+    assert paces.recent() is None
+    paces.update()
+    latest = paces.recent()
     assert latest
     assert (0 < latest.probe_us < 1e5, time.time() - latest.taken_s < 60.0) == (True, True)
     if not has_cuda():
         paces.device = "cuda"
-        paces.read()
+        paces.update()
         assert (paces.latest, "needs a GPU" in paces.error) == (latest, True)
 
 
@@ -269,10 +269,10 @@ def test_the_evaluator_predicts_at_the_pace_beside_each_model(tmp_path: Path) ->
     assert at_measured_pace(model, fitted, AS_USUAL)
     assert not at_measured_pace(model, fitted, RunMode(cuda_graph=True))
     predict_model(model, TARGET, AS_USUAL, Workspace(), False, Failures())
-    compared = compare(model, ())
+    compared = compare_model(model, ())
     assert compared
     assert (compared.host_pace, compared.predicted_ms) == pytest.approx((1.2, predicted(SHORT, 1.2).latency_ms))
-    assert table([compared])[0]["host pace"] == compared.host_pace
+    assert comparison_table([compared])[0]["host pace"] == compared.host_pace
 
 
 @pytest.mark.slow

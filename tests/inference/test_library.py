@@ -75,7 +75,7 @@ def test_a_caller_that_is_deep_in_calls(model: Path) -> None:
 
     assert asked_from(100) > 0
     before = sys.getrecursionlimit()
-    with pytest.raises(UserError, match=rf"^asked \d+ calls deep, and Python allows {before}: a prediction may need 300 more"):
+    with pytest.raises(UserError, match=rf"^called \d+ calls deep, and Python allows {before}: a prediction may need 300 more"):
         asked_from(before - FREE_CALLS)
 
 

@@ -21,7 +21,7 @@ from hase.learned.composition.cuda_nodes import (
     EIGHT_BIT_FLOPS_PER_MS,
     HOST_KERNEL_MS,
     HOST_RANGE,
-    guessed_ms,
+    guessed_host_ms,
     host_range,
     reading_loops,
     row_selection_ms,
@@ -227,11 +227,11 @@ def test_a_loop_waits_only_where_its_body_makes_the_condition_on_the_gpu() -> No
 def test_times_of_the_host_s_kernels_are_guessed() -> None:
     """On the host of an H200, a Multinomial of 32,000 numbers took 0.3 ms, although it moves only 0.1 MB."""
     drawn = described("Multinomial", [of(1, 32000)], 1, 1, dtype="int64")
-    assert guessed_ms(drawn) == pytest.approx(0.3, rel=0.3)
+    assert guessed_host_ms(drawn) == pytest.approx(0.3, rel=0.3)
     assert host_range(drawn)[1] > HOST_RANGE[1]
-    assert guessed_ms(described("Gather", [of(1, 32000), of(1, dtype="int64")], 1, 1)) < 0.02
+    assert guessed_host_ms(described("Gather", [of(1, 32000), of(1, dtype="int64")], 1, 1)) < 0.02
     eight_bits, floating = (
         described(op_type, [of(64, 1024, dtype=dtype), of(1024, 1024, dtype=dtype, constant=True)], 64, 1024, dtype=out)
         for op_type, dtype, out in (("MatMulInteger", "uint8", "int32"), ("MatMul", "float32", "float32")))
-    assert guessed_ms(eight_bits) == pytest.approx(HOST_KERNEL_MS + 2 * 64 * 1024 * 1024 / EIGHT_BIT_FLOPS_PER_MS)
-    assert guessed_ms(floating) > 2 * guessed_ms(eight_bits)
+    assert guessed_host_ms(eight_bits) == pytest.approx(HOST_KERNEL_MS + 2 * 64 * 1024 * 1024 / EIGHT_BIT_FLOPS_PER_MS)
+    assert guessed_host_ms(floating) > 2 * guessed_host_ms(eight_bits)

@@ -19,7 +19,7 @@ from small_graphs import graph, model, node, value
 
 from hase.benchmark.ort.profile import profile_model
 from hase.benchmark.ort.runner import open_runner
-from hase.inference.prediction.sources import record_of
+from hase.inference.prediction.sources import source_record
 from hase.kernel_model.building.dummy_data import dummy_inputs
 from hase.kernel_model.building.kernel_models import build_model
 from hase.ort_analysis.graph import parsing
@@ -163,14 +163,14 @@ def test_lengths_are_those_of_the_dimensions_and_a_run_writes_into_the_buffer_of
 
 
 def record_at(path: Path, **dims: int) -> ModelRecord:
-    return record_of(path, local_flavour("cuda"), dims)
+    return source_record(path, local_flavour("cuda"), dims)
 
 
 def test_another_batch_has_the_kernels_of_an_open_one(tmp_path: Path) -> None:
     onnx.save(small_model(batch=4), tmp_path / "fixed.onnx")
     onnx.save(small_model(batch="batch"), tmp_path / "open.onnx")
     made = record_at(tmp_path / "fixed.onnx", rebatch=16)
-    opened = record_of(tmp_path / "open.onnx", local_flavour("cuda"), {"batch": 16}, static=True)
+    opened = source_record(tmp_path / "open.onnx", local_flavour("cuda"), {"batch": 16}, static=True)
     assert made.kernels.keys() == opened.kernels.keys()
     assert (made.model, made.static, made.inputs["input"].shape[0]) == ("fixed@rebatch=16", True, 16)
 
@@ -229,7 +229,7 @@ def test_an_open_batch_and_a_record_are_refused(tmp_path: Path) -> None:
         record_at(tmp_path / "open.onnx", n=1, rebatch=2)
     onnx.save(small_model(), tmp_path / "fixed.onnx")
     with pytest.raises(UserError, match="a record's shapes are fixed"):
-        record_of(record_at(tmp_path / "fixed.onnx"), local_flavour("cuda"), {"rebatch": 2})
+        source_record(record_at(tmp_path / "fixed.onnx"), local_flavour("cuda"), {"rebatch": 2})
     with pytest.raises(UserError, match=r"all its dimensions are fixed \(--batch 8"):
         record_at(tmp_path / "fixed.onnx", width=8)
     with pytest.raises(UserError, match="a batch of 1 or more"):

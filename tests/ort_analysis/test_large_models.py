@@ -15,7 +15,7 @@ from onnx import TensorProto, helper
 from small_graphs import BOOL, HALF, INT64, constant, graph, model, node, unranked, value
 
 from hase.inference import Predictor
-from hase.inference.prediction.sources import record_of
+from hase.inference.prediction.sources import source_record
 from hase.ort_analysis.cuda.reduced_precision import to_single_precision
 from hase.ort_analysis.graph import constants, parsing
 from hase.ort_analysis.graph.analysis import analyze
@@ -199,7 +199,7 @@ def test_a_record_does_not_depend_on_where_a_model_lies(tmp_path: Path) -> None:
         folder.mkdir()
         onnx.save(model([node("If", ["c"], then_branch=branch, else_branch=branch)],
                         [value("x", 4, 64), value("c", kind=BOOL)], [value("y", 4, 64)]), folder / "m.onnx")
-        records.append(record_of(folder / "m.onnx", local_flavour("cpu"), {"then": 1}))
+        records.append(source_record(folder / "m.onnx", local_flavour("cpu"), {"then": 1}))
     assert records[0] == records[1]
     assert records[0].weight_bytes >= 64 * 64 * 4
 

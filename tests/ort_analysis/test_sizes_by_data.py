@@ -16,7 +16,7 @@ from onnx import helper
 from small_graphs import BOOL, CONTRIB, FLOAT, INT32, INT64, graph, model, node, unranked, value
 
 from hase.inference import predict
-from hase.inference.prediction.sources import record_of
+from hase.inference.prediction.sources import source_record
 from hase.ort_analysis.graph.analysis import analyze
 from hase.ort_analysis.graph.parsing import parse_graph
 from hase.ort_analysis.isolated.analysis import own_sizes
@@ -199,9 +199,9 @@ def test_a_cache_may_be_empty_but_not_of_other_heads_and_a_batch_may_not() -> No
     for device in ("cpu", "cuda"):
         with pytest.raises(UserError, match=r"head=1 contradicts the model: .*Attention.*; give --dim head=64$"):
             analyze(cached, device, {"batch": 1, "past": 1, "head": 1})
-    assert record_of(cached, local_flavour("cuda"), sizes).outputs["y"].shape == (1, 1, 256)
+    assert source_record(cached, local_flavour("cuda"), sizes).outputs["y"].shape == (1, 1, 256)
     with pytest.raises(UserError, match=r"with batch=0, past=0 every output is empty, so there is nothing to run"):
-        record_of(cached, local_flavour("cuda"), sizes | {"batch": 0})
+        source_record(cached, local_flavour("cuda"), sizes | {"batch": 0})
 
 
 @pytest.mark.slow

@@ -130,7 +130,7 @@ def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
     onnx.save(small_model(), folder / "small.onnx")
     replay, now, cpu_port = recorded(folder / "gpu.jsonl", [GPU_READING] * READINGS), time.time(), free_port()
     probes = ProbeSampler("cpu", every_s=FOREVER_S)
-    probes.read()
+    probes.update()
     pretended = Exporter(replay, device_labels("GPU-a"), probes=probes,
                          paces=PaceSampler("cuda", FOREVER_S, latest=HostProbeReading(120.0, now)),
                          counts=ProcessSampler("cuda", FOREVER_S, latest=ProcessCount(3, now)))

@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 from pydantic import TypeAdapter, ValidationError
 
 from hase.benchmark.ort.runner import open_runner
-from hase.inference.prediction.sources import record_of
+from hase.inference.prediction.sources import source_record
 from hase.learned import target_files
 from hase.learned.kernels.sidecar import read_sidecar
 from hase.ort_analysis.graph.analysis import analyze
@@ -143,7 +143,7 @@ def test_weights_elsewhere_are_refused_and_never_opened(location: str, inside: s
     (folder / "link.bin").symlink_to(tmp_path / "weights.bin")
     os.mkfifo(folder / "pipe")
     with pytest.raises(UserError, match=r"outside its own folder|a plain file is expected|missing from"):
-        record_of(with_weights_in(folder, location, inside), local_flavour("cpu"))
+        source_record(with_weights_in(folder, location, inside), local_flavour("cpu"))
 
 
 def test_weights_beside_a_model_that_is_a_link_are_found(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_weights_beside_a_model_that_is_a_link_are_found(tmp_path: Path) -> None
     (store / "3c4d").write_bytes(np.ones(256, dtype=np.float32).tobytes())
     (shown / "model.onnx").symlink_to(store / "1a2b")
     (shown / "weights.bin").symlink_to(store / "3c4d")
-    assert record_of(shown / "model.onnx", local_flavour("cpu")).kernels
+    assert source_record(shown / "model.onnx", local_flavour("cpu")).kernels
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder"])
@@ -163,7 +163,7 @@ def test_a_model_is_a_plain_file(kind: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.onnx")
     (tmp_path / "folder.onnx").mkdir()
     with pytest.raises(UserError, match="a plain file is expected"):
-        record_of(tmp_path / f"{kind}.onnx", local_flavour("cpu"))
+        source_record(tmp_path / f"{kind}.onnx", local_flavour("cpu"))
 
 
 # damage that leaves valid JSON -------------------------------------------------------------------------------------------

@@ -4,32 +4,31 @@ from __future__ import annotations
 
 import json
 import math
+import platform
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from html import escape
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hase.utils import files
 from hase.utils.commands import command_line
 from hase.utils.errors import UserError
+from hase.utils.fingerprint import package_version
 from hase.utils.lazy import jinja2
 from hase.utils.pages.charts import chart_svg
 from hase.utils.pages.page import (
     COLOURS,
     OTHER,
-    Bars,
     Chart,
     Grid,
     Page,
     PageTable,
     Piece,
     Plot,
-    Scale,
     Shares,
     Timeline,
     TreeMap,
@@ -40,10 +39,9 @@ from hase.utils.pages.page import (
 from hase.utils.text import cell
 
 MOST_BYTES = 2_000_000  # of a page, ECharts included
-FOLDER = Path(__file__).parent
-ECHARTS = FOLDER / "echarts" / "echarts.min.js"
+FOLDER = Path(__file__).parent  # holds the template, style and script
 PACKAGES = ("onnxruntime", "onnxruntime-gpu", "onnx", "numpy", "xgboost-cpu", "xgboost")  # packages whose versions a page shows
-LEAST_RATIO = 2.0  # between the numbers of the lightest and the darkest cell of a grid
+LEAST_RATIO = 2.0  # of the darkest cell's number to the lightest one's: with less, the darkest is not fully dark
 DIGITS = 6  # of the numbers in plots
 CARD = ("display:inline-block;border:1px solid rgba(127,127,127,.35);border-radius:8px;padding:10px 14px;max-width:640px;"
         "font-family:system-ui,sans-serif;font-size:13px;line-height:1.4;text-align:left;white-space:normal")
@@ -51,16 +49,16 @@ FAINT = "opacity:.65;font-size:12px"
 NUMBER = "font-size:18px;font-weight:600"
 FIELD = "display:inline-block;vertical-align:top;margin:6px 22px 0 0"
 DOUBT = "#b7791f"  # readable on white and on black
-NOTED = 3  # notes that a card shows
+CARD_NOTES = 3  # notes that a card shows
 CELL = "padding:2px 10px;text-align:{};white-space:nowrap"
 
 
 def write_page(page: Page, path: Path) -> None:
     """Writes a page as one HTML file that names the current command as its source."""
-    html = page_html(page, command_line(), datetime.now(UTC).astimezone())
+    html = page_html(page, current_command(), datetime.now(UTC).astimezone())
     if (size := len(html.encode())) > MOST_BYTES:
-        raise UserError(f"{path}: the page would have {size / 1e6:.1f} MB, more than {MOST_BYTES / 1e6:.0f}: ask for less at "
-                        "once")
+        raise UserError(f"{path}: the page would have {size / 1e6:.1f} MB, more than {MOST_BYTES / 1e6:.0f}; ask for fewer "
+                        "models or sizes at once")
     files.write_text(path, html)
 
 
@@ -68,44 +66,30 @@ def page_html(page: Page, command: str, made: datetime) -> str:
     """The page as HTML; `command` is the command that produces it."""
     plots: list[dict[str, Any]] = []
 
-    def index(plot: Plot) -> int:
-        plots.append(payload(plot, page.colours))
+    def plot_index(plot: Plot) -> int:
+        plots.append(plot_data(plot, page.colours))
         return len(plots) - 1
 
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(FOLDER), autoescape=True, trim_blocks=True,
                                      lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    environment.filters |= {"cell": page_cell, "bar": bar_width, "colour": lambda name: colour_of(str(name), page.colours)}
-    environment.globals |= {"place": index, "drawing": chart_svg, "what": what, "interval": interval_of,
-                            "shades": shades_of}
+    environment.filters |= {"cell": page_cell, "bar": bar_percent, "colour": lambda name: colour_of(str(name), page.colours)}
+    environment.globals |= {"plot_index": plot_index, "plot_svg": chart_svg, "piece_kind": piece_kind,
+                            "interval": interval_positions, "shades": grid_shades}
+    legend = [(name, colour_of(name, page.colours)) for name in (*page.colours[:COLOURS], OTHER)]
+    versions = {"Python": platform.python_version()} | {name: number for name in PACKAGES if (number := package_version(name))}
     body = environment.get_template("page.html").render(
-        page=page, command=command, made=made, versions=versions(), script_of=read, colours=_legend(page))
+        page=page, command=command, made=made, versions=versions, asset=asset, legend=legend)
     data = json.dumps(plots, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
-    return body.replace("@@PLOTS@@", data).replace("@@ECHARTS@@", read("echarts/echarts.min.js") if plots else "")
+    return body.replace("@@PLOTS@@", data).replace("@@ECHARTS@@", asset("echarts/echarts.min.js") if plots else "")
 
 
-def read(name: str) -> str:
+def asset(name: str) -> str:
     """The text of a file beside this one."""
     return (FOLDER / name).read_text(encoding="utf-8")
 
 
-def _legend(page: Page) -> list[tuple[str, int]]:
-    """The names that have a colour on the page, and the colour numbers."""
-    return [(name, index) for index, name in enumerate(page.colours[:COLOURS])] + [(OTHER, -1)]
-
-
-def versions() -> dict[str, str]:
-    """Versions of this machine's Python and of the packages that a page rests on."""
-    found = {"Python": ".".join(map(str, sys.version_info[:3]))}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def what(piece: Piece) -> str:
-    """The kind of a piece, for the template."""
+def piece_kind(piece: Piece) -> str:
+    """The kind of a piece, as the template calls it."""
     return {PageTable: "table", Shares: "shares", Grid: "grid"}.get(type(piece), "plot")
 
 
@@ -114,13 +98,13 @@ def page_cell(value: Any) -> str:
     return "" if value is None else cell(value)
 
 
-def bar_width(value: Any, table: PageTable) -> float:
+def bar_percent(value: Any, table: PageTable) -> float:
     """The length of a cell's bar, in per cent of the longest."""
     longest = max((number for row in table.rows if (number := _number(row[table.bar])) is not None), default=0.0)
     return 100 * (_number(value) or 0.0) / longest if longest else 0.0
 
 
-def shades_of(grid: Grid) -> list[list[float]]:
+def grid_shades(grid: Grid) -> list[list[float]]:
     """How dark the cells of a grid are, from 0 to 1."""
     positive = [value for row in grid.cells for value in row if value]
     least, most = min(positive, default=1.0), max(positive, default=1.0)
@@ -128,8 +112,8 @@ def shades_of(grid: Grid) -> list[list[float]]:
     return [[math.log(value / least) / span if value else 0.0 for value in row] for row in grid.cells]
 
 
-def interval_of(between: tuple[float, float, float]) -> list[float]:
-    """Positions of low end, value and high end of an interval on a line from 0 to 100, with a margin."""
+def interval_positions(between: tuple[float, float, float]) -> list[float]:
+    """Positions of an interval's low end, value and high end on a line from 0 to 100, with a margin."""
     low, value, high = between
     span = (high - low) or 1.0
     return [6.0, 6.0 + 88 * (value - low) / span, 94.0]
@@ -148,8 +132,8 @@ def colour_of(group: str, colours: Sequence[str]) -> int:
     return colours.index(group) if group in colours[:COLOURS] else -1
 
 
-def payload(plot: Plot, colours: Sequence[str]) -> dict[str, Any]:
-    """A plot as data for the page's script."""
+def plot_data(plot: Plot, colours: Sequence[str]) -> dict[str, Any]:
+    """A plot as JSON for the page's script."""
     if isinstance(plot, TreeMap):
         return {"kind": plot.kind, "title": plot.title, "unit": plot.unit, "whole": _nested(plot.whole, colours)}
     if isinstance(plot, Timeline):
@@ -157,20 +141,8 @@ def payload(plot: Plot, colours: Sequence[str]) -> dict[str, Any]:
         tracks = {name: [[_short(span.begins), _short(span.ends), names.setdefault(span.name, len(names)),
                           colour_of(span.group, colours)] for span in spans] for name, spans in plot.tracks.items()}
         return {"kind": plot.kind, "title": plot.title, "tracks": tracks, "names": list(names)}
-    document: dict[str, Any] = _rounded(asdict(plot))
-    if isinstance(plot, Chart):
-        document["series"] = [_rounded(series._asdict()) for series in plot.series]
-        document["limits"] = [limit._asdict() for limit in plot.limits]
-        document["x"], document["y"] = map(_scale, chart_scales(plot))
-    elif isinstance(plot, Bars):
-        document["bars"] = [_rounded(bar._asdict()) for bar in plot.bars]
-        document["limit"] = plot.limit._asdict() if plot.limit else None
-        document["axis"] = _scale(bars_scale(plot))
-    return document
-
-
-def _scale(scale: Scale) -> dict[str, Any]:
-    return _rounded(scale._asdict())
+    scales = dict(zip("xy", chart_scales(plot), strict=True)) if isinstance(plot, Chart) else {"axis": bars_scale(plot)}
+    return {name: _plain(value) for name, value in (asdict(plot) | scales).items()}
 
 
 def _nested(part: TreeMapPart, colours: Sequence[str]) -> dict[str, Any]:
@@ -180,13 +152,15 @@ def _nested(part: TreeMapPart, colours: Sequence[str]) -> dict[str, Any]:
     return document | {"colour": colour_of(part.group, colours), "note": part.note}
 
 
-def _rounded(value: Any) -> Any:
-    """The value with shorter numbers; NaN and infinity, which JSON lacks, become None."""
+def _plain(value: Any) -> Any:
+    """The value as plain data with shorter numbers; NaN and infinity, which JSON lacks, become None."""
     if isinstance(value, float):
         return _short(value)
+    if hasattr(value, "_asdict"):  # a NamedTuple
+        return _plain(value._asdict())
     if isinstance(value, Mapping):
-        return {name: _rounded(part) for name, part in value.items()}
-    return [_rounded(part) for part in value] if isinstance(value, (list, tuple)) else value
+        return {name: _plain(part) for name, part in value.items()}
+    return [_plain(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 def _short(value: float) -> float | None:
@@ -194,33 +168,33 @@ def _short(value: float) -> float | None:
 
 
 class CardField(NamedTuple):
-    """A number of a card; `note`: below it."""
+    """A number on a card, with a note below it."""
 
     name: str
     value: str
     note: str = ""
 
 
-def card(title: str, subtitle: str, fields: Sequence[CardField], notes: Sequence[str] = (), doubt: str = "") -> str:
+def card_html(title: str, subtitle: str, fields: Sequence[CardField], notes: Sequence[str] = (), doubt: str = "") -> str:
     """A card for a notebook.
 
     Args:
         title, subtitle: what the answer is about, and its conditions.
-        notes: the first NOTED are shown.
-        doubt: a word that stands out; "" for none.
+        notes: warnings, of which the first CARD_NOTES are shown.
+        doubt: words that stand out; "" for none.
     """
     numbers = "".join(f'<span style="{FIELD}"><span style="{FAINT}">{escape(field.name)}</span><br>'
                       f'<span style="{NUMBER}">{escape(field.value)}</span><br>'
                       f'<span style="{FAINT}">{escape(field.note)}</span></span>' for field in fields)
     mark = f' <span style="color:{DOUBT};font-weight:600">{escape(doubt)}</span>' if doubt else ""
-    more = [f"and {len(notes) - NOTED} more"] if len(notes) > NOTED else []
-    below = "".join(f"<br>{escape(note)}" for note in [*notes[:NOTED], *more])
+    more = [f"and {len(notes) - CARD_NOTES} more"] if len(notes) > CARD_NOTES else []
+    below = "".join(f"<br>{escape(note)}" for note in [*notes[:CARD_NOTES], *more])
     warned = f'<div style="{FAINT};margin-top:6px">Before you rely on it:{below}</div>' if below else ""
     return (f'<div style="{CARD}"><b>{escape(title)}</b>{mark}<br><span style="{FAINT}">{escape(subtitle)}</span>'
             f"<div>{numbers}</div>{warned}</div>")
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
+def table_html(rows: Sequence[Mapping[str, Any]]) -> str:
     """Rows as a table with the columns of the first one."""
     if not rows:
         return "<p>nothing</p>"
