@@ -128,7 +128,7 @@ class ProcessCount(NamedTuple):
     taken_s: float
 
 
-R = TypeVar("R", bound=Probed | HostProbeReading | ProcessCount)  # what a probe finds, with its time
+R = TypeVar("R", bound=TimedProbeSummary | HostProbeReading | ProcessCount)  # what a probe finds, with its time
 
 
 @dataclass

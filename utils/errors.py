@@ -76,9 +76,3 @@ def os_error_text(error: OSError) -> str:
 def user_can_fix(error: BaseException) -> bool:
     """Whether an error is one of the operating system that `os_error_text` explains: it has advice, or names a file."""
     return isinstance(error, OSError) and (error.errno in OS_ERROR_ADVICE or error.filename is not None)
-
-
-def first_problem(error: ValidationError) -> str:
-    """The first problem of a record that does not fit its schema: where, and what."""
-    first = error.errors()[0]
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"

@@ -1,7 +1,8 @@
 """Builds language models with random weights, in the form in which people deploy them, with onnxruntime-genai's builder.
 
 Reads networks.yaml. Writes a folder for each network and precision: `<workspace>/llm/models/<network>-<precision>`. Existing
-folders are kept. Downloads nothing. Needs onnxruntime-genai (pip install '.[llm]'), of which only the builder's Python files are used here.
+folders are kept. Downloads nothing. Needs onnxruntime-genai (pip install '.[llm]'), of which only the builder's Python files
+are used here.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ def metric(field: str, scale: float = 1.0) -> str:
 
 
 # A colour for each of Hase's words for chances
-CHANCE_COLOURS = [("red", None), *zip(("orange", "yellow", "light-green", "green"), (*(most for most, _ in UP_TO), VERY_LIKELY),
-                                      strict=False)]
+CHANCE_COLOURS = [("red", None),
+                  *zip(("orange", "yellow", "light-green", "green"), (most for most, _ in CHANCE_WORDS), strict=True)]
 PREDICTIONS = (
     Panel("Chance that the objective is met", "From how wrong the prediction may be; 65 % and less is about even or worse.",
           RATIO, [(f"hase_objective_chance_ratio{{{OF_MODEL}}}", MODEL)], 6, "number", CHANCE_COLOURS),

@@ -36,6 +36,7 @@ def write_records(workspace: Workspace, model: Path, device: str, dims: Mapping[
 
 RUNTIME = Runtime(
     name=NAME, title="OpenVINO", package=NAME, version=partial(package_version, NAME), check=check_openvino, levels=(FUSED,),
-    devices={"cpu": LABELS}, model_suffixes=(".onnx",), kernel_suffix=".onnx", analyze=record_model, write_records=write_records,
-    read_kernel=built_kernel, build_kernel=build_kernel, check_kernel=check_kernel, worker="hase.runtimes.openvino.worker",
-    analyze_with=REMAKE, build_with="python kernel_model/kernel_builder.py", takes_setting=True)
+    devices={"cpu": LABELS}, model_suffixes=(".onnx",), kernel_suffix=".onnx", analyze=record_model,
+    write_records=write_records, read_kernel=built_kernel, build_kernel=build_kernel, check_kernel=check_kernel,
+    worker="hase.runtimes.openvino.worker", analyze_with=REMAKE, build_with="python kernel_model/kernel_builder.py",
+    takes_setting=True)

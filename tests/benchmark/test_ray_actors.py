@@ -28,7 +28,7 @@ from hase.records.dataset_files import journal_path, kernel_table_path, model_ta
 from hase.runtimes import local_target
 from hase.utils import files
 from hase.utils.errors import UserError
-from hase.utils.files import PREFIX
+from hase.utils.files import TEMPORARY_PREFIX
 from hase.utils.fingerprint import Target, machine
 from hase.utils.paths import ROOT, Workspace
 
@@ -91,7 +91,7 @@ def test_two_actors_measure_everything_once_at_other_paths(cluster: NodesHere, f
     assert (set(table["Status"]), (table["Latency_ms"] > 0).all()) == ({"ok"}, True)
     assert set(read_table(model_table_path(folder))["Model"]) == set(MODELS)
     assert done["measuring_s"] > 1.2 * done["took_s"], "hardly two blocks were measured at the same time"
-    assert not list(cluster.folder.glob(f"{PREFIX}*"))
+    assert not list(cluster.folder.glob(f"{TEMPORARY_PREFIX}*"))
 
 
 def test_a_node_that_is_lost_costs_only_its_blocks_in_flight(cluster: NodesHere, filled: Workspace,

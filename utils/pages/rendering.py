@@ -6,7 +6,6 @@ import json
 import math
 import platform
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -55,7 +54,7 @@ CELL = "padding:2px 10px;text-align:{};white-space:nowrap"
 
 def write_page(page: Page, path: Path) -> None:
     """Writes a page as one HTML file that names the current command as its source."""
-    html = page_html(page, current_command(), datetime.now(UTC).astimezone())
+    html = page_html(page, command_line(), datetime.now(UTC).astimezone())
     if (size := len(html.encode())) > MOST_BYTES:
         raise UserError(f"{path}: the page would have {size / 1e6:.1f} MB, more than {MOST_BYTES / 1e6:.0f}; ask for fewer "
                         "models or sizes at once")
