@@ -288,13 +288,13 @@ def add_estimators(parser: argparse.ArgumentParser) -> None:
 
 def add_dim(parser: argparse.ArgumentParser) -> None:
     """`--batch`, `--dim NAME=SIZE[,SIZE…]` and `--branch`: sizes of a model; batch and branch are stored as such sizes, too."""
-    parser.add_argument("--batch", action="append", dest="dim", type=batch_as_size, metavar="N[,N…]",
+    parser.add_argument("--batch", action="append", dest="dim", default=[], type=batch_as_size, metavar="N[,N…]",
                         help="the model's batch, whatever its name: short for --dim batch=N; another one than a fixed batch is "
                            "refused where the graph allows no other")
     parser.add_argument("--dim", action="append", default=[], metavar="NAME=SIZE",
                         help="size of a dynamic dimension, e.g. --dim batch=16 (repeat for others); trips=20: how often Loops "
                            "run whose number of trips the model leaves open, NODE.trips=20: how often one does")
-    parser.add_argument("--branch", action="append", dest="dim", type=branch_as_size, metavar="[NODE=]then|else",
+    parser.add_argument("--branch", action="append", dest="dim", default=[], type=branch_as_size, metavar="[NODE=]then|else",
                         help="which branch an If takes (default: the more expensive one); NODE may be left out where there is "
                            "but one If")
 
@@ -320,7 +320,7 @@ def sizes_together(text: str) -> dict[str, int]:
 
 def add_rebatch(parser: argparse.ArgumentParser) -> None:
     """`--rebatch N[,N…]`: another batch than the exported fixed one; `--batch` does the same."""
-    parser.add_argument("--rebatch", action="append", dest="dim", type=rebatch_as_size, help=argparse.SUPPRESS)
+    parser.add_argument("--rebatch", action="append", dest="dim", default=[], type=rebatch_as_size, help=argparse.SUPPRESS)
 
 
 def batch_as_size(text: str) -> str:

@@ -376,5 +376,5 @@ def test_a_dataset_is_named_where_there_are_several(made_up: Workspace) -> None:
     files.write_json(made_up.dataset("other-cpu") / "dataset.json", {})
     done = run_script(SCRIPT, "--workspace", made_up.root)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
-    assert "say which with --target" in done.stderr
+    assert "there are several datasets: choose one with --target" in done.stderr
     assert run_script(SCRIPT, "--workspace", made_up.root, "--target", TARGET.name).returncode == 0
