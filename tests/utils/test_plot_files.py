@@ -51,7 +51,7 @@ def test_matplotlib_draws_the_others(tmp_path: Path) -> None:
 def test_without_matplotlib_an_svg_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli.plot_file(str(tmp_path / "plot.png")) == tmp_path / "plot.png"
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(argparse.ArgumentTypeError, match=r"plot\.png needs matplotlib, which .*plot\.svg needs nothing"):
+    with pytest.raises(argparse.ArgumentTypeError, match=r"plot\.png needs matplotlib \(pip install .*plot\.svg needs nothing"):
         cli.plot_file(str(tmp_path / "plot.png"))
     path = cli.plot_file(str(tmp_path / "plot.svg"))
     write_plot([chart(), chart(log=True)], path, "resnet <18>\non a target")

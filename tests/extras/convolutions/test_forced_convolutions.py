@@ -186,7 +186,7 @@ def test_a_library_that_fails_is_a_status_except_without_memory() -> None:
 
 def test_a_whole_model_by_aithree() -> None:
     if ai3_missing():
-        with pytest.raises(UserError, match=r"pip install -r requirements-convolutions\.txt"):
+        with pytest.raises(UserError, match=r"pip install '\.\[convolutions\]'"):
             engine_of(CPU_ALGORITHMS["smm"], "cpu")
         return
     torch.manual_seed(0)
