@@ -25,42 +25,27 @@ from pydantic import Field, RootModel
 from hase.inference.library.predictor import Predictor
 from hase.inference.prediction.answers import Prediction, chance_within
 from hase.inference.prediction.energy import EnergyPrediction
-from hase.inference.prediction.targets import CardPredictors, predictor_folders
+from hase.inference.prediction.targets import CardPredictors
 from hase.inference.reporting.comparisons import device_chart, devices_page
 from hase.ort_analysis.isolated.analysis import own_sizes
-from hase.records.devices import gpu_named
 from hase.utils import cli
 from hase.utils.config import read_config
 from hase.utils.errors import UserError
-from hase.utils.fingerprint import FROM_SHEET, slug
 from hase.utils.logger import get_logger, progress
 from hase.utils.pages.charts import write_plot
 from hase.utils.pages.rendering import write_page
-from hase.utils.paths import Workspace
 from hase.utils.text import first_and_count, names_by_warning
 
 log = get_logger("compare")
-THIS = "this"
 EXAMPLES = """
-python inference/compare_devices.py --model resnet18.onnx --dim batch=1,8,32 --gpus h200,h100,a100,l4,l40s,rtx-4090
-python inference/compare_devices.py --model resnet18.onnx --gpus h200,l4,t4 --slo-ms 10 --html page.html
-python inference/compare_devices.py --model resnet18.onnx --gpus h100,l4 --slo-ms 10 --prices prices.yaml  # needs your prices
+python inference/compare_devices.py --model resnet18.onnx --dim batch=1,8,32 --on h200,h100,a100,l4,l40s,rtx-4090
+python inference/compare_devices.py --model resnet18.onnx --on h200,l4,t4 --slo-ms 10 --html page.html
+python inference/compare_devices.py --model resnet18.onnx --on h100,l4 --slo-ms 10 --prices prices.yaml  # needs your prices
 """
 
 
 class Prices(RootModel[dict[str, Annotated[float, Field(gt=0)]]]):
     """What an hour of each device costs, by its name."""
-
-
-def target_of(name: str, workspace: Workspace) -> str | None:
-    """The target of a device: measured if it has predictors, else from its data sheet; None for this machine."""
-    if name == THIS:
-        return None
-    gpu = gpu_named(name)
-    if gpu is not None and (measured := [target for target in sorted(predictor_folders(workspace))
-                                         if target.startswith(f"{slug(gpu.name)}-cuda")]):
-        return measured[0]
-    return f"{name}{FROM_SHEET}"
 
 
 def source_of(predictor: Predictor) -> str:
@@ -118,7 +103,7 @@ def names(text: str) -> list[str]:
     """Parses an option that lists devices by name."""
     listed = [name.strip() for name in text.split(",") if name.strip()]
     if not listed or len(set(listed)) < len(listed):
-        raise argparse.ArgumentTypeError("the names of different devices are expected: --gpus h100,l4,this")
+        raise argparse.ArgumentTypeError("the names of different devices are expected: --on h100,l4,this")
     return listed
 
 
@@ -126,8 +111,9 @@ def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     cli.add_model(parser)
     cli.add_dim(parser)
-    parser.add_argument("--gpus", type=names, required=True, metavar="NAME,…",
-                        help="cards of records/gpus.yaml, files with one's own, or `this`")
+    parser.add_argument("--on", "--gpus", dest="devices", type=names, required=True, metavar="DEVICE,…",
+                        help="h200, GPUs from their data sheets, e.g. l4 or rtx-4090, YAML files with one's own, trained "
+                             "targets, or `this` machine")
     parser.add_argument("--slo-ms", type=cli.positive, metavar="MS", help="how likely is a latency of at most this?")
     parser.add_argument("--prices", type=Path, metavar="FILE", help="YAML: prices per hour by the devices' names")
     parser.add_argument("--host-pace", type=cli.positive, metavar="RATIO",
@@ -137,10 +123,10 @@ def main() -> int:
     args = parser.parse_args()
     workspace = cli.start(args)
     prices = read_config(args.prices, Prices).root if args.prices else {}
-    if args.prices and (missing := [name for name in args.gpus if name not in prices]):
+    if args.prices and (missing := [name for name in args.devices if name not in prices]):
         raise UserError(f"{args.prices}: no price of {', '.join(missing)}; it has {', '.join(prices) or 'none'}")
     model = workspace.find_model(args.model)
-    predictors = {name: Predictor(workspace, target_of(name, workspace)) for name in args.gpus}
+    predictors = {name: Predictor(workspace, name) for name in args.devices}
     rows, warned = compare(predictors, model, own_sizes(model, cli.parse_dims(args.dim)), prices, args.slo_ms, args.host_pace)
     if args.plot:
         write_plot([device_chart(rows, args.slo_ms)], args.plot, f"{model.stem}\ndashed: from the data sheet, never measured")

@@ -7,6 +7,7 @@ to find figures with sparsity or of another card.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -132,9 +133,26 @@ def catalogue() -> tuple[GpuDataSheet, ...]:
 
 
 def gpu_named(name: str, further: Sequence[GpuDataSheet] = ()) -> GpuDataSheet | None:
-    """The card with a name as in a driver, a target or common use; None if unknown. `further` cards are searched first."""
+    """The card with a name as in a driver, a target or common use (`RTX 4090`, `rtx4090`, `4090`, `A100-80GB`); None if
+    unknown. `further` cards are searched first."""
     wanted = slug(name)
-    return next((gpu for gpu in (*further, *catalogue()) if wanted in (slug(gpu.name), *map(slug, gpu.aka))), None)
+    for gpu in (*further, *catalogue()):
+        if wanted in (slug(gpu.name), *map(slug, gpu.aka)):
+            return gpu
+    return _gpus_by_loose_name().get(_loose_name(name))
+
+
+def _loose_name(name: str) -> str:
+    """A card's name as its letters and digits, without the words that people leave out."""
+    return re.sub("[^a-z0-9]|nvidia|geforce|tesla|quadro|rtx", "", name.lower())
+
+
+@functools.cache
+def _gpus_by_loose_name() -> dict[str, GpuDataSheet]:
+    """Cards by their loose names, with and without their memory (`a10080gb`); names that several cards have are left out."""
+    named = [(f"{_loose_name(name)}{memory}", gpu) for gpu in catalogue() for name in (gpu.name, *gpu.aka)
+             for memory in ("", f"{gpu.memory_gib:g}gb", f"{gpu.memory_gib:g}")]
+    return {name: gpu for name, gpu in named if {gpu.name} == {other.name for other_name, other in named if other_name == name}}
 
 
 def named_or_in_file(name: str) -> GpuDataSheet | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -40,6 +41,7 @@ _fitted: dict[tuple[Any, ...], Learned] = {}
 NO_CUDA = {  # why there are no predictions, by the start of a name that users give as a card's
     "mi": "AMD's cards run ROCm or MIGraphX", "gaudi": "Intel's cards have providers of their own", "tpu": "TPUs do not run it",
     "trt": "TensorRT compiles kernels of its own", "tensorrt": "TensorRT compiles kernels of its own"}
+THIS = "this"  # the name of this machine
 NEW_GENERATION = 1.5  # factor on the log uncertainty if no table has the card's generation: a choice
 
 
@@ -88,11 +90,40 @@ def gpu_of_target(target: str | None) -> GpuDataSheet | None:
     name = target.partition(FROM_SHEET)[0]
     if gpu := named_or_in_file(name):
         return gpu
-    why = next((reason for start, reason in NO_CUDA.items() if slug(name).startswith(start)), None)
-    raise UserError(f"--gpu {name}: " + (
-        f"predictions are for ONNX Runtime with CUDA, and {why}" if why else
-        f"no such card is known; choose one of {', '.join(gpu.slug for gpu in catalogue())}, or give a file with its data "
-        "sheet (a list `gpus:` like that of records/gpus.yaml)"))
+    cards = ", ".join(gpu.slug for gpu in catalogue())
+    raise UserError(f"{name}: no such card is known{_suggestion(name, ())}; give one of {cards}, or a YAML file with its data "
+                    "sheet (a list `gpus:` like that of records/gpus.yaml)")
+
+
+def device_named(name: str, workspace: Workspace) -> str:
+    """The target of a device that a user names: with predictors, or `NAME-from-data-sheet`.
+
+    A name is a target's (or a part of it that only one has), a card's of records/gpus.yaml in any spelling, a YAML file with
+    one's own cards, or `this` machine.
+
+    Raises:
+        UserError: unknown, or a part of several targets' names; the message suggests similar names.
+    """
+    targets = sorted(predictor_folders(workspace))
+    if FROM_SHEET in name or name in targets:
+        return name
+    if name == THIS:
+        return next((local.name for local in local_targets() if local.name in targets), local_targets()[0].name)
+    if name.endswith((".yaml", ".yml")):
+        return f"{name}{FROM_SHEET}"
+    if gpu := gpu_named(name):
+        measured = [target for target in targets if target.startswith(f"{slug(gpu.name)}-")]
+        return _match_target(slug(gpu.name), targets, workspace) if measured else f"{gpu.slug}{FROM_SHEET}"
+    return _match_target(name, targets, workspace)
+
+
+def _suggestion(name: str, targets: Sequence[str]) -> str:
+    """Why there is no such device, or which similar ones there are; "" if nothing is known of it."""
+    if why := next((reason for start, reason in NO_CUDA.items() if slug(name).startswith(start)), None):
+        return f": predictions are for ONNX Runtime with CUDA, and {why}"
+    known = dict.fromkeys((*targets, THIS, *(alias for gpu in catalogue() for alias in (gpu.slug, *gpu.aka))))
+    similar = difflib.get_close_matches(slug(name), known, 2)
+    return f" (did you mean {' or '.join(similar)}?)" if similar else ""
 
 
 def scale_predictors(measured: Predictors, target: Target, gpu: GpuDataSheet, ratios: CardRatios,
@@ -169,7 +200,7 @@ def choose_target(workspace: Workspace, name: str | None) -> tuple[str, tuple[st
             return target, ()
     in_workspace = sorted(target for target, folder in folders.items() if folder.parent != SHIPPED)
     shipped = sorted(target for target, folder in folders.items() if folder.parent == SHIPPED)
-    offer = f"; or predict for a target that Hase ships, with --target: {', '.join(shipped)}" if shipped else ""
+    offer = f"; or predict for a target that Hase ships, with --on: {', '.join(shipped)}" if shipped else ""
     if not in_workspace and len(shipped) == 1:
         return shipped[0], (f"no predictors for this machine ({local_names[0]}): predicted for {shipped[0]}, the only target "
                             "that comes with Hase (--measure-missing has the model's kernels measured here instead)",)
@@ -178,7 +209,7 @@ def choose_target(workspace: Workspace, name: str | None) -> tuple[str, tuple[st
                         f"{'; '.join(MAKE_PREDICTORS)}; or have the kernels of one model measured, in seconds: "
                         f"--measure-missing{offer}")
     if len(in_workspace) > 1:
-        raise UserError(f"no predictors for this machine ({local_names[0]}); choose a target with --target: "
+        raise UserError(f"no predictors for this machine ({local_names[0]}); choose a target with --on: "
                         f"{', '.join(in_workspace)}{offer}")
     return in_workspace[0], (f"predictors of another device are used, {in_workspace[0]}: this machine is {local_names[0]}",)
 
@@ -195,7 +226,7 @@ def _match_target(name: str, targets: Sequence[str], workspace: Workspace) -> st
                         "the name")
     is_this_machine = part and any(part in local.name.lower() for local in local_targets())
     raise UserError(f"target {name}: no predictors for it in {workspace.predictors('')} or shipped with Hase "
-                    f"(there: {', '.join(targets) or 'none'})" + (
+                    f"(there: {', '.join(targets) or 'none'}), and no GPU of records/gpus.yaml{_suggestion(name, targets)}" + (
                         f"; it is this machine: have the model's kernels measured, in seconds, with --measure-missing, or make "
                         f"predictors with: {'; '.join(MAKE_PREDICTORS)}" if is_this_machine else ""))
 
@@ -251,6 +282,7 @@ def fitted_for(workspace: Workspace, name: str | None = None, estimators: Sequen
     Raises:
         UserError: as `choose_target`, or the predictors can't be read.
     """
+    name = name and device_named(name, workspace)
     if gpu := gpu_of_target(name):
         base = _match_target(sheet_models()[0].base, sorted(predictor_folders(workspace)), workspace)
         return scale_to_card(fitted_for(workspace, base, estimators), gpu, read_correction(workspace, gpu))

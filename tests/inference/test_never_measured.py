@@ -66,7 +66,7 @@ def test_a_card_of_ones_own(torch_models: dict[str, Path], tmp_path: Path) -> No
 @pytest.mark.parametrize(("name", "message"), [
     ("mi300x", "predictions are for ONNX Runtime with CUDA, and AMD's cards run ROCm"),
     ("tensorrt", "TensorRT compiles kernels of its own"),
-    ("h300", "no such card is known; choose one of")])
+    ("h300", r"no such card is known \(did you mean h200.*\); give one of")])
 def test_what_nobody_knows_is_refused_by_name(name: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         fitted_for(Workspace(), f"{name}-from-data-sheet")
