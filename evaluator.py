@@ -49,12 +49,12 @@ log = get_logger("evaluator")
 MOST_LOGGED = 5  # warnings on the console, most frequent first
 EXAMPLES = """
 python evaluator.py model_zoo/models/
-python evaluator.py resnet18.onnx --dim batch=1,4,16
+python evaluator.py resnet18.onnx --batch 1,4,16
 python evaluator.py trees.onnx --inputs rows.npz  # needs your own
 python evaluator.py --recorded --html page.html  # needs measured models in the target's dataset
-python evaluator.py resnet18.onnx --dim batch=16 --under-load recipes/h200/beside.yaml --probe  # needs a GPU
+python evaluator.py resnet18.onnx --batch 16 --under-load recipes/h200/beside.yaml --probe  # needs a GPU
 python evaluator.py --manifest out/kinds/kinds.json --workspace out/kinds_cpu --measure-missing  # needs make_models.py
-python evaluator.py --manifest out/kinds/kinds.json --target h200 --measured out/kinds_on_gpu/on_gpu.json  # needs a GPU
+python evaluator.py --manifest out/kinds/kinds.json --on h200 --measured out/kinds_on_gpu/on_gpu.json  # needs a GPU
 """
 
 
@@ -89,7 +89,7 @@ def option_parser() -> argparse.ArgumentParser:
     cli.add_dim(parser)
     cli.add_static(parser)
     cli.add_inputs(parser)
-    parser.add_argument("--target", help="whose predictors (default: this machine, or the only target with predictors)")
+    cli.add_target(parser)
     parser.add_argument("--recorded", action="store_true",
                         help="compare with the measurements in the target's dataset (without MODEL: with all of them)")
     parser.add_argument("--manifest", type=Path, metavar="FILE", help="evaluate the models of this list, each at its own sizes")

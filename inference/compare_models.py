@@ -27,9 +27,9 @@ from hase.utils.text import names_by_warning
 
 log = get_logger("compare_models")
 EXAMPLES = """
-python inference/compare_models.py resnet18.onnx resnet18.onnx --target nvidia-h200 --dim batch=1 --b-dim batch=8
-python inference/compare_models.py mobilenet_v3_small.onnx resnet18.onnx --target nvidia-h200 --by type  # needs both models
-python inference/compare_models.py resnet18.onnx resnet18.onnx --target h200 --dim batch=1 --b-dim batch=8 --html page.html
+python inference/compare_models.py resnet18.onnx resnet18.onnx --on h200 --batch 1 --b-dim batch=8
+python inference/compare_models.py mobilenet_v3_small.onnx resnet18.onnx --on h200 --by type  # needs both models
+python inference/compare_models.py resnet18.onnx resnet18.onnx --on h200 --batch 1 --b-dim batch=8 --html page.html
 """
 
 

@@ -23,9 +23,9 @@ from hase.utils.pages.charts import write_plot
 from hase.utils.pages.rendering import write_page
 
 EXAMPLES = """
-python inference/load_curve.py --model resnet18.onnx --target nvidia-h200
-python inference/load_curve.py --model resnet18.onnx --target nvidia-h200 --dim batch=8 --out curve.csv
-python inference/load_curve.py --model resnet18.onnx --target nvidia-h200 --plot curve.svg --slo-ms 5 --html page.html
+python inference/load_curve.py --model resnet18.onnx --on h200
+python inference/load_curve.py --model resnet18.onnx --on h200 --batch 8 --out curve.csv
+python inference/load_curve.py --model resnet18.onnx --on h200 --plot curve.svg --slo-ms 5 --html page.html
 """
 
 log = get_logger("load_curve")

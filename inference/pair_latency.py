@@ -23,10 +23,10 @@ from hase.utils.pages.charts import write_plot
 from hase.utils.sharing_mode import ALL_THREADS, SetSharing
 
 EXAMPLES = """
-python inference/pair_latency.py --model resnet18.onnx --beside-model resnet18.onnx --target nvidia-h200
-python inference/pair_latency.py --model resnet18.onnx --beside-model resnet18.onnx --beside-dim batch=16 --target nvidia-h200
-python inference/pair_latency.py --model resnet18.onnx --beside-model resnet18.onnx --target nvidia-h200 --sharing mps:50
-python inference/pair_latency.py --model resnet18.onnx --beside-model resnet18.onnx --target h200 --sharing all --plot a.svg
+python inference/pair_latency.py --model resnet18.onnx --beside-model resnet18.onnx --on h200
+python inference/pair_latency.py --model resnet18.onnx --beside-model resnet18.onnx --beside-dim batch=16 --on h200
+python inference/pair_latency.py --model resnet18.onnx --beside-model resnet18.onnx --on h200 --sharing mps:50
+python inference/pair_latency.py --model resnet18.onnx --beside-model resnet18.onnx --on h200 --sharing all --plot a.svg
 """
 ALL = "all"
 STEP = 10  # per cent of the threads

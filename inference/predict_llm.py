@@ -50,13 +50,13 @@ log = get_logger("predict")
 
 BATCHES, PROMPTS = (1, 2, 4, 8, 16, 32), (128, 512, 2048, 8192)  # of a sweep
 EXAMPLES = """
-python inference/predict_llm.py --model llama-int4/ --prompt 1024 --generate 256 --batch 1,8 --target nvidia-h200
-python inference/predict_llm.py --model llama-int4/ --prompt 1024 --generate 256 --max-length 1280 --target nvidia-h200 --json
-python inference/predict_llm.py --model llama-int4/ --ttft-ms 200 --tpot-ms 20 --batch 16 --target nvidia-h200
-python inference/predict_llm.py --model llama-int4/ --sweep --csv sweep.csv --plot sweep.svg --target nvidia-h200
-python inference/predict_llm.py --model llama-int4/ --sweep --batch 1,4,16 --prompt 512,4096 --target h200 --html page.html
-python inference/predict_llm.py --model decoder.onnx --prompt 512 --generate 128 --target nvidia-h200  # needs your own
-python inference/predict_llm.py --model prefill.onnx --decode-model decode.onnx --target nvidia-h200  # needs your own pair
+python inference/predict_llm.py --model llama-int4/ --prompt 1024 --generate 256 --batch 1,8 --on h200
+python inference/predict_llm.py --model llama-int4/ --prompt 1024 --generate 256 --max-length 1280 --on h200 --json
+python inference/predict_llm.py --model llama-int4/ --ttft-ms 200 --tpot-ms 20 --batch 16 --on h200
+python inference/predict_llm.py --model llama-int4/ --sweep --csv sweep.csv --plot sweep.svg --on h200
+python inference/predict_llm.py --model llama-int4/ --sweep --batch 1,4,16 --prompt 512,4096 --on h200 --html page.html
+python inference/predict_llm.py --model decoder.onnx --prompt 512 --generate 128 --on h200  # needs your own
+python inference/predict_llm.py --model prefill.onnx --decode-model decode.onnx --on h200  # needs your own pair
 python inference/predict_llm.py --model llama-int4-cpu/ --prompt 128 --generate 64 --measure-missing  # on this CPU
 """
 

@@ -89,27 +89,27 @@ log = get_logger("predict")
 WATCH_S = 15.0
 EXAMPLES = """
 python inference/predict_model_latency.py --model resnet18.onnx
-python inference/predict_model_latency.py --model resnet18.onnx --dim batch=1,2,4,8
-python inference/predict_model_latency.py --model model_zoo/models --target nvidia-h200 --dim batch=1,8
+python inference/predict_model_latency.py --model resnet18.onnx --batch 1,2,4,8
+python inference/predict_model_latency.py --model model_zoo/models --on h200 --batch 1,8
 python inference/predict_model_latency.py --model decoder.onnx --sizes seq=1,past=128 seq=1,past=1024  # needs your own
-python inference/predict_model_latency.py --model resnet18_b8.onnx --rebatch 1,16,64  # needs a model of a fixed batch
+python inference/predict_model_latency.py --model resnet18_b8.onnx --batch 1,16,64  # needs a model of a fixed batch
 python inference/predict_model_latency.py --model resnet18.onnx --strict --top 10 --json
 python inference/predict_model_latency.py --dag graph_model/model_DAG/*/resnet18_fp32_b16_224x224.json
 python inference/predict_model_latency.py --model resnet18.onnx --measure-missing
 python inference/predict_model_latency.py --model trees.onnx --measure-missing --inputs rows.npz  # needs your own
-python inference/predict_model_latency.py --model resnet18.onnx --target nvidia-h200 --dim batch=1,2,4,8 --energy
-python inference/predict_model_latency.py --model resnet18.onnx --target nvidia-h200 --host-pace 1.15 --slo-ms 50
-python inference/predict_model_latency.py --model resnet18.onnx --target nvidia-h200 --dtype fp16
-python inference/predict_model_latency.py --model resnet18.onnx --gpu l40s --dim batch=1,8
-python inference/predict_model_latency.py --model resnet18.onnx --target nvidia-h200 --cuda-graph
-python inference/predict_model_latency.py --model resnet18.onnx --target nvidia-h200 --trace timeline.json
-python inference/predict_model_latency.py --model resnet18.onnx --dim batch=1,2,4,8 --target nvidia-h200 --html page.html
+python inference/predict_model_latency.py --model resnet18.onnx --on h200 --batch 1,2,4,8 --energy
+python inference/predict_model_latency.py --model resnet18.onnx --on h200 --host-pace 1.15 --slo-ms 50
+python inference/predict_model_latency.py --model resnet18.onnx --on h200 --dtype fp16
+python inference/predict_model_latency.py --model resnet18.onnx --on l40s --batch 1,8
+python inference/predict_model_latency.py --model resnet18.onnx --on h200 --cuda-graph
+python inference/predict_model_latency.py --model resnet18.onnx --on h200 --trace timeline.json
+python inference/predict_model_latency.py --model resnet18.onnx --batch 1,2,4,8 --on h200 --html page.html
 python inference/predict_model_latency.py --model resnet18.onnx --trace t.json --beside real.json  # needs run_anatomy.py
-python inference/predict_model_latency.py --model resnet18.onnx --target h200 --metrics busy.json  # needs its load, in a file
+python inference/predict_model_latency.py --model resnet18.onnx --on h200 --metrics busy.json  # needs its load, in a file
 python inference/predict_model_latency.py --model resnet18.onnx --config my.yaml --watch --export 9401  # needs a Prometheus
 python inference/predict_model_latency.py --model resnet18.onnx --probe --watch 5  # needs a GPU
 python inference/predict_model_latency.py --model resnet18.onnx --host-pace measure  # needs a GPU
-python inference/predict_model_latency.py --model resnet18.onnx --target h200 --machine host.json  # needs host_pace.py
+python inference/predict_model_latency.py --model resnet18.onnx --on h200 --machine host.json  # needs host_pace.py
 """
 
 

@@ -83,10 +83,10 @@ SHOWN_FIELDS = ("without_cache", "first", "again")
 EXAMPLES = """
 python inference/prediction_speed.py --model resnet18.onnx
 python inference/prediction_speed.py --workspace out/demo --model resnet18_fp32_b1_224x224.onnx  # needs make demo
-python inference/prediction_speed.py --model resnet18.onnx --target nvidia-h200
-python inference/prediction_speed.py --model resnet18.onnx --target nvidia-h200 --config my.yaml  # needs a Prometheus
-python inference/prediction_speed.py --model model_zoo/models --target nvidia-h200 --shell
-python inference/prediction_speed.py --model resnet50.onnx --target nvidia-h200 --against ../before  # needs a checkout
+python inference/prediction_speed.py --model resnet18.onnx --on h200
+python inference/prediction_speed.py --model resnet18.onnx --on h200 --config my.yaml  # needs a Prometheus
+python inference/prediction_speed.py --model model_zoo/models --on h200 --shell
+python inference/prediction_speed.py --model resnet50.onnx --on h200 --against ../before  # needs a checkout
 """
 
 
@@ -204,7 +204,7 @@ def main() -> int:
     parser.add_argument("--against", type=Path, metavar="FOLDER",
                         help="a checkout of another version: how many times as long this one takes")
     parser.add_argument("--repeats", type=cli.count, default=20, help="calls of the cases that can be repeated (default: 20)")
-    parser.add_argument("--target", help="whose predictors, as the predictor takes it (default: this machine's)")
+    cli.add_target(parser)
     cli.add_load(parser, CONFIG_FILE)
     args = parser.parse_args()
     workspace = cli.start(args)

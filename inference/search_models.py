@@ -47,12 +47,12 @@ from hase.utils.text import cell
 
 log = get_logger("search")
 EXAMPLES = """
-python inference/search_models.py --space ofa --target nvidia-h200 --latency-ms 1.2 --memory-mib 500 --count 2000 --top 10
-python inference/search_models.py --space ofa --target nvidia-h200 --latency-ms 1.5 --energy-j 0.2 --chance 0.9 --out found.csv
-python inference/search_models.py --space ofa --target nvidia-h200 --latency-ms 1.2 --count 20000 --ray auto  # needs Ray
-python inference/search_models.py --space model_zoo/models --target nvidia-h200 --front
-python inference/search_models.py --space ofa --target nvidia-h200 --score accuracies.csv --front  # needs your own
-python inference/search_models.py --space my_space.py --target nvidia-h200 --latency-ms 2 --out found.parquet  # needs your own
+python inference/search_models.py --space ofa --on h200 --latency-ms 1.2 --memory-mib 500 --count 2000 --top 10
+python inference/search_models.py --space ofa --on h200 --latency-ms 1.5 --energy-j 0.2 --chance 0.9 --out found.csv
+python inference/search_models.py --space ofa --on h200 --latency-ms 1.2 --count 20000 --ray auto  # needs Ray
+python inference/search_models.py --space model_zoo/models --on h200 --front
+python inference/search_models.py --space ofa --on h200 --score accuracies.csv --front  # needs your own
+python inference/search_models.py --space my_space.py --on h200 --latency-ms 2 --out found.parquet  # needs your own
 """
 
 

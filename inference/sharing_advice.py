@@ -29,9 +29,9 @@ from hase.utils.logger import get_logger
 
 BATCHES = (1, 2, 4, 8, 16)
 EXAMPLES = """
-python inference/sharing_advice.py --model resnet18.onnx --rate 200 --slo-ms 5 --target nvidia-h200
+python inference/sharing_advice.py --model resnet18.onnx --rate 200 --slo-ms 5 --on h200
 python inference/sharing_advice.py --model a.onnx --rate 200 --slo-ms 5 --model b.onnx --rate 50 --slo-ms 20  # needs models
-python inference/sharing_advice.py --set served.yaml --target nvidia-h200 --json  # needs a file with models
+python inference/sharing_advice.py --set served.yaml --on h200 --json  # needs a file with models
 """
 
 log = get_logger("sharing_advice")

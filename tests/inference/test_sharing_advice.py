@@ -168,7 +168,7 @@ def test_two_models_over_their_shares(through_mps: Predictor, tmp_path: Path) ->
 
 @pytest.mark.parametrize(("options", "complaint"), [
     (("--sharing", "mig"), "is no way of sharing a GPU"),
-    (("--sharing", "mps:50,mps", "--plot", "a.svg"), "two ways that have a share for each model")])
+    (("--sharing", "mps:50,mps", "--plot", "a.svg"), "at least two ways with a share for each model")])
 def test_options_that_do_not_fit(options: tuple[str, ...], complaint: str) -> None:
     done = run_script(PAIR, "--model", NET, "--beside-model", NET, *options)
     assert (done.returncode, complaint in done.stderr) == (2, True), done.stderr
