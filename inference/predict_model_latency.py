@@ -99,7 +99,7 @@ python inference/predict_model_latency.py --model resnet18.onnx --measure-missin
 python inference/predict_model_latency.py --model trees.onnx --measure-missing --inputs rows.npz  # needs your own
 python inference/predict_model_latency.py --model resnet18.onnx --on h200 --batch 1,2,4,8 --energy
 python inference/predict_model_latency.py --model resnet18.onnx --on h200 --host-pace 1.15 --slo-ms 50
-python inference/predict_model_latency.py --model resnet18.onnx --on h200 --dtype fp16
+python inference/predict_model_latency.py --model resnet18.onnx --on h200 --dtype fp32,fp16
 python inference/predict_model_latency.py --model resnet18.onnx --on l40s --batch 1,8
 python inference/predict_model_latency.py --model resnet18.onnx --on h200 --cuda-graph
 python inference/predict_model_latency.py --model resnet18.onnx --on h200 --trace timeline.json
@@ -128,9 +128,7 @@ def option_parser() -> argparse.ArgumentParser:
     cli.add_target(parser)
     cli.add_load(parser, CONFIG_FILE)
     cli.add_run_mode(parser)
-    parser.add_argument("--dtype", choices=("fp16",),
-                        help="a further row for each size: the model in half precision, its float32 converted as "
-                             "onnxconverter-common does; no file is written")
+    cli.add_dtype(parser)
     parser.add_argument("--top", type=cli.whole, default=5, metavar="N",
                         help="show the N kernels with the most time (default: 5)")
     parser.add_argument("--show-sum", action="store_true",
@@ -179,8 +177,8 @@ def check_together(parser: argparse.ArgumentParser, args: argparse.Namespace, si
         (measuring and args.no_weights,
          "--measure-missing may run the model itself, which needs its weights: leave --no-weights out"),
         (args.inputs and not measuring, "--inputs are what --measure-missing measures with; nothing else runs the model"),
-        (args.dtype and (args.trace or args.watch or measuring or args.dag),
-         "--dtype adds a row that is predicted: leave --trace, --watch, --measure-missing and --dag out"),
+        (args.dtype != [None] and (args.trace or args.watch or measuring or args.dag),
+         "--dtype fp16 is predicted: leave --trace, --watch, --measure-missing and --dag out"),
         (args.beside and not args.trace, "--beside goes with --trace FILE, which then holds both runs"),
         (args.slo_percentile and not args.slo_ms, "--slo-percentile goes with --slo-ms MS"),
         (args.watch and (len(sizes) > 1 or args.trace or measuring),
@@ -267,8 +265,7 @@ def answers_to(question: Question, args: argparse.Namespace, predictor: Predicto
     """The answers about one model at each of its sizes; `conditions`: the load, and the host's pace."""
     model, sizes = question
     by_type: list[list[tuple[Precision | None, PredictedRun]]] = []
-    precisions: tuple[Precision | None, ...] = (None, "fp16") if args.dtype else (None,)
-    for dtype in precisions:
+    for dtype in args.dtype:
         runs = [predictor.run(model, dims=dims, static=args.static, run_mode=run_mode, dtype=dtype, **conditions)
                 for dims in progress(sizes, "predicting")]
         in_order = make_monotonic([run.prediction for run in runs])

@@ -124,8 +124,7 @@ def candidate_row(rank: int, candidate: SearchCandidate) -> dict[str, Any]:
 def print_result(found: SearchResult, args: argparse.Namespace) -> None:
     """Prints the best candidates or the front, and logs how many candidates there were."""
     if args.json:
-        cli.print_json(found._asdict() | {"best": [candidate._asdict() for candidate in found.best],
-                                          "front": [candidate._asdict() for candidate in found.front]})
+        cli.print_json(found.to_dict())
     else:
         shown, what = (found.front, "the front") if args.front else (found.best, "the best")
         cli.print_table([candidate_row(rank, candidate) for rank, candidate in enumerate(shown, 1)],

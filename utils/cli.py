@@ -234,6 +234,21 @@ def add_run_mode(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cuda-graph", action="store_true", help="captured once as a CUDA graph, and replayed")
 
 
+def add_dtype(parser: argparse.ArgumentParser) -> None:
+    """`--dtype fp32,fp16`: the precisions to predict, a row for each; None stands for the model as it is."""
+    parser.add_argument("--dtype", type=dtypes, default=[None], metavar="fp32,fp16",
+                        help="a row for each: fp32: the model as it is; fp16: in half precision, its float32 converted as "
+                             "onnxconverter-common does; no file is written (default: as it is)")
+
+
+def dtypes(text: str) -> list[Literal["fp16"] | None]:
+    """`fp32,fp16` as `[None, "fp16"]`."""
+    names: dict[str, Literal["fp16"] | None] = {"fp32": None, "fp16": "fp16"}
+    if unknown := [name for name in text.split(",") if name not in names]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(names)}")
+    return [names[name] for name in dict.fromkeys(text.split(","))]
+
+
 def add_host_pace(parser: argparse.ArgumentParser, default: str) -> None:
     """`--host-pace` and `--machine`: how fast a GPU's host launches work; the help names the `default`."""
     either = parser.add_mutually_exclusive_group()

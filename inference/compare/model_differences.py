@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from hase.inference.prediction.answers import Answer
 from hase.records.operators import operator_row
 from hase.utils.config import Frozen
 
@@ -93,7 +94,7 @@ class ComparedModel(Frozen):
     rough_estimate: bool
 
 
-class ModelDifference(Frozen):
+class ModelDifference(Answer):
     """How two models differ on one target. Version 1 is the first.
 
     Attributes:
@@ -117,6 +118,11 @@ class ModelDifference(Frozen):
     intervals_overlap: bool
     outside_kernels_ms: float
     operators: tuple[OperatorDifference, ...]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each operator, the largest difference first."""
+        return [{"operator": row.operator, "a_ms": row.a.time_ms, "b_ms": row.b.time_ms, "difference_ms": row.difference_ms,
+                 "share": row.share, "explanation": row.explanation} for row in self.operators]
 
 
 class Causes(NamedTuple):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from hase.inference.prediction.answers import Provenance, chance_within, chance_word
+from hase.inference.prediction.answers import Answer, Provenance, chance_within, chance_word
 from hase.inference.prediction.conditions import PaceSource
 from hase.utils.config import Frozen
 from hase.utils.pages.rendering import CardField, card_html
@@ -106,7 +106,7 @@ class ObjectiveMet(Frozen):
                    headroom_ms=limit_ms - time.ms, chance=chance, chance_in_words=chance_word(chance))
 
 
-class LlmPrediction(Frozen):
+class LlmPrediction(Answer):
     """What a request to a language model takes. `--json` prints it as it is. Version 1 is the first.
 
     Attributes:
@@ -177,6 +177,11 @@ class LlmPrediction(Frozen):
             ("ttft", ttft_ms, self.ttft), ("tpot", tpot_ms, self.tpot))
         return self.model_copy(update={"objectives": tuple(
             ObjectiveMet.of(name, time, limit) for name, limit, time in limits if limit is not None and time is not None)})
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each time of the request."""
+        return [{"time": name, "ms": time.ms, "low_ms": time.interval_ms[0], "high_ms": time.interval_ms[1]} for name, time in (
+            ("first token", self.ttft), ("further token", self.tpot), ("request", self.request)) if time]
 
     def _repr_html_(self) -> str:
         """A card for notebooks."""

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from statistics import NormalDist
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -91,7 +91,27 @@ class UsedEstimator(Frozen):
     forced: bool
 
 
-class Prediction(Frozen):
+class Answer(Frozen):
+    """What a question from Python gives. `to_dict` is what `--json` prints, `to_pandas` a table; a notebook shows it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain types, for JSON."""
+        return self.model_dump(mode="json")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of its table; column names hold the units."""
+        raise NotImplementedError
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Its rows as a table."""
+        return pd.DataFrame(self.rows())
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        return table_html(self.rows())
+
+
+class Prediction(Answer):
     """A model's predicted latency and what it rests on. `--json` prints it as it is. Version 1 is the first.
 
     Attributes:
@@ -170,9 +190,13 @@ class Prediction(Frozen):
                 "fits_memory": self.fits_memory, "kernel_sum_ms": self.kernel_sum_ms,
                 **{f"{provenance}_share": self.time_share[provenance] for provenance in PROVENANCES}}
 
+    def rows(self) -> list[dict[str, Any]]:
+        """The model's kernels with the fields of `KernelShare`."""
+        return [asdict(kernel) for kernel in self.kernels]
+
     def to_pandas(self) -> pd.DataFrame:
-        """A table of the model's kernels with the fields of `KernelShare`."""
-        return pd.DataFrame([asdict(kernel) for kernel in self.kernels], columns=[one.name for one in fields(KernelShare)])
+        """A table of the model's kernels."""
+        return pd.DataFrame(self.rows(), columns=[one.name for one in fields(KernelShare)])
 
     def _repr_html_(self) -> str:
         """A card for notebooks."""

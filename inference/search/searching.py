@@ -27,8 +27,10 @@ from hase.inference.search.on_ray import evaluated_on_ray
 from hase.inference.search.spaces import Choice, space_of
 from hase.utils.errors import UserError
 from hase.utils.files import append_line, line_with_digest, line_without_digest, replacing
+from hase.utils.lazy import pandas as pd
 from hase.utils.lazy import pyarrow
 from hase.utils.logger import get_logger, progress
+from hase.utils.pages.rendering import table_html
 from hase.utils.paths import Workspace
 from hase.utils.processes import stream_in_processes
 
@@ -55,6 +57,19 @@ class SearchResult(NamedTuple):
     admitted: int
     failed: int
     first_error: str
+    version: int = 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `--json` prints."""
+        return self._asdict() | {name: [candidate._asdict() for candidate in getattr(self, name)] for name in ("best", "front")}
+
+    def to_pandas(self) -> pd.DataFrame:
+        """The best candidates as a table."""
+        return pd.DataFrame(self.best)
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the best candidates."""
+        return table_html([candidate._asdict() for candidate in self.best])
 
 
 class _Tally:

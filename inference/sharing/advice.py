@@ -17,7 +17,7 @@ from pydantic import Field
 
 from hase.benchmark.serving.sets import BATCH, ServedModel
 from hase.graph_model.simulation.serving import PACES, SLOWER, STEADY, Case, Served, served, set_of
-from hase.inference.prediction.answers import PERCENTILE, chance_within, chance_word
+from hase.inference.prediction.answers import PERCENTILE, Answer, chance_within, chance_word
 from hase.inference.prediction.conditions import HostPace
 from hase.inference.prediction.uncertainty import CERTAIN
 from hase.inference.prediction.under_load import SAMPLES, NotShared
@@ -128,7 +128,7 @@ class SharedWay(Frozen):
     chance_in_words: str
 
 
-class SharingAdvice(Frozen):
+class SharingAdvice(Answer):
     """Which way of sharing a GPU to choose.
 
     Attributes:
@@ -141,6 +141,7 @@ class SharingAdvice(Frozen):
         warnings: of the predictions that `ways` shows.
     """
 
+    version: int = 1
     target: str
     percentile: float
     advised: str
@@ -148,6 +149,10 @@ class SharingAdvice(Frozen):
     ways: tuple[SharedWay, ...]
     not_learned: tuple[str, ...]
     warnings: tuple[str, ...]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each way and model."""
+        return advice_rows(self)
 
 
 class SharingPlan(NamedTuple):

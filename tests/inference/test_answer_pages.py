@@ -15,6 +15,7 @@ from command import printed
 from conftest import Once, small_model
 from decoder_models import TINY, genai_folder
 
+from hase.inference.compare.devices import DeviceComparison
 from hase.inference.evaluation.evaluate import evaluate
 from hase.inference.evaluation.report import MOST_ROWS, MOST_WARNINGS, evaluation_page
 from hase.utils.pages.rendering import MOST_BYTES, page_html
@@ -122,8 +123,9 @@ def test_two_models(folder: Path, browser: Browser, tmp_path: Path) -> None:
 
 def test_several_devices(folder: Path, browser: Browser, tmp_path: Path) -> None:
     file = tmp_path / "devices.html"
-    rows = answered("inference/compare_devices.py", "--model", folder / "open.onnx", "--gpus", "h200,l4,t4", "--dim",
-                    "batch=1,16", "--host-pace", "1", "--html", file)
+    rows = DeviceComparison.model_validate(answered(
+        "inference/compare_devices.py", "--model", folder / "open.onnx", "--on", "h200,l4,t4", "--batch", "1,16", "--host-pace",
+        "1", "--html", file)).rows()
     page = shown(browser, file)
     assert column(page, 0, "device") == [row["device"] for row in rows]
     assert numbers(page, 0, "latency (ms)") == pytest.approx([row["latency (ms)"] for row in rows])

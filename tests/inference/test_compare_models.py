@@ -12,6 +12,7 @@ from command import printed, run_script
 from conftest import small_model
 
 from hase.inference import Predictor
+from hase.inference.compare.devices import DeviceComparison
 from hase.inference.prediction.answers import chance_within
 
 pytestmark = pytest.mark.slow
@@ -106,8 +107,9 @@ def test_rows_are_those_of_single_predictions_and_sorted_by_cost(torch_models: d
     model = torch_models["resnet18"]
     prices = tmp_path / "prices.yaml"
     prices.write_text("h200: 3.6\nl4: 0.36\np4: 0.036\n", encoding="utf-8")
-    rows = json.loads(printed(ON_DEVICES, "--model", model, "--host-pace", "1", "--json", "--gpus", "h200,l4,p4", "--prices",
-                              prices, "--slo-ms", "1", "--plot", tmp_path / "plot.svg"))
+    document = printed(ON_DEVICES, "--model", model, "--host-pace", "1", "--json", "--on", "h200,l4,p4", "--prices", prices,
+                       "--slo-ms", "1", "--plot", tmp_path / "plot.svg")
+    rows = DeviceComparison.model_validate_json(document).rows(1.0)
     costs = [row["a million items"] for row in rows]
     assert costs == sorted(costs)
     by_device = {str(row["device"]): row for row in rows}

@@ -76,10 +76,10 @@ def test_what_can_not_be_converted_is_refused(single: Path, tmp_path: Path) -> N
 
 
 def test_the_command_prints_a_row_beside_the_other(single: Path) -> None:
-    command = ("inference/predict_model_latency.py", "--model", single, "--target", TARGET, "--dtype", "fp16")
+    command = ("inference/predict_model_latency.py", "--model", single, "--target", TARGET, "--dtype", "fp32,fp16")
     usual, half = json.loads(printed(*command, "--json"))
     assert (usual["model"], half["model"]) == ("net", "net_fp16")
     assert half["peak_memory_mib"] < usual["peak_memory_mib"]
     assert half["latency_ms"] == pytest.approx(predict(single, target=TARGET, dtype="fp16").latency_ms)
     wrong = run_script(*command, "--trace", "t.json")
-    assert (wrong.returncode, "--dtype adds a row that is predicted" in wrong.stderr) == (2, True)
+    assert (wrong.returncode, "--dtype fp16 is predicted: leave" in wrong.stderr) == (2, True)
