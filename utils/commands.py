@@ -38,6 +38,7 @@ COMMANDS = {
     "train": Command("training/train_kernel_model", "learns from measurements"),
     "evaluate": Command("evaluator", "predicted against measured latencies"),
     "export": Command("model_zoo/torchvision_exporter", "torchvision's models as ONNX files"),
+    "doctor": Command("inference/doctor", "what this machine is, what is missing, and what to do"),
 }
 _NAMES = {command.script: name for name, command in COMMANDS.items()}
 _typed = ""  # the command of `hase` that this process runs; "" for a script of a clone
