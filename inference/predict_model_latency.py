@@ -66,7 +66,7 @@ from hase.inference.prediction.run import predicted_trace
 from hase.inference.prediction.sources import Question, pair_with_sizes
 from hase.inference.prediction.targets import local_targets
 from hase.inference.reporting.predictions import prediction_page
-from hase.inference.reporting.printed import Answer, answers_json, print_answers, print_watch
+from hase.inference.reporting.printed import Answer, answers_json, basis, headline, log_notes, print_answers, print_watch
 from hase.ort_analysis.isolated.analysis import optimized_once
 from hase.records.host_pace import read_pace
 from hase.records.traces import MEASURED, document, read_processes
@@ -77,7 +77,7 @@ from hase.utils.files import write_json
 from hase.utils.logger import get_logger, progress
 from hase.utils.pages.rendering import write_page
 from hase.utils.paths import default_root
-from hase.utils.text import first_and_count, names_by_warning
+from hase.utils.text import names_by_warning
 
 if TYPE_CHECKING:
     from hase.inference.prediction.conditions import LoadOptions
@@ -129,8 +129,11 @@ def option_parser() -> argparse.ArgumentParser:
     cli.add_load(parser, CONFIG_FILE)
     cli.add_run_mode(parser)
     cli.add_dtype(parser)
-    parser.add_argument("--top", type=cli.whole, default=5, metavar="N",
-                        help="show the N kernels with the most time (default: 5)")
+    parser.add_argument("--explain", action="store_true",
+                        help="also print what the answer rests on: the kernels with the most time, every note in full, and how "
+                             "the latency was put together")
+    parser.add_argument("--top", type=cli.whole, metavar="N",
+                        help="show the N kernels with the most time (default: 5 with --explain, else none)")
     parser.add_argument("--show-sum", action="store_true",
                         help="show the plain α·Σ+β beside the prediction (--json always has it as sum_latency_ms)")
     parser.add_argument("--trace", type=cli.out_file, metavar="FILE",
@@ -282,8 +285,7 @@ def report(args: argparse.Namespace, answers: Sequence[Answer], several: bool, f
     predictions, energies = [answer.prediction for answer in answers], [answer.energy for answer in answers if answer.energy]
     warned = names_by_warning([*((one.model, one.warnings) for one in predictions),
                                *((one.model, one.warnings) for one in energies)])
-    for warning, models in warned.items():
-        log.warning("%s%s", f"{first_and_count(models)}: " if several and len(models) < len(predictions) else "", warning)
+    log.info("%s", headline(answers))
     advise_measuring(args, predictions)
     best = best_batches(predictions, [answer.slo for answer in answers], [(answer.model, answer.dtype) for answer in answers])
     if args.html:
@@ -291,7 +293,10 @@ def report(args: argparse.Namespace, answers: Sequence[Answer], several: bool, f
     if args.json:
         cli.print_json(answers_json(answers, best, several))
     else:
-        print_answers(answers, best, several, args.top, args.show_sum, args.slo_percentile or PERCENTILE)
+        print_answers(answers, best, several, 5 * args.explain if args.top is None else args.top, args.show_sum)
+    log_notes(warned, len(answers) if several else 1, args.explain)
+    if args.explain:
+        log.info("%s", basis(predictions[0]))
     if args.fail_on_rough and any(answer.prediction.rough_estimate or (answer.energy and answer.energy.rough_estimate)
                                   for answer in answers):
         return cli.EXIT_ROUGH

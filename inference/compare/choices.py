@@ -35,7 +35,7 @@ def compared_ms(prediction: Prediction, per_item: bool) -> float:
     return prediction.latency_ms / (prediction.batch or math.inf) if per_item else prediction.latency_ms
 
 
-def said_of_order(predictions: Sequence[Prediction]) -> str:
+def order_sentence(predictions: Sequence[Prediction]) -> str:
     """A sentence about ranked predictions: by what they are ranked, and whether the order of the first two is uncertain."""
     per_item = ranked_per_item(predictions)
     sentence = f"ranked by {'latency per item, since batches differ' if per_item else 'latency'}"
@@ -54,14 +54,14 @@ class BestBatches:
     """The best of a model's predictions that differ in their batch, as indices.
 
     Attributes:
-        places: the indices of all of them, by batch.
+        indices: the indices of all of them, by batch.
         others: the sizes other than the batch, by dimension.
         throughput: the one with the most items per second.
         within_slo: the same among those that meet the objective; None if there are none.
         surely_within_slo: the same among those that very likely meet it.
     """
 
-    places: tuple[int, ...]
+    indices: tuple[int, ...]
     others: Mapping[str, int]
     throughput: int
     within_slo: int | None = None
@@ -82,7 +82,8 @@ def best_batches(predictions: Sequence[Prediction], slos: Sequence[Slo | None],
     groups: dict[tuple[Hashable, tuple[tuple[str, int], ...]], list[int]] = {}
     for index, prediction in enumerate(predictions):
         same_model = [other for other, model in zip(predictions, models, strict=True) if model == models[index]]
-        in_batch = {name for name in prediction.dims if all(other.dims.get(name) == other.batch for other in same_model)}
+        in_batch = {name for name in prediction.dims
+                    if all(other.dims.get(name, other.batch) == other.batch for other in same_model)}
         others = tuple((name, size) for name, size in prediction.dims.items() if name not in in_batch)
         groups.setdefault((models[index], others), []).append(index)
     bests = (_best_of(indices, dict(others), predictions, slos) for (_, others), indices in groups.items()
@@ -109,12 +110,13 @@ def _best_of(indices: Sequence[int], others: Mapping[str, int], predictions: Seq
         best([index for index, slo in compared.items() if slo.chance > VERY_LIKELY]))
 
 
-def said_of_batches(best: BestBatches, predictions: Sequence[Prediction], slos: Sequence[Slo | None], name: str) -> list[str]:
+def best_batch_sentences(best: BestBatches, predictions: Sequence[Prediction], slos: Sequence[Slo | None],
+                         name: str) -> list[str]:
     """Sentences about the best batches of the model `name`."""
     chosen = predictions[best.throughput]
     lines = [f"{name}: the best batch for throughput is {chosen.batch}: {_rate(chosen)} at {chosen.latency_ms:.4g} ms"
-             + ("; none larger was asked" if best.throughput == best.places[-1] else "")]
-    compared = {index: slo for index in best.places if (slo := slos[index]) is not None}
+             + ("; none larger was asked" if best.throughput == best.indices[-1] else "")]
+    compared = {index: slo for index in best.indices if (slo := slos[index]) is not None}
     if not compared:
         return lines
     index = best.within_slo

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from hase.inference.compare.choices import BestBatches, compared_ms, ranked_per_item, said_of_batches, said_of_order
+from hase.inference.compare.choices import BestBatches, best_batch_sentences, compared_ms, order_sentence, ranked_per_item
 from hase.inference.prediction.answers import chance_text, slo_statistic
 from hase.inference.reporting.printed import kernel_rows, summary
 from hase.inference.reporting.runs import (
@@ -58,10 +58,10 @@ def prediction_page(answers: Sequence[Answer], best: Sequence[BestBatches], warn
         return Page("Predicted latency", first.prediction.model, _headline(first, device), _sentences(first), _facts(first),
                     [*run_sections(first.run, first.model), _kernels(first.prediction), _memory(first.prediction),
                      *_failures(failed)], warnings, basis_of(answers), colours)
-    lines = [said_of_order(predictions)] if several else []
+    lines = [order_sentence(predictions)] if several else []
     for choice in best:  # the batch within the objective first, if there is one
-        lines += reversed(said_of_batches(choice, predictions, [answer.slo for answer in answers],
-                                          _model_and_sizes(answers[choice.places[0]], choice)))
+        lines += reversed(best_batch_sentences(choice, predictions, [answer.slo for answer in answers],
+                                          _model_and_sizes(answers[choice.indices[0]], choice)))
     answer, *more = [f"{line}." for line in lines] or [f"{len(answers)} answers about {stem} on {device}."]
     title = f"{len({answer.model for answer in answers})} models on {device}" if several else f"{stem} on {device}"
     text = "Open an answer to see its operators and layers."
@@ -167,7 +167,7 @@ def _comparison(answers: Sequence[Answer], best: Sequence[BestBatches]) -> PageS
             | ({"fits in memory": "no" if answer.prediction.fits_memory is False else "yes"} if unfit else {})
             for answer in answers]
     limit = Limit(f"{answers[0].slo.limit_ms:g} ms", answers[0].slo.limit_ms) if answers[0].slo else None
-    by_batch = best and sum(len(choice.places) for choice in best) == len(answers) and len(best) <= COLOURS
+    by_batch = best and sum(len(choice.indices) for choice in best) == len(answers) and len(best) <= COLOURS
     pieces: list[Piece] = _batch_charts(answers, best, limit) if by_batch else [_ranked(answers, limit)]
     return PageSection("Batches" if by_batch else "Side by side", [*pieces, PageTable(rows, "All answers", most=30)])
 
@@ -177,8 +177,8 @@ def _batch_charts(answers: Sequence[Answer], best: Sequence[BestBatches], limit:
     latencies, rates = list[ChartSeries](), list[ChartSeries]()
     batches = sorted({answer.prediction.batch or 0 for answer in answers})
     for choice in best:
-        predictions = [answers[index].prediction for index in choice.places]
-        sizes, name = [one.batch or 0 for one in predictions], _model_and_sizes(answers[choice.places[0]], choice)
+        predictions = [answers[index].prediction for index in choice.indices]
+        sizes, name = [one.batch or 0 for one in predictions], _model_and_sizes(answers[choice.indices[0]], choice)
         lows, highs = zip(*(one.interval_ms for one in predictions), strict=True)
         marked = [index for index, one in enumerate(predictions) if one.fits_memory is False]
         latencies.append(ChartSeries(name, sizes, [one.latency_ms for one in predictions], lows, highs, marked=marked))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hase.inference.compare.choices import BestBatches, said_of_batches, said_of_order
+from hase.inference.compare.choices import BestBatches, best_batch_sentences, order_sentence
 from hase.inference.prediction.answers import chance_text, slo_statistic
+from hase.inference.reporting.runs import device_name
 from hase.utils import cli
 from hase.utils.logger import get_logger
 from hase.utils.processes import stop_event
+from hase.utils.text import first_and_count
 
 if TYPE_CHECKING:
     from hase.inference.live.watch import Watch, WatchLine
@@ -20,6 +23,9 @@ if TYPE_CHECKING:
     from hase.inference.prediction.sources import Precision
     from hase.inference.sharing.shared_models import SloUnderLoad
 
+MOST_NOTES = 3  # lines below an answer, without --explain
+FIRST_NOTES = ("rough estimate", "forced", "memory", "interval")  # words of the notes that come first
+KERNEL_ID = re.compile(r"\b([A-Z][A-Za-z0-9]*(?:_[A-Z][A-Za-z0-9]*)*)_[\w.-]*_[0-9a-f]{8}\b")
 log = get_logger("predict")
 
 
@@ -37,8 +43,8 @@ class Answer(NamedTuple):
         return self.run.prediction
 
 
-def summary(prediction: Prediction, show_sum: bool = False) -> dict[str, Any]:
-    """A prediction as a table row; `show_sum` adds the plain α·Σ+β."""
+def summary(prediction: Prediction, show_sum: bool = False, slo: SloUnderLoad | None = None) -> dict[str, Any]:
+    """A prediction as a table row; `show_sum` adds the plain α·Σ+β, and an objective how likely it is met."""
     shares: dict[str, str] = {name: f"{share:.0%}" for name, share in prediction.time_share.items()}
     if prediction.unsteady_share:
         shares["measured"] += f" ({prediction.unsteady_share:.0%} unsteadily)"
@@ -49,6 +55,7 @@ def summary(prediction: Prediction, show_sum: bool = False) -> dict[str, Any]:
         **(prediction.under_load.columns() if prediction.under_load else {"latency (ms)": prediction.latency_ms}),
         **({"α·Σ+β (ms)": prediction.sum_latency_ms} if show_sum else {}),
         "90 % between (ms)": "{:.4g} and {:.4g}".format(*prediction.interval_ms),
+        **({f"within {slo.limit_ms:g} ms": chance_text(slo.chance)} if slo else {}),
         "items/s": prediction.items_per_second, "peak memory (MiB)": prediction.peak_memory_mib,
         "Σ kernels (ms)": prediction.kernel_sum_ms, **shares}
 
@@ -62,32 +69,64 @@ def kernel_rows(prediction: Prediction, top: int) -> list[dict[str, Any]]:
         for kernel in prediction.kernels[:top]]
 
 
-def print_predictions(predictions: Sequence[Prediction], top: int, energies: Sequence[EnergyPrediction] = (),
-                      show_sum: bool = False, files: Sequence[Path] = ()) -> None:
+def headline(answers: Sequence[Answer]) -> str:
+    """The answer in a sentence, with its interval."""
+    predictions, device = [answer.prediction for answer in answers], device_name(answers[0].run.fitted)
+    fastest, slowest = (choose(predictions, key=lambda one: one.latency_ms) for choose in (min, max))
+    if len(predictions) > 1:
+        return (f"{fastest.latency_ms:.4g} ms ({fastest.model}) to {slowest.latency_ms:.4g} ms ({slowest.model}) on {device}, "
+                "each with the interval that nine of ten latencies are in")
+    low_ms, high_ms = fastest.interval_ms
+    mean, rough = " on average" if fastest.under_load else "", " (a rough estimate)" if fastest.rough_estimate else ""
+    return (f"{fastest.model}: {fastest.latency_ms:.4g} ms{mean} on {device}; nine of ten such latencies lie between "
+            f"{low_ms:.4g} and {high_ms:.4g} ms{rough}")
+
+
+def basis(prediction: Prediction) -> str:
+    """What a prediction holds for, and how kernels' times became a latency."""
+    composition = prediction.composition
+    if composition.costs is not None:
+        formula = "when the host and the GPU are both done, by a simulation of each kernel's launch and time"
+    else:
+        formula = f"{composition.alpha:.4g} · {'longest path' if composition.kind == 'critical_path' else 'sum'} of the kernels"
+        if composition.kind == "sum_nodes":
+            formula += f" {1000 * composition.node_ms:+.3g} µs a node"
+        formula += f" {composition.beta_ms:+.4g} ms, times by label {composition.label}"
+    load = prediction.load if isinstance(prediction.load, str) else ", ".join(f"{k}={v:g}" for k, v in prediction.load.items())
+    if prediction.under_load and prediction.under_load.told_by == "probe":
+        load = ", ".join(filter(None, (load, "as the probe met it")))
+    return "; ".join((f"target {prediction.target}, {prediction.way.description}, load {load}", f"the latency is {formula}",
+                      *(f"holds for {what}" for what in prediction.holds_for)))
+
+
+def log_notes(warned: Mapping[str, Sequence[str]], rows: int, explain: bool) -> None:
+    """Logs what a reader should know, the most important first: MOST_NOTES lines without kernels' hashes, or with `explain` all
+    as they are. `warned`: the models that each concerns, of an answer with so many rows."""
+    ranked = sorted(warned, key=lambda text: [word not in text for word in FIRST_NOTES])
+    lines = [f"{first_and_count(warned[text])}: {text}" if 1 < rows > len(warned[text]) else text for text in ranked]
+    if not explain:
+        lines = [KERNEL_ID.sub(r"\1", line) for line in lines]
+        if (more := len(lines) - MOST_NOTES) > 0:
+            lines[MOST_NOTES - 1:] = [f"{lines[MOST_NOTES - 1]} (and {more} more: --explain)"]
+    for line in lines:
+        log.warning("%s", line)
+
+
+def print_predictions(answers: Sequence[Answer], top: int, show_sum: bool = False) -> None:
     """Prints a row for each prediction and, if there is only one, the kernels with the most time.
 
-    What the predictions hold for goes to stderr. A column shows their `files` if several have the same name.
+    A column shows their files if several have the same name.
     """
-    first = predictions[0]
-    composition = first.composition
-    base = "longest path" if composition.kind == "critical_path" else "Σ"
-    if composition.kind == "sum_nodes":
-        base += f" {1000 * composition.node_ms:+.3g} µs a node"
-    formula = (f"{composition.alpha:.4g}·{base} {composition.beta_ms:+.4g} ms over kernels by label {composition.label}"
-               if composition.costs is None else "the end of the host's and the GPU's track, kernels by label gpu")
-    load = first.load if isinstance(first.load, str) else ", ".join(f"{k}={v:g}" for k, v in first.load.items())
-    if first.under_load and first.under_load.told_by == "probe":
-        load = ", ".join(filter(None, (load, "as the probe met it")))
-    log.info("%s", "; ".join((f"target {first.target}, {first.way.description}, load {load}", f"latency = {formula}",
-                              *(f"holds for {what}" for what in first.holds_for))))
+    predictions, energies = [answer.prediction for answer in answers], [answer.energy for answer in answers if answer.energy]
     any_rough = any(prediction.rough_estimate for prediction in predictions)
     all_fit = all(prediction.fits_memory is not False for prediction in predictions)
-    names = {(prediction.model, file) for prediction, file in zip(predictions, files, strict=False)}
+    names = {(answer.prediction.model, answer.model) for answer in answers}
     ambiguous = len({model for model, _ in names}) < len(names)
-    cli.print_table([({"file": str(files[index])} if ambiguous else {}) | summary(prediction, show_sum)
-                     | ({"rough estimate": "yes" if prediction.rough_estimate else "no"} if any_rough else {})
-                     | ({} if all_fit else {"fits in memory": "no" if prediction.fits_memory is False else "yes"})
-                     for index, prediction in enumerate(predictions)], "predicted latency")
+    cli.print_table([({"file": str(answer.model)} if ambiguous else {})
+                     | summary(answer.prediction, show_sum, answer.slo if len(answers) > 1 else None)
+                     | ({"rough estimate": "yes" if answer.prediction.rough_estimate else "no"} if any_rough else {})
+                     | ({} if all_fit else {"fits in memory": "no" if answer.prediction.fits_memory is False else "yes"})
+                     for answer in answers], "predicted latency")
     if energies:
         print()
         cli.print_table([{"model": energy.model, "batch": energy.batch, **energy.columns(),
@@ -95,7 +134,8 @@ def print_predictions(predictions: Sequence[Prediction], top: int, energies: Seq
                         "predicted energy")
     if len(predictions) == 1 and top:
         print()
-        cli.print_table(kernel_rows(first, top), f"the kernels that take most of {first.kernel_sum_ms:.4g} ms")
+        cli.print_table(kernel_rows(predictions[0], top),
+                        f"the kernels that take most of {predictions[0].kernel_sum_ms:.4g} ms")
 
 
 def verdict(prediction: Prediction, slo: SloUnderLoad) -> str:
@@ -114,31 +154,24 @@ def verdict(prediction: Prediction, slo: SloUnderLoad) -> str:
                        "of the time")
 
 
-def print_answers(answers: Sequence[Answer], best: Sequence[BestBatches], several: bool, top: int, show_sum: bool,
-                  percentile: float) -> None:
-    """Prints the answers about one model or several: tables, then sentences about ranks, batches and objectives."""
+def print_answers(answers: Sequence[Answer], best: Sequence[BestBatches], several: bool, top: int, show_sum: bool) -> None:
+    """Prints the answers about one model or several: tables, then sentences about ranks, batches and an objective."""
     predictions, slos = [answer.prediction for answer in answers], [answer.slo for answer in answers]
-    print_predictions(predictions, top, [answer.energy for answer in answers if answer.energy], show_sum,
-                      [answer.model for answer in answers])
+    print_predictions(answers, top, show_sum)
     if several:
-        print(said_of_order(predictions))
+        print(order_sentence(predictions))
     for choice in best:
-        first = answers[choice.places[0]]
+        first = answers[choice.indices[0]]
         sizes = ",".join(f"{name}={size}" for name, size in choice.others.items())
         name = f"{first.model.stem}{f'@{sizes}' if sizes else ''}{f', {first.dtype}' if first.dtype else ''}"
-        print(*said_of_batches(choice, predictions, slos, name), sep="\n")
-    limit = next((slo.limit_ms for slo in slos if slo), None)
-    if limit is not None and any(not prediction.under_load for prediction in predictions):
-        print(f"the device is idle: the median of the runs is compared with {limit:g} ms, not p{percentile:g}, since how runs "
-              "spread there is not predicted")
-    for prediction, slo in zip(predictions, slos, strict=True):
-        if slo:
-            print(verdict(prediction, slo))
+        print(*best_batch_sentences(choice, predictions, slos, name), sep="\n")
+    if len(answers) == 1 and slos[0]:
+        print(verdict(predictions[0], slos[0]))
 
 
 def answers_json(answers: Sequence[Answer], best: Sequence[BestBatches], several: bool) -> list[dict[str, Any]]:
     """The answers as --json prints them; for several models, with their files."""
-    best_for = {index: {"best_for": choice.best_for(index)} for choice in best for index in choice.places}
+    best_for = {index: {"best_for": choice.best_for(index)} for choice in best for index in choice.indices}
     rows = []
     for index, answer in enumerate(answers):
         results = {"slo": answer.slo, "energy": answer.energy}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hase.inference.prediction.run import node_spans
-from hase.inference.prediction.targets import gpu_of_target
+from hase.inference.prediction.targets import CardPredictors
 from hase.utils.lazy import onnx
 from hase.utils.pages.page import COLOURS, PageSection, PageTable, Piece, Shares, Timeline, TimelineSpan, TreeMap, TreeMapPart
 
@@ -169,8 +169,8 @@ def _tidied(part: TreeMapPart, least: float) -> TreeMapPart:
 
 def device_name(fitted: Fitted) -> str:
     """The name of the device that a prediction is for."""
-    if card := gpu_of_target(fitted.target.name):
-        return card.name
+    if isinstance(fitted.predictors, CardPredictors) and fitted.predictors.gpu:
+        return fitted.predictors.gpu.name
     machines = fitted.predictors.sidecar.machines
     return machines[-1].device_name if machines else fitted.target.name
 

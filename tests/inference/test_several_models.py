@@ -14,7 +14,7 @@ from command import run_script
 from conftest import small_model
 
 from hase.inference import Predictor, check_slo
-from hase.inference.compare.choices import best_batches, order_of, said_of_batches, said_of_order
+from hase.inference.compare.choices import best_batch_sentences, best_batches, order_of, order_sentence
 from hase.inference.prediction.answers import chance_text, chance_within, chance_word
 
 pytestmark = pytest.mark.slow
@@ -67,8 +67,8 @@ def test_the_order_says_whether_it_is_sure(models: Path) -> None:
     narrow, wide = (predictor.predict(models / f"{name}.onnx", host_pace=1.0) for name in ("narrow", "wide"))
     sure = wide.model_copy(update={"latency_ms": 10 * narrow.latency_ms, "interval_ms": (5 * narrow.latency_ms, 20.0)})
     alike = wide.model_copy(update={"latency_ms": 1.01 * narrow.latency_ms, "interval_ms": narrow.interval_ms})
-    assert said_of_order([narrow, sure]).endswith("10 times as fast as wide, and their intervals do not overlap")
-    assert said_of_order([narrow, alike]).endswith("1.01 times as fast as wide, but their intervals overlap")
+    assert order_sentence([narrow, sure]).endswith("10 times as fast as wide, and their intervals do not overlap")
+    assert order_sentence([narrow, alike]).endswith("1.01 times as fast as wide, but their intervals overlap")
     assert order_of([sure, narrow, narrow.model_copy(update={"fits_memory": False})]) == [1, 0, 2]
     assert order_of([narrow, sure.model_copy(update={"batch": 32})]) == [1, 0]
 
@@ -156,10 +156,10 @@ def test_a_batch_that_does_not_fit_or_is_unsure_is_not_the_best(models: Path) ->
         for batch, latency in ((1, 4.0), (2, 5.0), (4, 9.8), (8, 10.0))]
     slos, missed = ([check_slo(one, limit_ms) for one in ones] for limit_ms in (10.0, 3.9))
     (best,) = best_batches(ones, slos, ["net"] * 4)
-    assert (best.places, best.others) == ((0, 1, 2, 3), {"seq": 7})
+    assert (best.indices, best.others) == ((0, 1, 2, 3), {"seq": 7})
     assert (ones[best.throughput].batch, best.within_slo, best.surely_within_slo) == (4, 2, 1)  # 408, 408 and 400 items/s
-    assert said_of_batches(best, ones, slos, "net")[1] == (
+    assert best_batch_sentences(best, ones, slos, "net")[1] == (
         f"net: the best batch for throughput within 10 ms is 4: 408.2 items/s, median 9.8 ms; that it is met is "
         f"{chance_text(slos[2].chance)}; of batch 2 it is very likely (over 99 %), with 400 items/s")
     (none,) = best_batches(ones, missed, ["net"] * 4)
-    assert "net: no batch keeps to 3.9 ms; the nearest is 1, median 4 ms" in said_of_batches(none, ones, missed, "net")[1]
+    assert "net: no batch keeps to 3.9 ms; the nearest is 1, median 4 ms" in best_batch_sentences(none, ones, missed, "net")[1]
