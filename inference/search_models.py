@@ -139,7 +139,7 @@ def main() -> int:
     args = options().parse_args()
     workspace = cli.start(args)
     fitted = Predictor(workspace, args.target, any_device=True).fitted
-    pace = PaceAsked(args.host_pace, args.machine).now(fitted, AS_USUAL)
+    pace = PaceAsked(args.host_pace, args.machine).now(fitted, run_mode=AS_USUAL)
     limits = SearchLimits(args.latency_ms, args.memory_mib, args.energy_j, args.chance)
     question = SearchQuestion(workspace.root, args.target, args.space, args.count, args.seed, limits, args.energy, args.score,
                               pace, args.force)

@@ -4,8 +4,8 @@ Name each model, the rate of its requests and its objective: --model, --rate and
 order. For each way of sharing that was learned for the target, predicts the time of each model's run, alone and beside the
 others, and simulates its requests: they arrive at random, wait, and are run together, in runs of the batch's size. The best way
 has the most headroom, the smallest (objective − latency) ÷ objective of all models. Prints a row for each way and model, and a
-sentence. Instances (MIG) come last: they were never measured, and follow from the data sheet. Exit status 4: no way meets all
-objectives.
+sentence. GPU instances (MIG) rank last: they were never measured, and their times follow from the data sheet. Exit status 4: no
+way meets all objectives.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _models_and_batches(parser: argparse.ArgumentParser, args: argparse.Namespac
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--model", type=Path, action="append", default=[],
-                        help=f"an ONNX file with a dynamic dimension batch (repeatable, up to {MOST_MODELS}); a bare name is "
+                        help=f"an ONNX file with a dynamic dimension `batch` (repeatable, up to {MOST_MODELS}); a bare name is "
                              "also looked for in model_zoo")
     parser.add_argument("--rate", type=cli.positive, action="append", default=[], metavar="PER_S",
                         help="requests per second to the model, on average")
@@ -78,7 +78,7 @@ def main() -> int:
     models, batches = _models_and_batches(parser, args)
     workspace = cli.start(args)
     predictor = Predictor(workspace, args.target, strict=args.strict, force=args.force, any_device=True)
-    pace = PaceAsked(args.host_pace, args.machine).now(predictor.fitted, AS_USUAL)
+    pace = PaceAsked(args.host_pace, args.machine).now(predictor.fitted, run_mode=AS_USUAL)
     advice = advise_sharing(predictor, models, batches, args.percentile, pace)
     for warning in advice.warnings:
         log.warning("%s", warning)

@@ -22,14 +22,15 @@ if TYPE_CHECKING:
 
 
 class Analyze(Protocol):
-    """Analyses a model in memory."""
+    """Analyses a model without writing files. With `static`, it is optimised as if exported at the sizes in `dims`."""
 
     def __call__(self, model: Path | onnx.ModelProto, flavour: Flavour, dims: Mapping[str, int],
                  static: bool) -> ModelRecord: ...
 
 
 class WriteRecords(Protocol):
-    """Analyses a model and writes its records, and perhaps its kernels; `origin` wins over what the model's file says."""
+    """Analyses a model and writes its records, and its kernels where the runtime has no `build_kernel`. `origin` wins over what
+    the model's file says. `static` as in `Analyze`."""
 
     def __call__(self, workspace: Workspace, model: Path, device: str, dims: Mapping[str, int], static: bool,
                  origin: ModelOrigin) -> list[ModelRecord]: ...
@@ -39,11 +40,11 @@ class WriteRecords(Protocol):
 class DeviceLabels:
     """The labels that a runtime's worker measures on one device."""
 
-    # of kernels, all that it takes. The first of those that are asked for says whether a kernel was measured.
+    # all that it can measure of a kernel. A kernel counts as measured once it has the first of the labels that are asked for.
     labels: tuple[Label, ...]
     default_labels: tuple[Label, ...]  # those that every kernel gets where the config names none
     variants: tuple[Variant, ...] = ()  # further ways to run a whole model
-    default_variants: tuple[Variant, ...] = ()  # those that are taken where the config names none
+    default_variants: tuple[Variant, ...] = ()  # those that every model gets where the config names none
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Runtime:
     build_kernel: Callable[[Kernel, Path], object] | None = None
     # runs a built kernel once on `cpu` or `cuda`, and raises a UserError if it fails; None as for build_kernel
     check_kernel: Callable[[Path, Kernel, str], None] | None = None
-    # of a level whose kernels may be built in part, the level whose kernels run in place of the others
+    # for a level at which only some kernels get built (as by TVM's search), the level at which the others run instead
     runs_as: Mapping[str, str] = field(default_factory=dict)
     takes_setting: bool = False  # whether threads, cores and a memory limit can be set (`Setting`)
     # measures_energy, probes_sharing: whether its worker can measure the energy of runs, and read the sharing probe

@@ -1,8 +1,9 @@
 """Learns the time of a kernel from its shape and from what else runs on the device.
 
 Reads training/config.yaml and the datasets in benchmark/dataset (default: of every target). Writes to
-training/predictors/<target>/ the boosters of each label, a sidecar that describes them, and the measured times for look-up.
-Also writes training/kernel_errors/<target>.json, the error of each kernel when it is held out, for kernel_sampler.py --errors.
+training/predictors/<target>/ the estimators of each label, a sidecar that describes them, and the measured times for look-up.
+Also writes training/kernel_errors/<target>.json, the error of each kernel when it is held out, for
+kernel_model/kernel_sampler.py --errors.
 
 With --start-from, the predictions of another target's predictors are corrected, where that lowers the error
 (learned/kernels/estimators.py).
@@ -69,8 +70,8 @@ python training/train_kernel_model.py --start-from nvidia-h200-cuda-ort1.31-all 
 
 def kept_sidecar(workspace: Workspace, rows: TrainingSet, config: TrainingConfig,
                  carried: Carried | None = None) -> Sidecar | None:
-    """The sidecar on disk if training again would give the same; else None. It would with the same rows (carried ones, too),
-    settings and packages. The file of kernel errors must exist, too."""
+    """The sidecar on disk if training again would give the same, else None: rows (also those `carried` over from another card),
+    settings and packages must be the same. The file of kernel errors must exist, too."""
     folder = workspace.predictors(rows.header.target.name)
     if not target_files.PREDICTORS.path(folder).is_file() or not workspace.kernel_errors(folder.name).is_file():
         return None
@@ -119,13 +120,13 @@ def save(workspace: Workspace, learned: TrainingSet | WithCarried, trained: list
 
 
 def doubt_of(rows: TrainingSet, trained: list[Trained], seed: int) -> KernelModel | None:
-    """How far off the GPU's predictors may be on a kernel; None if the GPU's time was not measured."""
+    """An estimator of how far off the GPU's predictors may be on a kernel; None if the GPU's time was not measured."""
     times = {result.label: result.times_ms for result in trained}
     return learn_doubt(rows, times[GPU_LABEL], times.get(LAUNCHES, {}), seed) if GPU_LABEL in times else None
 
 
 def head(rows: TrainingSet, label: str, count: int = 5) -> list[dict[str, Any]]:
-    """The first rows as numbers: inputs of the estimators (sizes, code of the kernel type, load), and the time to learn."""
+    """The first rows as numbers: what estimators read (sizes, code of the kernel type, load), and the time that they learn."""
     codes = learning_problem(rows.rows(np.isfinite(rows.times_ms[label])), label).type_codes
     columns = [name for name in HEAD_COLUMNS if name in rows.schema.names]
     table = []
@@ -138,7 +139,7 @@ def head(rows: TrainingSet, label: str, count: int = 5) -> list[dict[str, Any]]:
 
 
 def error_table(label: str, errors: Sequence[TypeErrors]) -> list[dict[str, Any]]:
-    """One row per kernel type and set of rows, errors in per cent."""
+    """One row per kernel type and kind of rows (idle, under load …), errors in per cent."""
     return [{"label": label, "rows": e.rows_of, "type": e.type, "predictor": e.predictor, "kernels": e.kernels,
              "MAPE_%": 100 * e.mape, "median_%": 100 * e.median, "within_10_%": 100 * e.within_10,
              "forest_MAPE_%": 100 * e.forest_mape, "roofline_MAPE_%": 100 * e.roofline_mape} for e in errors]
@@ -160,8 +161,9 @@ def main() -> int:
                         help="correct the predictors of another target, which come with Hase or are in this workspace, where "
                              "that lowers the error (default: as the settings say, none)")
     parser.add_argument("--carried", nargs=2, type=Path, metavar=("WORKSPACE", "TABLES"),
-                        help="also learn forms that only another card's dataset has, in a workspace of its own, carried over "
-                             "by kernels of both cards in a file like recipes/gpus/tables.csv.xz")
+                        help="also learn from another card's kernels, of forms (element type, rank …) that the dataset lacks. "
+                             "WORKSPACE has that card's dataset; TABLES, a file like recipes/gpus/tables.csv.xz, has kernels "
+                             "of both cards, by which the times are converted")
     args = parser.parse_args()
     workspace = cli.start(args)
     config = read_config(args.config, TrainingConfig, args.changes)
@@ -174,8 +176,8 @@ def main() -> int:
         carried = with_carried(rows, Workspace(args.carried[0]), args.carried[1]) if args.carried else None
         if carried:
             rows = carried.rows
-            log.info("%s: %d kernels more, of forms that it lacks, carried over from %s", target, carried.about.kernels,
-                     carried.about.card)
+            log.info("%s: with %d further kernels, of forms that it lacks; their times are converted from %s", target,
+                     carried.about.kernels, carried.about.card)
         log.info("%s: %d rows of %d kernels, %d idle", target, len(rows), len(set(rows.ids.tolist())), int(rows.idle.sum()))
         show(head(rows, next(iter(rows.times_ms))), f"{target}: the first rows as numbers")
         sidecar = None if args.force else kept_sidecar(workspace, rows, config, carried.about if carried else None)

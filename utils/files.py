@@ -40,8 +40,8 @@ TEMPORARY_PREFIX = "hase-temp-"
 UNLOCKED_PREFIX = "hase-new-"  # of a folder that is not locked yet: empty, and soon renamed
 UNLOCKED_S = 3600.0  # an older unlocked folder was left by a killed process
 LONGEST_STEM = 200  # bytes of a file name to repeat in its temporary name, which must not get too long
-LEAST_FREE_BYTES = 16 << 20  # less counts as full: a write that failed may since have freed a few MiB
-_TRIES = 50  # a thread or process may still write into a folder that is being removed
+LEAST_FREE_BYTES = 16 << 20  # less counts as full: once a write has failed, a few MiB are free again
+_TRIES = 50  # to remove a folder into which a thread or process still writes, or to lock one that is just being removed
 _PAUSE_S = 0.005
 _temporary_paths: set[Path] = set()  # of this process
 
@@ -54,7 +54,7 @@ def replacing(path: Path) -> Iterator[Path]:
     with temporary_file(path) as temporary:
         temporary.touch(mode=0o600, exist_ok=False)
         yield temporary
-        with temporary.open("rb+") as written:  # Windows flushes only what can be written
+        with temporary.open("rb+") as written:  # "+": Windows flushes only files that are open for writing
             os.fsync(written.fileno())
         temporary.chmod(0o644)
         temporary.replace(path)
@@ -118,10 +118,11 @@ def append_line(path: Path, line: str) -> None:
 
 
 def read_lines(path: Path, appended: bool = True) -> list[str]:
-    """The complete lines of `path`; none without a file. With `appended`, a last line that a kill cut short is left out."""
+    """The complete lines of `path`; none without a file. With `appended` (by `append_line`), a last line that a kill cut short
+    is left out; in a file that was written as a whole it is an error."""
     if not path.exists():
         return []
-    whole, _, cut_short = path.read_bytes().rpartition(b"\n")  # cut first: a line may end within a character
+    whole, _, cut_short = path.read_bytes().rpartition(b"\n")  # before decoding: the cut may be within a character
     if cut_short and not appended:
         raise UserError(f"{path}: damaged (its last line is cut short); remove the line")
     try:
@@ -272,8 +273,8 @@ def cached(cache: dict[Any, Any], key: Any, make: Callable[[], Any], limit: int 
 
 
 def pack(archive: Path, members: Iterable[tuple[str, bytes]], dictionary_bytes: int = 64 << 20) -> None:
-    """Writes files to a `.tar.xz`. The same files in the same order give the same bytes. Repetitions within the size of the
-    dictionary are found; unpacking takes as much memory, packing eleven times as much."""
+    """Writes files to a `.tar.xz`. The same files in the same order give the same bytes. Contents that recur within
+    `dictionary_bytes` are stored once; unpacking takes that much memory, packing eleven times as much."""
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": dictionary_bytes}]
     with (replacing(archive) as part, lzma.open(part, "wb", filters=filters) as compressed,
           tarfile.open(fileobj=compressed, mode="w") as packed):
@@ -322,9 +323,9 @@ def shared_folder(name: str) -> Iterator[Path]:
         yield folder
     finally:
         os.close(lock)
-        if (last := try_lock(folder)) is not None:
+        if (exclusive := try_lock(folder)) is not None:  # no other process holds it
             _remove(folder)
-            os.close(last)
+            os.close(exclusive)
 
 
 def _shared_lock(folder: Path) -> int:

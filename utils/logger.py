@@ -26,7 +26,7 @@ class _ConsoleFormatter(logging.Formatter):
     COLOURS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[31m"}
 
     def format(self, record: logging.LogRecord) -> str:
-        message = as_typed(record.getMessage())
+        message = as_typed(record.getMessage())  # commands in it as this user calls them, e.g. `hase predict`
         if record.exc_info:
             message += "\n" + self.formatException(record.exc_info)
         if record.levelno < logging.WARNING:
@@ -41,7 +41,7 @@ class _CurrentStderr(logging.StreamHandler):
     """Writes to the current `sys.stderr`, so that a progress display can replace it."""
 
     def __init__(self) -> None:
-        logging.Handler.__init__(self)
+        logging.Handler.__init__(self)  # not StreamHandler's, which would set `stream`
 
     @property
     def stream(self) -> Any:

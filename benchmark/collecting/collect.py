@@ -17,7 +17,7 @@ from hase.benchmark.collecting.plans import (
     find_work,
     plan_by_usefulness,
     plan_load,
-    sharing_hosts,
+    with_shared_hosts,
 )
 from hase.benchmark.collecting.units import Workers, steadiness_of
 from hase.benchmark.measuring.blocks import PlannedBlock
@@ -130,7 +130,7 @@ def collect_work(workspace: Workspace, config: CollectorConfig, devices: Sequenc
             plan = plan_load(config, work, device, machines, level, measured)
         else:
             plan = plan_by_usefulness(config, work, device, machines, level, measured, errors)
-        driver.measure(level, background, sharing_hosts(plan, config, device))
+        driver.measure(level, background, with_shared_hosts(plan, config, device))
     totals = driver.finish()
     writer.write_tables()
     kernel_rows, model_rows = writer.count_rows()

@@ -26,7 +26,8 @@ from hase.utils.fingerprint import Target
 from hase.utils.paths import Workspace, as_file_name, model_files
 
 LEAST_WORK, WORK_BITS = 1 << 15, 2  # operations and bytes: below this, or within a factor of four, kernels are similar
-CARRIER_BYTES = {"cpu": 512 << 20, "cuda": 16 << 30}  # most memory of one carrier's kernels, unless the config has a limit
+# Most memory of the kernels of one carrier (a model that runs many kernels one after another), unless the config has a limit.
+CARRIER_BYTES = {"cpu": 512 << 20, "cuda": 16 << 30}
 LEAST_IN_BATCH, MOST_IN_BATCH = 4, 16  # kernels whose energy is measured together
 
 
@@ -54,7 +55,7 @@ class ModelItem:
     path: Path
     record_path: Path
     record: ModelRecord
-    labels: bool  # whether its kernels are measured in it
+    measures_kernels: bool  # whether its kernels are measured in it, too
     only: frozenset[str] = frozenset()  # if not empty, only these kernels are measured, by id, and not the model itself
     inputs: Path | None = None  # a file with values of its inputs; None: generated ones
 
@@ -80,17 +81,17 @@ class CollectionWork:
 def find_work(workspace: Workspace, target: Target, held_out: Sequence[str], *, needs_kernels: bool = True) -> CollectionWork:
     """Kernels and models of the target's flavour, without kernels that only held-out groups hold."""
     folder, runtime = workspace.kernel_onnx / target.flavour.name, runtime_named(target.flavour.runtime)
-    path, seeds = index_path(workspace, target.flavour), read_seeds(folder)
+    path, seeds = index_path(workspace, target.flavour), read_seeds(folder)  # of sampled kernels
     index = read_index(path) if path.exists() or not seeds else KernelIndex(flavour=target.flavour, groups={}, kernels={})
-    fitted = {entry.kernel.id: [model for model in entry.models if index.groups[model] not in held_out]
-              for entry in index.entries()}
+    models_of = {entry.kernel.id: [model for model in entry.models if index.groups[model] not in held_out]
+                 for entry in index.entries()}
     kernels = {kernel.id: kernel for kernel in index.all_kernels()}
     described = [DatasetKernel(kernel=kernels[name], models=tuple(models),
                                groups=tuple(sorted({index.groups[model] for model in models})))
-                 for name, models in fitted.items() if models]
+                 for name, models in models_of.items() if models]
     items = []
     for path in sorted(folder.glob(f"*{runtime.kernel_suffix}")):
-        models = fitted.get(path.stem, [])
+        models = models_of.get(path.stem, [])
         if path.stem in seeds and not models:
             groups = tuple(name for name in seeds[path.stem] if name not in held_out)
             if seeds[path.stem] and not groups:
@@ -111,7 +112,7 @@ def find_work(workspace: Workspace, target: Target, held_out: Sequence[str], *, 
             raise UserError(f"{workspace.models}: the model of record {record.model} is gone; export it again with "
                             "model_zoo/torchvision_exporter.py, or remove the record")
         models_found.append(ModelItem(model_path, record_path(workspace, target.flavour, record.model), record,
-                                      labels=record.group not in held_out))
+                                      measures_kernels=record.group not in held_out))
     return CollectionWork(tuple(items), tuple(models_found), tuple(described), index.groups, index.collections)
 
 
@@ -129,7 +130,8 @@ def energy_batches(items: Sequence[KernelItem], device: str) -> list[list[Kernel
 
 
 def by_similar_work(items: Sequence[KernelItem]) -> list[list[KernelItem]]:
-    """Groups kernels of similar duration, since noise of a long kernel would hide the profiler's overhead on short ones."""
+    """Groups kernels of similar duration. What the profiler adds to their times follows from runs of a carrier with and without
+    it; the noise of a long kernel in the carrier would hide that."""
     groups: dict[int, list[KernelItem]] = {}
     for item in items:
         groups.setdefault(max(item.work, LEAST_WORK).bit_length() // WORK_BITS, []).append(item)
@@ -201,12 +203,12 @@ def may_share_host(config: CollectorConfig, device: str, items: Sequence[Item]) 
             and all(isinstance(item, KernelItem) for item in items))
 
 
-def sharing_hosts(plan_of_load: BlockPlan[Item], config: CollectorConfig, device: str) -> BlockPlan[Item]:
+def with_shared_hosts(load_plan: BlockPlan[Item], config: CollectorConfig, device: str) -> BlockPlan[Item]:
     """The same plan, with `shares_host` set for each block."""
     def marked(blocks: Sequence[PlannedBlock[Item]]) -> list[PlannedBlock[Item]]:
         return [block._replace(shares_host=may_share_host(config, device, block.units)) for block in blocks]
 
-    return BlockPlan({machine: marked(blocks) for machine, blocks in plan_of_load.own.items()}, marked(plan_of_load.shared))
+    return BlockPlan({machine: marked(blocks) for machine, blocks in load_plan.own.items()}, marked(load_plan.shared))
 
 
 def plan_load(config: CollectorConfig, work: CollectionWork, device: str, machines: Sequence[str], level: float,
@@ -253,7 +255,7 @@ def _by_usefulness(config: CollectorConfig, work: CollectionWork, device: str, l
     missing = sessions_missing(work.models, counted, 1, () if level else config.model_labels_on(device))
     models = [item for item, left in zip(work.models, missing, strict=True) if left]
     from_models = {name for item in models for name in item.record.kernels
-                   if config.model_labels and item.labels and first_label in IN_MODEL_LABELS}
+                   if config.model_labels and item.measures_kernels and first_label in IN_MODEL_LABELS}
     sampled = {entry.kernel.id for entry in work.described if entry.sampled}
     unmeasured = pending(work.kernels, counted, lambda m: (m.subject, m.label) == ("kernel", first_label))
     held_by_models = [item for item in unmeasured if item.id not in sampled | from_models]

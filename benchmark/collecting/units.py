@@ -139,7 +139,7 @@ class KernelUnits:
 
     def time_model(self, item: ModelItem) -> list[Measurement]:
         """Measures a whole model and, if configured, its kernels in it."""
-        in_model = self.in_model_labels if item.labels and self.config.model_labels else ()
+        in_model = self.in_model_labels if item.measures_kernels and self.config.model_labels else ()
         request = self._model_request(item, "model", in_model).model_copy(update={
             "host": GPU_LABEL in self.labels and not self.level, "host_io": "host_io" in self.variants,
             "watch_host": "" if self.device != "cuda" else "all" if self.level else "quiet",

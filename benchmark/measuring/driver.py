@@ -1,8 +1,8 @@
-"""Drives all measuring: plans blocks of units, hands them to actors under one load after another, and keeps their results.
+"""Drives all measuring: plans blocks of units (kernels, models …), has actors measure them, and keeps the results.
 
-The driver decides which blocks are repeated, and only it writes the journal. It knows units only by their ids; its callers know
-what they are and how to time them. Each actor measures alone on one device. Usually there is one actor, in the driver's own
-process (`LocalActor`); a cluster has one per device (benchmark/collecting/ray_actors.py).
+The driver takes one load after another and decides which blocks are repeated; only it writes the journal. It knows units only
+by their ids; its callers know what they are and how to time them. Each actor measures alone on one device. Usually there is one
+actor, in the driver's own process (`LocalActor`); a cluster has one per device (benchmark/collecting/ray_actors.py).
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def choose_ties(units: Sequence[U], blocks: Iterable[Block], machines: Sequence[
     if len(machines) > 1:
         for unit in units:
             if not tried[unit.id]:
-                sound[unit.id].add("one of them")
+                sound[unit.id].add("one of them")  # stands for the machine that will measure it
     ties: dict[str, list[U]] = {}
     for machine in sorted(machines, key=lambda machine: sum(machine in by for by in tried.values())):
         elsewhere = [unit for unit in units if sound[unit.id] - {machine}]
@@ -258,7 +258,7 @@ class Driver(Generic[U]):
                         len(totals.interrupted), first_and_count(list(totals.interrupted)))
         if totals.unsteady_blocks:
             count = len(totals.blocks)
-            log.warning("%d of %d block%s kept, and marked, although the machine was unsteady by more than %.0f %% (by up to "
+            log.warning("%d of %d block%s: kept and marked, although the machine was unsteady by more than %.0f %% (by up to "
                         "%.0f %%)", totals.unsteady_blocks, count, "s" * (count != 1), 100 * self._steadiness.drift,
                         100 * max(block.drift for block in totals.blocks))
         return totals
@@ -281,7 +281,7 @@ def measure_loads(bench: Bench, blocks_of: Callable[[LoadKey, Sequence[Block]], 
 
 
 def best_canary_ms(blocks: Iterable[Block]) -> float:
-    """The canary's shortest time in some blocks, in ms; 0 without blocks."""
+    """The shortest time of the canary, the reference workload before and after each block, in ms; 0 without blocks."""
     return min((min(block.canary_before_ms, block.canary_after_ms) for block in blocks), default=0.0)
 
 
@@ -353,7 +353,8 @@ class _LoadRun(Generic[U]):
 
     def _next_for(self, actor: Actor, own: dict[str, deque[PlannedBlock[U]]], shared: deque[PlannedBlock[U]],
                   attempt: int) -> _Given[U] | None:
-        """The next block that an actor may begin: from its machine's own queue, else from the shared one."""
+        """The next block that an actor may begin: from its machine's own queue, else from the shared one. While other actors
+        measure on its host, only if all these blocks share the host."""
         beside = [given.attempt.planned for other, held in self.given.items() for given in held
                   if other.host == actor.host and other != actor]
         if not all(planned.shares_host for planned in beside):

@@ -3,9 +3,10 @@
 CUPTI sees every kernel of the process, including ONNX Runtime's. Each kernel (or copy) carries the number of the call that
 launched it, and each run is a named range on the host, so a run's kernels are those launched in its range.
 
-Turns (Linux only): several processes trace kernels, but only one measures at a time. Most of a carrier's time goes into its
-session and cuDNN's choices on the host, which the processes do in parallel. The locks are files in a common folder. A process
-that waits for exclusive access holds the turnstile, so that no other begins to prepare before it.
+Turns (Linux only): several processes trace kernels, but only one measures at a time. They trace them in carriers, models that
+run many kernels one after another. Most of a carrier's time goes into its session and cuDNN's choices on the host, which the
+processes do in parallel. The locks are files in a common folder: all who prepare share the room, and who measures has it alone.
+Who waits for it alone holds the turnstile, the lock before the room, so that no other begins to prepare first.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def trace_events(recording: Recording) -> list[dict[str, Any]]:
 
 def read(recording: Recording) -> list[GpuRun]:
     """The GPU's work in each run of a recording."""
-    return attribute(trace_events(recording), recording.runs)
+    return gpu_runs(trace_events(recording), recording.runs)
 
 
 def trace(runs: Sequence[Callable[[], Any]]) -> list[GpuRun]:
@@ -79,7 +80,7 @@ def trace(runs: Sequence[Callable[[], Any]]) -> list[GpuRun]:
     return read(record(runs))
 
 
-def attribute(events: Iterable[dict[str, Any]], count: int) -> list[GpuRun]:
+def gpu_runs(events: Iterable[dict[str, Any]], count: int) -> list[GpuRun]:
     """The GPU's work in each of `count` runs, from a Chrome trace; a run without a range has no work and host time 0."""
     ranges: dict[int, tuple[float, float]] = {}
     launches: dict[int, Launch] = {}
@@ -117,9 +118,9 @@ def split_carrier(run: GpuRun, order: Sequence[str], writer_prefix: str,
                   like_writers: Collection[str] = ()) -> dict[str, tuple[GpuWork, ...]] | None:
     """The GPU's work in one run of a carrier, by node name of each kernel; None if it cannot be attributed.
 
-    Nodes that write a kernel's inputs have their own name on the GPU, so the work between two of them belongs to the kernel
-    between them. `order` has the node names as executed; writing nodes begin with `writer_prefix`. `like_writers` are kernels'
-    nodes that run a CUDA kernel with the writers' name.
+    Nodes that write a kernel's inputs (writers) run a CUDA kernel of a known name, so the work between two of them belongs to
+    the kernel between them. `order` has the node names as executed; those of writers begin with `writer_prefix`. `like_writers`
+    are kernels' nodes that run one CUDA kernel of that name themselves.
     """
     by_node: dict[str, tuple[GpuWork, ...]] = {}
     current: str | None = None  # the node of the current work
@@ -132,9 +133,9 @@ def split_carrier(run: GpuRun, order: Sequence[str], writer_prefix: str,
                 return None
             current = name
             continue
-        writers_left = int(current in like_writers)
-        while index < len(work) and (writers_left or WRITER_KERNEL not in work[index].name):
-            writers_left -= WRITER_KERNEL in work[index].name
+        like_writer_left = int(current in like_writers)  # work of the current node that only looks like a writer's
+        while index < len(work) and (like_writer_left or WRITER_KERNEL not in work[index].name):
+            like_writer_left -= WRITER_KERNEL in work[index].name
             current_work.append(work[index])
             index += 1
         if index == len(work) or (current_work and current is None):
@@ -142,7 +143,7 @@ def split_carrier(run: GpuRun, order: Sequence[str], writer_prefix: str,
         if current is not None:
             by_node[current], current, current_work = tuple(current_work), None, []
         index += 1
-    rest = work[index:]
+    rest = work[index:]  # after the last writer: the last kernel's
     if sum(WRITER_KERNEL in piece.name for piece in rest) != (current in like_writers) or (rest and current is None):
         return None
     if current is not None:
@@ -162,7 +163,7 @@ def _locked(path: Path, operation: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def preparing_on_gpu(folder: str) -> Iterator[None]:
-    """Unmeasured work on the GPU, while others may prepare too. Without a folder, no other process uses the GPU."""
+    """For unmeasured work on the GPU, while others may prepare too. Without a folder there are no others, and no locks."""
     if not folder:
         yield
         return

@@ -17,7 +17,7 @@ from statistics import median
 from hase.benchmark.measuring.quiet_host import watched_readings_s
 from hase.benchmark.ort.probes import host_probe
 from hase.benchmark.ort.runner import Runner, bind, random_feed
-from hase.benchmark.serving.sets import BATCH, PaceRead, ServedModel, ServedRuns
+from hase.benchmark.serving.sets import BATCH, PaceReading, ServedModel, ServedRuns
 from hase.ort_analysis.graph.nodes import shared_caches
 from hase.ort_analysis.graph.source import read_source
 from hase.utils.config import Frozen
@@ -118,13 +118,13 @@ def serve(run: Callable[[], object], batch: int, serving: Serving) -> ServedRuns
     return ServedRuns(starts_s=tuple(starts_s), ends_s=tuple(ends_s), counts=tuple(counts))
 
 
-def pace_now(device: str) -> PaceRead | None:
+def pace_now(device: str) -> PaceReading | None:
     """The host's probe in this process; None on a CPU, which is its own host."""
     if device != "cuda":
         return None
     readings, watch = watched_readings_s(host_probe(device), PACE_S)
-    return PaceRead(probe_us=1e6 * median(readings), dispatched_s=watch.dispatched_s,
-                    stalls_ms=tuple(1e3 * stall for stall in watch.stalls_s))
+    return PaceReading(probe_us=1e6 * median(readings), dispatched_s=watch.dispatched_s,
+                       stalls_ms=tuple(1e3 * stall for stall in watch.stalls_s))
 
 
 class _Server:

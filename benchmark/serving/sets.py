@@ -45,12 +45,12 @@ ModelSet = Annotated[tuple[ServedModel, ...], Field(min_length=1, max_length=16)
 
 
 class ServedSetsConfig(Config):
-    """The config of served_sets."""
+    """The config of benchmark/served_sets.py."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    # ways to share the device; one with a share for each of n models is used for sets of n models
+    # ways to share the device; one that lists a share for each of n models is used only for sets of n models
     ways: Annotated[tuple[SetSharingText, ...], Field(min_length=1)] = ("slices",)
-    seconds: float = Field(5.0, gt=0, le=3600)  # how long requests arrive and count
+    seconds: float = Field(5.0, gt=0, le=3600)  # how long requests arrive that count in the statistics
     warmup_s: float = Field(0.5, ge=0, le=600)  # how long requests arrive before that
     seed: int = Field(0, ge=0)  # of the arrivals
     provider_options: dict[str, str] = {}  # of ONNX Runtime's CUDA provider
@@ -74,8 +74,9 @@ def arrivals_s(models: Sequence[ServedModel], index: int, config: ServedSetsConf
     return np.sort(generator.uniform(-config.warmup_s, config.seconds, count))
 
 
-class PaceRead(Frozen):
-    """Readings of the host's probe over some time: median (µs), time of dispatching, and length of each stall."""
+class PaceReading(Frozen):
+    """Readings of the host's probe (a fixed graph that shows how fast the host dispatches) over some time: their median, the
+    total time of dispatching, and the length of each stall of the host."""
 
     probe_us: float
     dispatched_s: float
@@ -83,11 +84,12 @@ class PaceRead(Frozen):
 
 
 class ServedRuns(Frozen):
-    """A server's answer to a task: the runs while the model was served, in order; none for opening and warm-up."""
+    """What a server process answers to each of its tasks (to open the model, warm it up, and serve it): the runs of serving, in
+    order; none for the other tasks."""
 
     error: str = ""  # why it failed; "" if it did not
     alone_ms: float = 0.0  # of warm-up: the median of repeated runs while the other models wait; 0 for other tasks
-    pace: PaceRead | None = None  # by the host's probe in this process after the task; None if it was not read
+    pace: PaceReading | None = None  # by the host's probe in this process after the task; None if it was not read
     starts_s: tuple[float, ...] = ()  # of each run, in seconds after `begin_s`
     ends_s: tuple[float, ...] = ()
     counts: tuple[int, ...] = ()  # the requests in each run
@@ -122,7 +124,7 @@ class ModelResult(Frozen):
     """How one model of a set was served while requests counted. Without times, statistics are None and shares 0."""
 
     requests: int  # number that arrived
-    served: int  # requests whose run began in time
+    served: int  # requests whose run began before the counted time ended
     unserved: int  # the other requests
     latency: TimeStatistics | None  # of the served ones, from arrival to the end of the run
     within_slo: float  # share of all requests that were answered within the model's `slo_ms`
@@ -144,8 +146,8 @@ class ModelRequests(Frozen):
     starts_s: tuple[float, ...]  # start of the run with the request
     ends_s: tuple[float, ...]
     counts: tuple[int, ...]  # the requests in each run, in order
-    alone_ms: float | None = None  # see `ModelResult`, also for the paces
-    paces: tuple[PaceRead, ...] = ()
+    alone_ms: float | None = None  # see `ModelResult`
+    paces: tuple[PaceReading, ...] = ()  # after warm-up and after serving, as far as they were read
 
     @classmethod
     def of(cls, arrivals_s: Floats, reply: ServedRuns, warm: ServedRuns | None = None) -> Self:

@@ -4,7 +4,8 @@ Every nn.Conv2d of a torchvision model runs under the named algorithm: on a GPU 
 package aithree. A layer that can't run under it is recorded with the library's status; then the model is refused, or, with
 --fallback, such layers run under the algorithm that the library chooses.
 
-Writes to extras/convolutions/results/<stage>/<model>_<algorithm>_<gpu>/ (or to --output-dir):
+Writes to extras/convolutions/results/<stage>/<model>_<algorithm>_<gpu>/ (or to --output-dir); the stage is 1_sanity (--test),
+2_quick (--quick) or 3_full:
   <model>_<algorithm>_overall.csv   one row for each input size: time, power, energy
   <model>_<algorithm>_layers.csv    one row for each layer and input size
   measurements.jsonl                every sample; the same command resumes where it was stopped
@@ -86,7 +87,8 @@ def made_parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=cli.count, default=1, metavar="N", help="images in a run (default: 1)")
     parser.add_argument("--dtype", choices=("fp32", "fp16"), default="fp32")
     parser.add_argument("--no-tf32", action="store_true", help="fp32 without TF32, which torch and cuDNN use since Ampere")
-    parser.add_argument("--fallback", action="store_true", help="layers that it can't run are run by the library's own choice")
+    parser.add_argument("--fallback", action="store_true",
+                        help="layers that can't run under --algorithm run under the library's own choice")
     parser.add_argument("--energy-seconds", type=float, default=3.0, metavar="S",
                         help="window in which power and energy are measured (default: 3; 0: none)")
     parser.add_argument("--retry-failed", action="store_true", help="measure sizes again that failed earlier")
@@ -94,8 +96,8 @@ def made_parser() -> argparse.ArgumentParser:
     parser.add_argument("--print-folder", action="store_true", help="check the names, print the folder of the results, and end")
     parser.add_argument("--list-models", action="store_true", help="print the models, and end")
     parser.add_argument("--list-algorithms", action="store_true",
-                        help="print the algorithms of the device and which never run, and end; with --device cuda also where "
-                             "there is no GPU")
+                        help="print the device's algorithms, and why some never run there, and end; --device cuda works on "
+                             "a machine without a GPU, too")
     parser.add_argument("--check-cuda", action="store_true", help="print the GPU and its libraries, and end")
     parser.add_argument("--status", action="store_true", help="print what has been measured so far, and end")
     return parser
@@ -130,7 +132,7 @@ def planned_folder(args: argparse.Namespace, workspace: Workspace) -> Path:
 
 
 def print_information(args: argparse.Namespace, workspace: Workspace) -> bool:
-    """Does what an option that only prints asks for; False if no such option is given."""
+    """Prints what one of the options --list-models … --print-folder asks for; False if none of them is given."""
     if args.list_models:
         cli.print_rows(model_rows(), args.json)
     elif args.list_algorithms:
@@ -166,8 +168,8 @@ def main() -> None:
         return
     settings = settings_of(args)
     folder = folder_of(args, workspace, settings.gpu, settings.algorithm)
-    attempts = Steadiness(attempts=1, patience_s=0.0) if args.stage == "test" else None
-    UnifiedProfiler(settings, args.energy_seconds, attempts, args.retry_failed).profile(folder)
+    steadiness = Steadiness(attempts=1, patience_s=0.0) if args.stage == "test" else None
+    UnifiedProfiler(settings, args.energy_seconds, steadiness, args.retry_failed).profile(folder)
     rows = finished_rows(folder, settings)
     cli.print_rows(rows, args.json)
     failed = [row for row in rows if row["status"] != "ok"]

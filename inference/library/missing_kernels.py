@@ -289,8 +289,8 @@ def _measure_in_model(source: Source, records: Sequence[ModelRecord], wanted: Ma
         for index, record in enumerate(records):
             if in_record := to_measure & set(record.kernels):
                 write_json(folder / f"{index}.json", record)
-                items.append(ModelItem(path, folder / f"{index}.json", record, labels=True, only=frozenset(in_record),
-                                       inputs=inputs))
+                items.append(ModelItem(path, folder / f"{index}.json", record, measures_kernels=True,
+                                       only=frozenset(in_record), inputs=inputs))
                 to_measure -= in_record
         totals = collect_in_models(workspace, config, items, described, workers)
     if totals["measured_kernels"]:

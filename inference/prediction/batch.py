@@ -37,7 +37,7 @@ from hase.inference.prediction.uncertainty import (
     load_span,
     shortness,
 )
-from hase.learned.composition.cuda_nodes import reading_loops
+from hase.learned.composition.cuda_nodes import loops_with_gpu_condition
 from hase.learned.composition.fitted import copied_mib, host_io_ms, latency_ms, working_nodes
 from hase.learned.composition.intervals import KNOWN, Sources
 from hase.records.kernel_costs import is_control_flow
@@ -86,7 +86,7 @@ class Structure:
         self.shorter: Ints | None = None
         self.trips, self.extrapolated = 1.0, 0.0
         if any(is_control_flow(kernel) for kernel in record.kernels.values()):
-            waiting: Collection[str] = reading_loops(record) if record.flavour.device == "cuda" else ()
+            waiting: Collection[str] = loops_with_gpu_condition(record) if record.flavour.device == "cuda" else ()
             self.keys = [(name, provider, name in waiting) for name, provider, _, _ in nodes]
         self.kernels: dict[Keyed, Kernel] = {key: record.kernels[key[0]] for key in self.keys}
         if any(node[2:] != ONCE for node in nodes):

@@ -25,8 +25,10 @@ from hase.inference.prediction.uncertainty import (
 )
 from hase.learned.composition.cuda_nodes import (
     LEAST_BYTES,
-    PREDICTED_ON_HOST,
+    PREDICTED_HOST_RANGE,
     SELECTION_RANGE,
+    box_selection_launches,
+    box_selection_ms,
     copies_to_host,
     guessed_host_ms,
     host_range,
@@ -35,8 +37,6 @@ from hase.learned.composition.cuda_nodes import (
     is_off_gpu,
     is_row_selection,
     row_selection_ms,
-    selection_launches,
-    selection_ms,
     takes_host_time,
     takes_no_time,
     waits_for_size,
@@ -128,7 +128,7 @@ def _predicted(kernels: Mapping[Keyed, Kernel], conditions: Conditions) -> dict[
 
 def selecting_kernel(kernel: Kernel, known: KernelInModel) -> KernelInModel:
     """Times a NonMaxSuppression on a GPU by its kept boxes, and a TopK in long rows; replaces the predictors' times."""
-    time_ms, launches = ((selection_ms(kernel), selection_launches(kernel)) if is_box_selection(kernel) else
+    time_ms, launches = ((box_selection_ms(kernel), box_selection_launches(kernel)) if is_box_selection(kernel) else
                          (row_selection_ms(kernel), 1.0))
     return known._replace(latency_ms=time_ms, launches=launches, provenance="predicted",
                           uncertainty=KernelUncertainty("control flow", Span(*SELECTION_RANGE), CERTAIN, False))
@@ -161,7 +161,7 @@ def _off_gpu_kernels(kernels: Mapping[Keyed, Kernel], conditions: Conditions) ->
             uncertainty = KernelUncertainty("on the CPU", Span(*host_range(kernel)), CERTAIN, True)
         elif time.provenance == "predicted" and kernel.bytes_read + kernel.bytes_written >= LEAST_BYTES:
             guess = guessed_host_ms(kernel) / time.time_ms if time.time_ms else 1.0
-            low, high = PREDICTED_ON_HOST
+            low, high = PREDICTED_HOST_RANGE
             spans = [Span(min(low, guess), max(high, guess)), *([uncertainty.time] if uncertainty else [])]
             uncertainty = KernelUncertainty("on the CPU", joined(spans), CERTAIN, True)
         results[key] = KernelInModel(time.time_ms, cast("Provenance", time.provenance), 0.0,

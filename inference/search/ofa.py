@@ -112,7 +112,7 @@ def _parts(network: OfaNetwork) -> tuple[NamedTensor, list[GraphPart]]:
     parts = [_stem(image, first)]
     for number, (stage, blocks) in enumerate(zip(STAGES, network.stages, strict=True)):
         for index, block in enumerate(blocks):
-            is_last = index == len(blocks) - 1  # the output of a stage has one name at any depth, so that parts fit
+            is_last = index == len(blocks) - 1  # a stage's output has one name at any depth, so that cached parts fit
             parts.append(_block(f"stage{number}.{index}", f"stage{number}" if is_last else "", parts[-1].output,
                                 channels[number], stage.stride if index == 0 else 1, block, stage.activation,
                                 stage.squeeze_excitation))
@@ -152,14 +152,15 @@ def _head(image: NamedTensor) -> GraphPart:
     """The last convolution, and the classifier."""
     head = PartBuilder("head")
     pooled = _mean(head, head.unary("act", "HardSwish", head.convolution("conv", image, LAST_EXPANSION * image.shape[1])))
-    flat = head.add("flat", "Reshape", [pooled], pooled.shape[:2], [(2,)], {"allowzero": 1}, pooled.shape[:2])
+    flat = head.add("flat", "Reshape", [pooled], pooled.shape[:2], constants=[(2,)], attributes={"allowzero": 1},
+                    values=pooled.shape[:2])
     hidden = head.unary("hidden", "HardSwish", _linear(head, "features", flat, FEATURES))
     return head.part(_linear(head, "classes", hidden, CLASSES))
 
 
 def _mean(builder: PartBuilder, image: NamedTensor) -> NamedTensor:
-    return builder.add("mean", "ReduceMean", [image], (*image.shape[:2], 1, 1), [(2,)],
-                       {"keepdims": 1, "noop_with_empty_axes": 0}, (-1, -2))
+    return builder.add("mean", "ReduceMean", [image], (*image.shape[:2], 1, 1), constants=[(2,)],
+                       attributes={"keepdims": 1, "noop_with_empty_axes": 0}, values=(-1, -2))  # of the axes
 
 
 def _linear(builder: PartBuilder, name: str, values: NamedTensor, features: int) -> NamedTensor:

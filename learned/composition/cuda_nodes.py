@@ -16,40 +16,40 @@ from hase.records.operators import operator_row
 
 HOST_KERNEL_MS = 0.001  # of a kernel that does next to nothing; a guess, like the rate below
 HOST_FLOPS_PER_MS = 150e6
-# Medians by operator of kernels of no model (recipes/h200/collect_kernels.sh host) on a Xeon of 16 threads: products and
-# convolutions of eight-bit numbers do 300 to 1,500 operations in a nanosecond where activations have no sign, and 30 to 140
-# where they have; products of few rows, roundings and sums move 27 to 55 bytes.
+# Medians by operator of sampled kernels (of no model; recipes/h200/collect_kernels.sh host) on a Xeon of 16 threads, in a
+# nanosecond: matrix products and convolutions of eight-bit numbers do 300 to 1,500 operations where activations are unsigned,
+# and 30 to 140 where they are signed; matrix products of few rows, roundings and sums move 27 to 55 bytes.
 EIGHT_BIT_FLOPS_PER_MS = 700e6
 HOST_BYTES_PER_MS = 30e6
-# Of each number that a slow kernel reads; a choice. On a Xeon of 16 threads Atan takes 2 ns, Unique 5, Multinomial 10, Asinh 25
-# and STFT 100 (geometric mean 12; 8 with Col2Im, which takes 0.9 but only adds and moves).
+# For each number that a slow kernel (`is_slow`) reads; a choice. On a Xeon of 16 threads Atan takes 2 ns, Unique 5, Multinomial
+# 10, Asinh 25 and STFT 100 (geometric mean 12; 8 with Col2Im, which takes 0.9 but only adds and moves).
 SLOW_MS = 8e-6
 HOST_RANGE = (0.2, 6.0)  # plausible range of a CPU kernel's time, as multiples of the guess; a choice
 SERIAL_RANGE = (0.2, 30.0)  # the same for slow kernels, recurrent ones and unknown operators
 # The same for predicted kernels of the CPU that move LEAST_BYTES or more, as multiples of the prediction. Nine of ten that were
-# held out take 0.5 to 2.3 times as long. They were measured one after another in large graphs, and a small model finds its
-# weights in the caches: products and convolutions of whole numbers then take as little as a third (16 of them, on two cores of
-# a Xeon). Where the guess is further off, its time is plausible, too: a convolution of 16 places and 512 channels was predicted
+# held out take 0.5 to 2.3 times as long as predicted. They were measured one after another in large graphs, and a small model
+# finds its weights in the caches: products and convolutions of whole numbers then take as little as a third (16 of them, on two
+# cores of a Xeon). The range is widened to include `guessed_host_ms`: a convolution of 16 places and 512 channels was predicted
 # twelve times as long as its operations take.
-PREDICTED_ON_HOST, LEAST_BYTES = (0.3, 2.3), 1 << 14
+PREDICTED_HOST_RANGE, LEAST_BYTES = (0.3, 2.3), 1 << 14
 # NonMaxSuppression depends on how many boxes it keeps. A kernel measured alone got random boxes and kept another number of
 # them, so neither its time nor what is learned from it holds in a detector. These constants were fitted to the spans of 15 such
 # nodes in detectors of five families on an NVIDIA H200 (recipes/cuda_kernels/profile_nodes.py, ONNX Runtime 1.31.1), with 507
 # to 27,000 boxes of which 3 to 16,405 were kept: boxes are looked at one after another, and each that is kept is compared with
 # all. The mean error is 1.6 %, and 3.3 % with each family left out of the fit.
-BASE_MS = 0.07
-BOX_MS = 1.108e-4
-KEPT_MS = 1.850e-4
-PAIR_MS = 1.353e-8  # for each box that is kept, and each box
-MANY_BOXES = 8192  # from here on they are sorted with more launches
-SELECTION_LAUNCHES = (17.0, 28.0)  # with fewer boxes, and with more
-SELECTION_RANGE = (0.7, 1.5)  # plausible range of the time, as multiples; a choice
+BASE_MS = 0.07  # for each class of each image
+BOX_MS = 1.108e-4  # for each box of these
+KEPT_MS = 1.850e-4  # for each box that is kept
+PAIR_MS = 1.353e-8  # for each pair of a kept box and any box
+MANY_BOXES = 8192  # more are sorted with more launches
+SELECTION_LAUNCHES = (17.0, 28.0)  # for each class of each image, with up to MANY_BOXES and with more
+SELECTION_RANGE = (0.7, 1.5)  # plausible range of the time, also of TopK's, as multiples of it; a choice
 # TopK: where ONNX Runtime selects more than 64 by radix, one block of threads reads a whole row several times, slower where the
-# row does not fit into the caches next to it. These constants were read off 20 such kernels of 675 to 43,200 numbers, measured
-# alone, and off the waiting after three of up to 1.2 million in a detector.
-TOPK_MS = 0.024
-NUMBER_MS = 2.9e-6
-UNCACHED_MS = 2.4e-6  # of each number beyond CACHED_NUMBERS, in addition
+# row does not fit into the caches next to it. These constants come from 20 such kernels of 675 to 43,200 numbers, measured
+# alone, and from how long the host waited after three of up to 1.2 million in a detector.
+TOPK_MS = 0.024  # for each round of ROWS_AT_ONCE rows
+NUMBER_MS = 2.9e-6  # for each number of a row
+UNCACHED_MS = 2.4e-6  # for each number beyond CACHED_NUMBERS, in addition
 CACHED_NUMBERS = 30_000
 LEAST_SELECTED = 65  # fewer are selected in another way
 LEAST_NUMBERS = 512  # fewer are sorted
@@ -59,7 +59,7 @@ ROWS_AT_ONCE = 132  # multiprocessors of an H200
 def is_slow(kernel: Kernel) -> bool:
     """Whether the CPU provider computes a kernel slowly, element by element.
 
-    So it does most standard operators that CUDA lacks: they choose, sort or transform, or are functions of many steps.
+    Most standard operators that CUDA lacks are slow: they choose, sort or transform, or are functions of many steps.
     """
     row = operator_row(kernel.op_type)
     return not kernel.domain and (row.operator_class == "other" if row.slow_on_cpu is None else row.slow_on_cpu)
@@ -101,7 +101,7 @@ def waits_for_size(kernel: Kernel) -> bool:
     return operator_row(kernel.op_type).waits_for_size and not kernel.domain
 
 
-def reading_loops(record: ModelRecord) -> set[str]:
+def loops_with_gpu_condition(record: ModelRecord) -> set[str]:
     """The ids of the Loops at which the host waits after each trip, to read their condition from the GPU.
 
     Their bodies compute the condition there, as a single boolean that no node of the body reads.
@@ -145,14 +145,14 @@ def is_box_selection(kernel: Kernel) -> bool:
             and len(kernel.inputs[1].shape) == 3 and len(kernel.outputs[0].shape) == 2)
 
 
-def selection_ms(kernel: Kernel) -> float:
+def box_selection_ms(kernel: Kernel) -> float:
     """The GPU's time for NonMaxSuppression, which processes images and classes one after another."""
     images, classes, boxes = kernel.inputs[1].shape
     rounds, kept = images * classes, kernel.outputs[0].shape[0]
     return rounds * (BASE_MS + BOX_MS * boxes) + kept * (KEPT_MS + PAIR_MS * boxes)
 
 
-def selection_launches(kernel: Kernel) -> float:
+def box_selection_launches(kernel: Kernel) -> float:
     """The number of launches that NonMaxSuppression takes."""
     images, classes, boxes = kernel.inputs[1].shape
     return images * classes * SELECTION_LAUNCHES[boxes > MANY_BOXES]
@@ -168,7 +168,7 @@ def is_row_selection(kernel: Kernel) -> bool:
 
 
 def row_selection_ms(kernel: Kernel) -> float:
-    """The GPU's time for a TopK that `is_row_selection`; it has one launch."""
+    """The GPU's time for a TopK of `is_row_selection`, which is one launch."""
     numbers = kernel.inputs[0].shape[-1]
     rounds = math.ceil(kernel.inputs[0].elements / numbers / ROWS_AT_ONCE)
     return rounds * (TOPK_MS + NUMBER_MS * numbers + UNCACHED_MS * max(numbers - CACHED_NUMBERS, 0))

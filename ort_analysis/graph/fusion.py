@@ -32,38 +32,39 @@ class OriginFinder:
             for name in node.input:
                 self.consumers[name].append(node)
         constants = {tensor.name for tensor in original.initializer}
-        self.known = set(self.producer) | ({value.name for value in original.input} - constants)
-        self.alias = self._blocked_tensors(nodes)
+        self.original_tensors = set(self.producer) | ({value.name for value in original.input} - constants)
+        self.original_of = self._blocked_tensors(nodes)
 
     def resolve(self, tensor: str) -> str | None:
         """The original name of an optimised graph's tensor; None for one that ORT created."""
-        return tensor if tensor in self.known else self.alias.get(tensor)
+        return tensor if tensor in self.original_tensors else self.original_of.get(tensor)
 
     def _blocked_tensors(self, nodes: tuple[ParsedNode, ...]) -> dict[str, str]:
         """The original tensor of each tensor in the blocked layout, from the names of nodes and what was fused into them."""
-        alias: dict[str, str] = {}
+        original_of: dict[str, str] = {}
         for node in nodes:
             if node.domain != BLOCKED_DOMAIN:
                 continue
             if node.op_type in ("ReorderInput", "ReorderOutput"):
                 read, written = node.inputs[0], node.outputs[0]
-                if written not in self.known and (resolved := read if read in self.known else alias.get(read)):
-                    alias[written] = resolved
+                found = read if read in self.original_tensors else original_of.get(read)
+                if written not in self.original_tensors and found:
+                    original_of[written] = found
                 continue
             tensor = node.name.partition(BLOCKED_SUFFIX)[0]
-            if tensor not in self.known or not node.outputs or node.outputs[0] in self.known:
+            if tensor not in self.original_tensors or not node.outputs or node.outputs[0] in self.original_tensors:
                 continue
             sum_input = operator_row(node.op_type).sum_input
             if sum_input is not None and len(node.inputs) > sum_input and node.inputs[sum_input]:
                 tensor = self._after(tensor, "Add")
             if activation := node.attributes.get("activation"):
                 tensor = self._after(tensor, str(activation))
-            alias[node.outputs[0]] = tensor
-        return alias
+            original_of[node.outputs[0]] = tensor
+        return original_of
 
     def _after(self, tensor: str, op_type: str) -> str:
-        """The output of the one `op_type` node that reads `tensor`; `tensor` itself if such a node wrote it, or not one reads
-        it."""
+        """The output of the only `op_type` node that reads `tensor`. It is `tensor` itself if such a node wrote it, or if none
+        or several read it."""
         producer = self.producer.get(tensor)
         if producer is not None and producer.op_type == op_type:
             return tensor
@@ -90,7 +91,7 @@ class OriginFinder:
 
     def origins(self, nodes: tuple[ParsedNode, ...]) -> list[tuple[Origin, ...]]:
         """The original nodes of each node of the optimised graph."""
-        group_of = [[index] for index in range(len(nodes))]  # without networkx, whose import is slow
+        group_of = [[index] for index in range(len(nodes))]  # a list for each group; networkx would be slow to import
         producer = {name: index for index, node in enumerate(nodes) for name in node.outputs if name}
         for index, node in enumerate(nodes):
             for name in node.inputs:

@@ -39,7 +39,7 @@ OLDEST_OPSET = 7  # ONNX Runtime does not support older ones
 BATCH = 64  # graphs opened in one session, as long as all of them load
 PROVIDERS = ["CUDAExecutionProvider", "CPUExecutionProvider"]
 UNTRIED = {"Constant", "ATen", "If", "Loop", "Scan", "BeamSearch", "GreedySearch", "Sampling", "WhisperBeamSearch", "Optional",
-           "SequenceMap", "ExpandDims"}  # operators without a probe
+           "SequenceMap", "ExpandDims"}  # operators without a probe; most of them need a body
 EXAMPLES = """
 python recipes/cuda_kernels/probe_kernels.py --out answers.json
 python recipes/cuda_kernels/probe_kernels.py --table answers.json --out ort_analysis/cuda/cuda_kernels.json
@@ -139,17 +139,17 @@ def probes_of(schema: Any, with_optional: bool) -> Iterator[Probe]:
     variables: dict[str, list[str]] = {}
     constraints = {constraint.type_param_str: list(constraint.allowed_type_strs) for constraint in schema.type_constraints}
 
-    def formals(parameters: Sequence[Any], most: int) -> tuple[str, ...]:
+    def type_names_of(parameters: Sequence[Any], variadic_count: int) -> tuple[str, ...]:
         type_names: list[str] = []
         for parameter in parameters:
             option = str(parameter.option).rsplit(".", 1)[-1]
             left_out = option == "Optional" and (not with_optional or (schema.name, parameter.name) in REFUSED_OPTIONALS)
-            type_names += [""] if left_out else [parameter.typeStr] * (2 if option == "Variadic" and most > 1 else 1)
+            type_names += [""] if left_out else [parameter.typeStr] * (variadic_count if option == "Variadic" else 1)
         while type_names and not type_names[-1]:
             type_names.pop()
         return tuple(type_names)
 
-    inputs, outputs = formals(schema.inputs, 2), formals(schema.outputs, 1)
+    inputs, outputs = type_names_of(schema.inputs, 2), type_names_of(schema.outputs, 1)
     for name in dict.fromkeys(inputs + outputs):
         if name in constraints:
             variables[name] = tensor_types(constraints[name])
@@ -171,7 +171,7 @@ def probes_of(schema: Any, with_optional: bool) -> Iterator[Probe]:
 
 
 def element_type(text: str) -> int:
-    """ONNX's number for `tensor(float)`."""
+    """ONNX's number for an element type that is spelled like `tensor(float)`."""
     return type_code(session_dtype(text))
 
 
@@ -181,7 +181,7 @@ def graph_of(probes: Sequence[Probe], opset: int) -> bytes:
     for number, probe in enumerate(probes):
         types = dict(probe.types)
 
-        def kind(name: str, types: dict[str, str] = types) -> str:
+        def spelled(name: str, types: dict[str, str] = types) -> str:
             return types.get(name, name)
 
         read = []
@@ -190,7 +190,7 @@ def graph_of(probes: Sequence[Probe], opset: int) -> bytes:
                 read.append("")
                 continue
             tensor = f"x{number}_{index}"
-            inputs.append(onnx.helper.make_tensor_value_info(tensor, element_type(kind(name)), None))
+            inputs.append(onnx.helper.make_tensor_value_info(tensor, element_type(spelled(name)), None))
             nodes.append(onnx.helper.make_node("Identity", [tensor], [f"i{number}_{index}"], name=f"in{number}_{index}"))
             read.append(f"i{number}_{index}")
         attributes: dict[str, Any] = {name: element_type(value) if name in ("to", "dtype") and isinstance(value, str) else value
@@ -211,7 +211,7 @@ def graph_of(probes: Sequence[Probe], opset: int) -> bytes:
 # the table ---------------------------------------------------------------------------------------------------------------
 
 def products(accepted: Sequence[Mapping[str, str]]) -> list[dict[str, list[str]]]:
-    """Combinations of types as few products of sets: two that differ in one variable are merged."""
+    """Combinations of types by variable, as few products of sets: combinations that differ in one variable are merged."""
     merging = [{name: frozenset([kind]) for name, kind in types.items()} for types in accepted]
     for name in merging[0] if merging else ():
         merged: dict[tuple[tuple[str, frozenset[str]], ...], frozenset[str]] = {}
@@ -223,12 +223,13 @@ def products(accepted: Sequence[Mapping[str, str]]) -> list[dict[str, list[str]]
 
 
 def accepted_types(answer: Mapping[str, Any], schema: Any) -> list[dict[str, list[str]]]:
-    """Types that a kernel accepts: the product of the types per variable if none in it was refused, else the combinations."""
+    """The types that a kernel accepts, as products of sets of types by variable: a single one if CUDA ran all combinations that
+    were tried in it, else several that hold just those that it ran (`products`)."""
     sets: dict[str, set[str]] = defaultdict(set)
     for types in answer["cuda"]:
         for name, kind in types.items():
             sets[name].add(kind)
-    accepted = [dict(zip(sets, kinds, strict=True)) for types in answer["cuda"]  # without optional inputs, their types are free
+    accepted = [dict(zip(sets, kinds, strict=True)) for types in answer["cuda"]  # types of inputs that were left out are free
                 for kinds in itertools.product(*([types[name]] if name in types else sorted(sets[name]) for name in sets))]
     tried = [dict(probe.types) for probe in probes_of(schema, with_optional=True)]
     inside = [types for types in tried if all(types.get(name) in kinds for name, kinds in sets.items())]
@@ -310,6 +311,7 @@ def read_session(model: bytes, probes: Sequence[Probe], folder: Path) -> list[Pr
                 after = providers.get(f"out{number}_{index}")
                 reader = by_name.get(f"out{number}_{index}")
                 copied = reader is not None and reader.input[0] in copies
+                # it is in host memory if a reader on the GPU gets a copy of it, or one on the CPU gets none
                 if after is not None and (after == "CUDAExecutionProvider") == copied:
                     result.host_outputs.append(index)
         results.append(result)
@@ -327,24 +329,21 @@ def ask(probes: Sequence[Probe], opset: int, folder: Path) -> list[tuple[Probe, 
         return ask(probes[:half], opset, folder) + ask(probes[half:], opset, folder)
 
 
-def one_schema(name: str, domain: str, version: int, opset: int) -> dict[str, Any]:
-    """All results for one operator at one version."""
+def probe_operator(name: str, domain: str, version: int, opset: int) -> dict[str, Any]:
+    """The answers about one operator at one version, as the file holds them."""
     onnxruntime.set_default_logger_severity(4)
     if hasattr(onnxruntime, "preload_dlls"):
         onnxruntime.preload_dlls()
     schema = next(candidate for candidate in schemas()
                   if (candidate.name, candidate.domain, candidate.since_version) == (name, domain, version))
     answers: dict[tuple[tuple[str, str], ...], ProbeResult | str] = {}
-    shapes: dict[str, tuple[str, ...]] = {}
     with tempfile.TemporaryDirectory(prefix="hase-probe-") as folder:
-        for with_optional in (True, False):
+        for with_optional in (True, False):  # the second time only combinations that failed or are new
             probes = [probe for probe in probes_of(schema, with_optional) if probe.types not in answers
                       or isinstance(answers[probe.types], str)]
             for start in range(0, len(probes), BATCH):
                 for probe, answer in ask(probes[start:start + BATCH], opset, Path(folder)):
                     answers[probe.types] = answer
-                    if with_optional or not isinstance(answer, str):
-                        shapes["inputs"], shapes["outputs"] = probe.inputs, probe.outputs
     cuda = [dict(types) for types, answer in answers.items() if isinstance(answer, ProbeResult) and answer.cuda]
     hosts = [answer for answer in answers.values() if isinstance(answer, ProbeResult) and answer.cuda]
     errors = sorted({answer for answer in answers.values() if isinstance(answer, str)
@@ -379,7 +378,7 @@ def versions_in_use() -> list[tuple[str, str, int, int]]:
 
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
-    parser.add_argument("--out", type=Path, required=True, help="where the answers go")
+    parser.add_argument("--out", type=Path, required=True, help="file to write: the answers, or with --table the table")
     parser.add_argument("--table", type=Path, metavar="ANSWERS", help="make the table from an earlier file of answers")
     parser.add_argument("--only", nargs="*", help="operators to ask about (default: all)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="sessions opened at a time")
@@ -390,7 +389,7 @@ def main() -> int:
     work = [version for version in versions_in_use() if not args.only or version[0] in args.only]
     answers, failed = [], []
     with process_pool(args.jobs) as pool:
-        pending = {pool.submit(one_schema, *version): version for version in work}
+        pending = {pool.submit(probe_operator, *version): version for version in work}
         for future in progress(list(pending), "asking"):
             try:
                 answers.append(future.result())

@@ -85,7 +85,7 @@ def unpack_archives(archives: list[Path], workspace: Workspace, target: str) -> 
     for archive in further:
         with temporary_folder() as unpacked:
             unpack(archive, unpacked)
-            merged = merge_dataset(Workspace(unpacked), workspace, target, {}, "")
+            merged = merge_dataset(Workspace(unpacked), workspace, target, origins={}, collection="")
         log.info("%s: %d blocks, %d kernels and %d kernel records more", archive.name, merged.blocks, merged.kernels,
                  merged.records)
 
@@ -102,7 +102,7 @@ def find_addition(workspace: Workspace, packed: Workspace, target: str) -> Addit
     packed_kernels = kernel_lines(before)
     kernels = [line for name, line in kernel_lines(folder).items()
                if line != packed_kernels.get(name) and _has_more_owners(line, packed_kernels.get(name))]
-    index = index_path(workspace, header.target.flavour)  # a merge writes it again
+    index = index_path(workspace, header.target.flavour)  # no record: a merge makes it from the records
     records = [path for path in sorted(index.parent.glob("*.json"))
                if path != index and not _same_file(path, packed.root / path.relative_to(workspace.root))]
     return Addition(header, [block for line, block in blocks.items() if line not in packed_blocks], kernels, records)
@@ -132,7 +132,8 @@ def write_addition(new: Addition, into: Workspace, target: str) -> None:
 
 
 def packed_files(workspace: Workspace, target: str) -> Iterator[tuple[str, bytes]]:
-    """A dataset's files by name in the archive, without derived tables and digests; measured copies are packed separately."""
+    """A dataset's files by name in the archive, without derived tables and digests. The measured times of copies between host
+    and GPU are left out, too: recipes/h200/learn.sh packs them."""
     folder = workspace.dataset(target)
     left_out = {copies_path(folder), kernel_table_path(folder), model_table_path(folder), digests_path(folder)}
     for part in (folder, workspace.kernel_records / read_header(folder).target.flavour.name):
@@ -161,7 +162,8 @@ def pack_addition(workspace: Workspace, folder: Path, target: str) -> Path | Non
         if not (new.blocks or new.kernels or new.records):
             return None
         write_addition(new, Workspace(more), target)
-        merge_dataset(Workspace(more), Workspace(packed), target, {}, "")  # what can't be joined is refused before it is packed
+        # what can't be joined is refused before it is packed
+        merge_dataset(Workspace(more), Workspace(packed), target, origins={}, collection="")
         numbers = [int(matched[1]) for path in archives if (matched := re.search(r"-(\d{3})-[\d-]+\.tar", path.name))]
         archive = folder / f"{target}-{max(numbers, default=1) + 1:03d}-{datetime.now(UTC):%Y-%m-%d}.tar.xz"
         pack(archive, packed_files(Workspace(more), target))

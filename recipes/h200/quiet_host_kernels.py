@@ -1,9 +1,9 @@
 """Keeps the fastest of several measurements of each kernel on a shared host.
 
-Other tenants slow the host of a virtual machine down by up to 1.8 times, for seconds to minutes. The canary hardly shows that:
-it keeps all cores busy, but most of these kernels only one. Disturbances only make a kernel slower, so the fastest of several
-measurements is the nearest to a host at its usual pace. Reads the only dataset in each workspace that --from names. Writes one
-to --workspace, with the kernels of the first.
+Other tenants slow the host of a virtual machine down by up to 1.8 times, for seconds to minutes. The canary, the reference
+workload before and after each block, hardly shows that: it keeps all cores busy, but most of these kernels only one.
+Disturbances only make a kernel slower, so the fastest of several measurements is the nearest to a host at its usual pace. Reads
+the only dataset in each workspace that --from names. Writes one to --workspace, with the kernels of the first.
 """
 
 from __future__ import annotations

@@ -42,10 +42,10 @@ def export(module: nn.Module, inputs: Mapping[str, Tensor], path: Path, opset: i
                 return
             sizes = {name: torch.export.Dim(name, min=1, max=65536)
                      for open_axes in (dynamic or {}).values() for name in open_axes.values()}
-            each = [{axis: sizes[name] for axis, name in (dynamic or {}).get(key, {}).items()} for key in inputs]
+            input_axes = [{axis: sizes[name] for axis, name in (dynamic or {}).get(key, {}).items()} for key in inputs]
             kinds = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
-            single = len(kinds) - (inspect.Parameter.VAR_POSITIONAL in kinds)  # inputs for `*past` form one group
-            shapes = (*each[:single], *([tuple(each[single:])] if single < len(each) else []))
+            named = len(kinds) - (inspect.Parameter.VAR_POSITIONAL in kinds)  # the other inputs, for `*past`, form one tuple
+            shapes = (*input_axes[:named], *([tuple(input_axes[named:])] if named < len(input_axes) else []))
             program = torch.onnx.export(module, tuple(inputs.values()), dynamo=True, verbose=False,
                                         dynamic_shapes=shapes if dynamic else None, **names)
         finally:
@@ -66,8 +66,8 @@ def write_diffusion(path: Path) -> None:
 
 
 def segmentation_network(name: str) -> nn.Module:
-    """A segmentation network of torchvision, without its dict of outputs."""
-    return FirstOutput(getattr(segmentation, name)(weights=None, weights_backbone=None), False)
+    """A segmentation network of torchvision with one output, in place of its dict of outputs."""
+    return FirstOutput(getattr(segmentation, name)(weights=None, weights_backbone=None), detects=False)
 
 
 def write_recommender(path: Path) -> None:
@@ -77,6 +77,7 @@ def write_recommender(path: Path) -> None:
 
 
 def write_memory_update(path: Path) -> None:
+    """Exports a network that replaces some rows of a memory (ScatterND)."""
     export(vectors.MemoryUpdate(),
            {"memory": torch.randn(1024, 256), "rows": torch.randn(64, 256), "places": torch.arange(64)}, path, 17)
 

@@ -33,11 +33,11 @@ from hase.utils.paths import Workspace
 
 MOST_MS, MOST_MIB = 5.0, 256.0  # of a kernel, on the H200
 CANDIDATES, PREDICTED = 3000, 2500  # kernels to choose from, and kernels whose uncertainty counts
-LANGUAGE_SHARE = 0.2  # of language models' kernels in both
+LANGUAGE_SHARE = 0.2  # of language models' kernels, both in CANDIDATES and in PREDICTED
 LANGUAGE_OPERATORS = ("GroupQueryAttention", "MatMulNBits", "MultiHeadAttention", "RotaryEmbedding",
                       "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization")
 EXAMPLES = """
-python recipes/this_device/choose_kernels.py --workspace out/h200 --target nvidia-h200-cuda-ort1.31-all --count 1000  # needs it
+python recipes/this_device/choose_kernels.py --workspace out/h200 --target nvidia-h200-cuda-ort1.31-all  # needs this dataset
 """
 
 

@@ -348,7 +348,8 @@ def test_a_model_is_measured_in_as_many_sessions_as_are_wanted() -> None:
     """Every model's second session comes after every model's first; one beside a disturbed host does not count, one that
     lacks a variant neither, and one that failed ends it."""
     names = {"a", "b", "c"}
-    items = tuple(ModelItem(Path("m.onnx"), Path("m.json"), chain(name, [conv()]), labels=True) for name in sorted(names))
+    items = tuple(ModelItem(Path("m.onnx"), Path("m.json"), chain(name, [conv()]), measures_kernels=True)
+                  for name in sorted(names))
 
     def planned(*journal: Block, variants: tuple[str, ...] = (), sessions: int = 3) -> list[str]:
         blocks = plan(CollectionWork((), items, ()), journal, 32, "gpu", 1, variants, sessions)

@@ -19,7 +19,7 @@ from fake_worker import FakeWorker
 from made_up_dataset import conv
 
 from hase.benchmark.measuring import gpu_trace
-from hase.benchmark.measuring.gpu_trace import attribute, split_carrier
+from hase.benchmark.measuring.gpu_trace import gpu_runs, split_carrier
 from hase.benchmark.ort import carriers
 from hase.benchmark.ort.carriers import INPUTS_WRITTEN, MOST_QUEUED, TracedCarrier, groups_to_queue, time_carrier
 from hase.benchmark.ort.worker import answer
@@ -57,7 +57,7 @@ def test_work_belongs_to_the_run_that_launched_it() -> None:
         launch(2, 104.0, "cuda_driver"), launch(3, 125.0), kernel("first", 1, 106.0, 5.0),
         kernel("copy", 2, 112.0, 3.0, "gpu_memcpy"), {"cat": "cpu_op", "name": "aten::add", "ts": 102.0, "dur": 1.0},
         {"ph": "M", "name": "process_name", "args": {"name": "python"}}]
-    first, second, third = attribute(events, 3)
+    first, second, third = gpu_runs(events, 3)
     assert [work.name for work in first.work] == ["first", "copy"]
     assert (first.host_us, first.busy_us, first.span_us) == (15.0, 8.0, 9.0)
     assert [work.name for work in second.work] == ["late"]
@@ -76,10 +76,10 @@ def test_concurrent_work_counts_once() -> None:
 def test_work_knows_its_stream_and_outside_every_run_belongs_to_none() -> None:
     events = [annotation(0, 100.0, 10.0), launch(1, 90.0), launch(2, 111.0), kernel("before", 1, 95.0, 1.0),
               kernel("after", 2, 112.0, 1.0), kernel("without a launch", 9, 105.0, 1.0)]
-    assert attribute(events, 1)[0].work == ()
+    assert gpu_runs(events, 1)[0].work == ()
     events += [launch(3, 101.0), launch(4, 102.0), kernel("first", 3, 103.0, 1.0), kernel("second", 4, 104.0, 1.0)]
     events[-1]["args"]["stream"] = 7
-    assert [work.stream for work in attribute(events, 1)[0].work] == [0, 7]
+    assert [work.stream for work in gpu_runs(events, 1)[0].work] == [0, 7]
 
 
 ABSES = ["abs_0_0", "kernel_0", "abs_1_0", "kernel_1", "abs_2_0", "kernel_2"]

@@ -21,11 +21,11 @@ from hase.learned.composition.cuda_nodes import (
     EIGHT_BIT_FLOPS_PER_MS,
     HOST_KERNEL_MS,
     HOST_RANGE,
+    box_selection_ms,
     guessed_host_ms,
     host_range,
-    reading_loops,
+    loops_with_gpu_condition,
     row_selection_ms,
-    selection_ms,
 )
 from hase.learned.composition.fitted import read_composition
 from hase.learned.composition.host_side import CopyCurve, read_host_side
@@ -199,7 +199,7 @@ def test_boxes_and_long_rows_are_selected_one_after_another() -> None:
     """Times of an H200: 5,295 or 10,610 kept boxes of 20,000, and rows of 33,600 numbers and of 1.2 million, in detectors."""
     boxes = [described("NonMaxSuppression", [of(1, 20000, 4), of(1, 1, 20000)], kept, 3, dtype="int64")
              for kept in (5295, 10610)]
-    assert [selection_ms(selection) for selection in boxes] == pytest.approx([4.7, 7.39], rel=0.06)
+    assert [box_selection_ms(selection) for selection in boxes] == pytest.approx([4.7, 7.39], rel=0.06)
     rows = [described("TopK", [of(numbers), of(1, dtype="int64", values=(1000,))], 1000, outputs=2)
             for numbers in (33_600, 1_209_600)]
     assert [row_selection_ms(selection) for selection in rows] == pytest.approx([0.1225, 6.37], rel=0.1)
@@ -219,7 +219,7 @@ def test_a_loop_waits_only_where_its_body_makes_the_condition_on_the_gpu() -> No
                              helper.make_tensor("go", TensorProto.BOOL, [], [True])), "cuda")
 
     free, reading = looping(False), looping(True)
-    assert [len(reading_loops(record)) for record in (free, reading)] == [0, 1]
+    assert [len(loops_with_gpu_condition(record)) for record in (free, reading)] == [0, 1]
     longer_ms, free_ms = (predict(record, target=TARGET).latency_ms for record in (reading, free))
     assert longer_ms - free_ms > 12 * CONDITION_MS
 

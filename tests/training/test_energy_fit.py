@@ -25,7 +25,7 @@ from hase.learned.energy import EnergyModel, Part, without_types, work_of_run
 from hase.learned.kernels.predictors import read_predictors
 from hase.records.dataset_files import header_path, model_table_path
 from hase.records.kernel_record_files import read_model_record, record_path
-from hase.training.fits.energy import MeasuredEnergy, fit_coefficients, fit_energy, parts_of
+from hase.training.fits.energy import MeasuredEnergy, fit_coefficients, fit_energy, model_parts
 from hase.utils import files
 from hase.utils.errors import UserError
 from hase.utils.paths import SHIPPED, Workspace
@@ -111,7 +111,7 @@ def energies(once: Once, h200_workspace: Workspace) -> Path:
             if not there.is_file():
                 continue
             files.write_bytes(path, there.read_bytes())
-            work = work_of_run(parts_of(read_model_record(path), predictors, composition.label), model.measured_ms)
+            work = work_of_run(model_parts(read_model_record(path), predictors, composition.label), model.measured_ms)
             energy_j = true_j(work) * math.exp(NOISE * draw.standard_normal())
             rows.append({"Model": model.model, "Level": 0.0, "Latency_ms": model.measured_ms, "median_ms": model.measured_ms,
                          "energy_ms": model.measured_ms, "energy_j": energy_j, "counter_j": 1.01 * energy_j,

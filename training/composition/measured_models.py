@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from hase.graph_model.simulation.pipeline import OffGpu, Tracks, node_kind
-from hase.learned.composition.cuda_nodes import is_box_selection, selection_launches, selection_ms
+from hase.learned.composition.cuda_nodes import box_selection_launches, box_selection_ms, is_box_selection
 from hase.learned.composition.host_side import NodesOffGpu, read_host_side
 from hase.learned.kernels.predictors import ON_GPU
 from hase.learned.kernels.sidecar import Sidecar
@@ -117,8 +117,9 @@ def known_times(out_of_fold: Mapping[str, TimesOfModels], measured: TimesOfModel
 def model_tracks(model: MeasuredModel, gpu_ms: Mapping[str, float], launches: Mapping[str, float]) -> MeasuredTracks:
     """A model's two tracks, from the GPU times (ms) and launches of its kernels by id."""
     kernels = [model.record.kernel_of(node) for node in model.record.nodes]
-    times_ms = np.array([selection_ms(kernel) if is_box_selection(kernel) else gpu_ms[kernel.id] for kernel in kernels])
-    counts = np.array([selection_launches(kernel) if is_box_selection(kernel) else launches[kernel.id] for kernel in kernels])
+    times_ms = np.array([box_selection_ms(kernel) if is_box_selection(kernel) else gpu_ms[kernel.id] for kernel in kernels])
+    counts = np.array([box_selection_launches(kernel) if is_box_selection(kernel) else launches[kernel.id]
+                       for kernel in kernels])
     is_off = [False] * len(kernels)
     if (off := model.off_gpu) is not None:
         is_off = off.off.tolist()

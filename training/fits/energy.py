@@ -48,7 +48,9 @@ from hase.utils.text import markdown_table
 from hase.utils.timing import ErrorStatistics, error_statistics
 
 Floats = npt.NDArray[np.float64]
-CANDIDATES = {  # kinds of work that explain the energy beyond idle power, by name
+# Kinds of work that explain the energy beyond idle power, by name. `class powers` are watts while kernels of a class run; `half
+# full` adds watts that depend on how far a kernel fills the device (learned/energy.py).
+CANDIDATES = {
     "class powers": (RUN, BUSY),
     "work": (RUN, OPERATIONS, BYTES, LAUNCHES),
     "class powers and work": (RUN, BUSY, OPERATIONS, BYTES, LAUNCHES),
@@ -70,8 +72,8 @@ class MeasuredEnergy:
 
     Attributes:
         power_w, idle_w: mean power while it ran, and of the idle device just before (NaN: not read).
-        work, work_left_out: of a run, with the measured latency, and with that predicted with the family held out (None if
-            unknown).
+        work: of a run that takes the measured latency, by name.
+        work_left_out: the same with the latency that was predicted with the model's family held out; None if unknown.
         agreement: the integral of power divided by the device's energy counter; None without a counter.
         is_model: false for a batch of kernels; batches are in each fit, and in no error.
     """
@@ -164,7 +166,7 @@ def _work_names(models: Sequence[MeasuredEnergy], kinds: Sequence[str]) -> tuple
 
 
 def _coefficient_names(names: Sequence[str]) -> list[str]:
-    """The names that have a coefficient."""
+    """The names of the coefficients for some names of work: all element types of a class share one."""
     return sorted({without_type(name) for name in names})
 
 
@@ -217,15 +219,15 @@ def _with_latency(models: Sequence[MeasuredEnergy], fitted: _FittedCandidate) ->
     return error_statistics(fitted.held_out_with_latency_j[known].tolist(), measured_j[known].tolist()) if known.any() else None
 
 
-def parts_of(record: ModelRecord, predictors: Predictors, label: str) -> list[Part]:
+def model_parts(record: ModelRecord, predictors: Predictors, label: str) -> list[Part]:
     """The kernels of a model on the target's device, with times (ms) and launches; measured ones are looked up."""
     on_gpu = predictors.sidecar.target.flavour.device == "cuda"
-    return parts([(record.kernel_of(node), node.runs) for node in record.nodes
-                  if not is_control_flow(record.kernel_of(node))
-                  and not (on_gpu and is_off_gpu(record.kernel_of(node), node.provider))], predictors, label)
+    return kernel_parts([(record.kernel_of(node), node.runs) for node in record.nodes
+                         if not is_control_flow(record.kernel_of(node))
+                         and not (on_gpu and is_off_gpu(record.kernel_of(node), node.provider))], predictors, label)
 
 
-def parts(kernel_runs: Sequence[tuple[Kernel, float]], predictors: Predictors, label: str) -> list[Part]:
+def kernel_parts(kernel_runs: Sequence[tuple[Kernel, float]], predictors: Predictors, label: str) -> list[Part]:
     """Kernels with their numbers of runs, times (ms) and launches."""
     kernels = [kernel for kernel, _ in kernel_runs]
     times_ms = predictors.predict(kernels, {}, label).latency_ms
@@ -237,7 +239,8 @@ def parts(kernel_runs: Sequence[tuple[Kernel, float]], predictors: Predictors, l
 
 def measured_energies(workspace: Workspace, target: str, predictors: Predictors,
                       composition: Composition) -> list[MeasuredEnergy]:
-    """The models with a sound energy measurement on an idle device, without held-out families."""
+    """The models, and the batches of kernels (`measured_batches`), with a sound energy measurement on an idle device, without
+    held-out families."""
     table = idle_rows(read_model_table(workspace, target))
     if "energy_j" not in table.columns:
         raise UserError(f"{workspace.dataset(target)}: no energy was measured; collect with {MEASURE_ENERGY}")
@@ -273,7 +276,7 @@ def measured_batches(workspace: Workspace, target: str, predictors: Predictors, 
         if any(held_out & set(member.groups) for member in members):
             continue
         values, [run_ms] = {name: value for name, (value,) in m.quantities.items()}, m.samples_ms
-        work = work_of_run(parts([(member.kernel, 1.0) for member in members], predictors, label), run_ms)
+        work = work_of_run(kernel_parts([(member.kernel, 1.0) for member in members], predictors, label), run_ms)
         energies.append(MeasuredEnergy(
             m.id, m.id, values["energy_j"], values["power_w"], values["idle_w"], run_ms, work, is_model=False,
             agreement=values["energy_j"] / values["counter_j"] if values.get("counter_j") else None))
@@ -282,11 +285,11 @@ def measured_batches(workspace: Workspace, target: str, predictors: Predictors, 
 
 def _measured_energy(record: ModelRecord, medians: Mapping[str, float], predictors: Predictors,
                      composition: Composition) -> MeasuredEnergy:
-    run_parts, run_ms = parts_of(record, predictors, composition.label), float(medians[f"{ENERGY}_ms"])
+    run_parts, run_ms = model_parts(record, predictors, composition.label), float(medians[f"{ENERGY}_ms"])
     left_out = None
     known = {model.model: model for model in composition.models}.get(record.model)
     if known is not None and composition.left_out == "family":
-        # the kernels' times have the same error as the latency
+        # as if the times of all kernels were wrong by the same factor as the latency
         ratio = known.predicted_ms / known.measured_ms
         left_out = work_of_run([part._replace(time_ms=ratio * part.time_ms) for part in run_parts], known.predicted_ms)
     counter_j = float(medians["counter_j"])
@@ -297,7 +300,7 @@ def _measured_energy(record: ModelRecord, medians: Mapping[str, float], predicto
 
 # tables and the page -----------------------------------------------------------------------------------------------------
 
-BUSY_RATIO = 2.0  # to idle power: more is drawn by an H200 that works for more than half of the time
+BUSY_RATIO = 2.0  # an H200 that works for more than half of the time draws more than this multiple of its idle power
 
 
 def coefficient_rows(fitted: EnergyModel) -> list[dict[str, Any]]:

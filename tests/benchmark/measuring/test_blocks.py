@@ -165,7 +165,7 @@ def test_disturbed_blocks_are_measured_again_at_the_end(caplog: pytest.LogCaptur
         ("a in run 1", 1), ("b in run 2", 1), ("c in run 3", 1), ("a in run 4", 2), ("c in run 5", 2), ("a in run 6", 3)]
     assert [block.measurements[0].id for block in totals.blocks] == ["a in run 4", "b in run 2", "c in run 5"]
     assert (totals.unsteady_blocks, [unit.id for unit in totals.units]) == (1, ["a", "b", "c"])
-    assert "1 of 3 blocks kept, and marked, although the machine was unsteady by more than 5 % (by up to 20 %)" in caplog.text
+    assert "1 of 3 blocks: kept and marked, although the machine was unsteady by more than 5 % (by up to 20 %)" in caplog.text
 
 
 # the process that measures -----------------------------------------------------------------------------------------------
