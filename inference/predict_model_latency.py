@@ -60,7 +60,7 @@ from typing import TYPE_CHECKING, Any
 from hase.inference.compare.choices import best_batches, order_of
 from hase.inference.library.predictor import Predictor
 from hase.inference.live.load import CONFIG_FILE, InferenceConfig, LiveSources, LoadReading
-from hase.inference.prediction.answers import PERCENTILE, Prediction, make_monotonic
+from hase.inference.prediction.answers import PERCENTILE, Prediction, widen_to_smaller_sizes
 from hase.inference.prediction.conditions import PaceAsked, RunMode
 from hase.inference.prediction.run import predicted_trace
 from hase.inference.prediction.sources import Question, pair_with_sizes
@@ -271,7 +271,7 @@ def answers_to(question: Question, args: argparse.Namespace, predictor: Predicto
     for dtype in args.dtype:
         runs = [predictor.run(model, dims=dims, static=args.static, run_mode=run_mode, dtype=dtype, **conditions)
                 for dims in progress(sizes, "predicting")]
-        in_order = make_monotonic([run.prediction for run in runs])
+        in_order = widen_to_smaller_sizes([run.prediction for run in runs])
         by_type.append([(dtype, run._replace(prediction=prediction)) for run, prediction in zip(runs, in_order, strict=True)])
     return [Answer(model, dtype, run,
                    predictor.objective(run, args.slo_ms, args.slo_percentile or PERCENTILE, like=conditions["co_runner"])

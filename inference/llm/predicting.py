@@ -23,7 +23,7 @@ from hase.inference.llm.requests import (
     run_of_step,
 )
 from hase.inference.memory.session import device_memory_mib, memory_warnings
-from hase.inference.prediction.answers import make_monotonic
+from hase.inference.prediction.answers import widen_to_smaller_sizes
 from hase.inference.prediction.conditions import AS_USUAL, RunMode
 from hase.inference.prediction.energy import energy_of
 from hase.inference.prediction.run import weights_warning
@@ -187,7 +187,7 @@ def _predicted_runs(analysed: AnalysedModel, requests: Sequence[LlmRequest],
         pace = None if run_mode.cuda_graph else host_pace  # a captured graph does not wait for its host
         runs = analysed.predictor.runs([records[step] for step in phase_steps], run_mode=run_mode, host_pace=pace,
                                        composition=analysed.learned.compositions.get(phase))
-        in_order = make_monotonic([run.prediction for run in runs])
+        in_order = widen_to_smaller_sizes([run.prediction for run in runs])
         loop_pace = next((run.prediction.host_pace for run in runs if run.prediction.host_pace), loop_pace)
         known |= {step: run_of_step(run._replace(prediction=prediction), step, analysed.file(step), analysed.learned, loop_pace)
                   for step, run, prediction in zip(phase_steps, runs, in_order, strict=True)}

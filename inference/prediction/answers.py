@@ -233,30 +233,27 @@ class Predictions(list[Prediction]):
         return table_html([prediction.as_row() for prediction in self])
 
 
-def make_monotonic(predictions: Sequence[Prediction]) -> list[Prediction]:
-    """Predictions of one model, none shorter than one at smaller or equal sizes: it is raised to that latency, with a warning.
+def widen_to_smaller_sizes(predictions: Sequence[Prediction]) -> list[Prediction]:
+    """Predictions of one model, whose intervals contain the latency at each smaller size; with a warning where they did not.
 
-    Predictions of which nearly all kernel time was measured, on a steady machine, do not change one another.
+    A model takes no less at a larger size, so one of the two predictions is off. Latencies stay as they are: a size has the same
+    one alone and among others. Predictions of which nearly all kernel time was measured, on a steady machine, do not change one
+    another.
     """
-    return [_raised(prediction, predictions) for prediction in predictions]
+    return [_widened(prediction, predictions) for prediction in predictions]
 
 
-def _raised(prediction: Prediction, predictions: Sequence[Prediction]) -> Prediction:
+def _widened(prediction: Prediction, predictions: Sequence[Prediction]) -> Prediction:
     at_smaller_sizes = [other for other in predictions if _is_smaller(other.dims, prediction.dims)
                         and not (_is_measured(prediction) and _is_measured(other))]
     longest = max(at_smaller_sizes, key=lambda other: other.latency_ms, default=prediction)
     if longest.latency_ms <= prediction.latency_ms:
         return prediction
-    low, high = prediction.interval_ms
-    shared = prediction.under_load
-    if shared and longest.under_load:
-        pairs = zip(shared.percentiles_ms, longest.under_load.percentiles_ms, strict=True)
-        shared = shared.model_copy(update={"mean_ms": longest.latency_ms, "percentiles_ms": tuple(map(max, pairs))})
+    low_ms, high_ms = prediction.interval_ms
     return prediction.model_copy(update={
-        "latency_ms": longest.latency_ms, "interval_ms": (low, max(high, longest.interval_ms[1])), "under_load": shared,
-        "items_per_second": prediction.batch / longest.latency_ms * 1e3 if prediction.batch else None,
+        "interval_ms": (low_ms, max(high_ms, longest.interval_ms[1])),
         "warnings": (*prediction.warnings, f"{prediction.model}: predicted as {prediction.latency_ms:.4g} ms, less than "
-                                           f"{longest.model}; taken to be as long as that")})
+                                           f"{longest.model} with {longest.latency_ms:.4g}: the interval spans both")})
 
 
 def _is_smaller(dims: Mapping[str, int], other: Mapping[str, int]) -> bool:

@@ -131,7 +131,7 @@ def test_a_percentile_is_no_ratio(percentile: float, folder: Path) -> None:
 
 
 def test_a_run_needs_no_second_prediction(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run keeps the prediction that `make_monotonic` raised, and the objective is checked against it."""
+    """A run keeps the prediction that `widen_to_smaller_sizes` changed, and the objective is checked against it."""
     model_record, predictor = record(folder), Predictor(target=TARGET)
     asked = predictor.curve(model_record, 3), predictor.objective(model_record, 5.0), predictor.pair(model_record, model_record)
     alone, loaded = predictor.run(model_record), predictor.run(model_record, load=BUSY)
