@@ -22,10 +22,12 @@ from hase.benchmark.serving.sets import ServedModel
 from hase.inference.library.predictor import Predictor
 from hase.inference.prediction.answers import PERCENTILE
 from hase.inference.prediction.conditions import AS_USUAL, PaceAsked
+from hase.inference.prediction.sources import pair_with_sizes
 from hase.inference.sharing.advice import MOST_MODELS, ServedSet, advice_rows, advice_verdict, advise_sharing
 from hase.utils import cli
 from hase.utils.config import read_config, validate
 from hase.utils.logger import get_logger
+from hase.utils.paths import Workspace
 
 BATCHES = (1, 2, 4, 8, 16)
 EXAMPLES = """
@@ -37,7 +39,8 @@ python inference/sharing_advice.py --set served.yaml --on h200 --json  # needs a
 log = get_logger("sharing_advice")
 
 
-def _models_and_batches(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[list[ServedModel], list[list[int]]]:
+def _models_and_batches(parser: argparse.ArgumentParser, args: argparse.Namespace,
+                        workspace: Workspace) -> tuple[list[ServedModel], list[list[int]]]:
     """The models that the options name, and the possible batches of each."""
     if args.set:
         if args.model or args.rate or args.slo_ms:
@@ -50,8 +53,9 @@ def _models_and_batches(parser: argparse.ArgumentParser, args: argparse.Namespac
         parser.error(f"each model has one rate and one objective: {len(args.model)} × --model, {len(args.rate)} × --rate, "
                      f"{len(args.slo_ms)} × --slo-ms")
     batches = args.batch or list(BATCHES)
-    given = [{"model": model, "batch": max(batches), "rate_per_s": rate, "slo_ms": slo_ms}
-             for model, rate, slo_ms in zip(args.model, args.rate, args.slo_ms, strict=True)]
+    questions = pair_with_sizes([workspace.find_model(model) for model in args.model], [cli.one_size_dims(args.dim)])
+    given = [{"model": question.model, "dims": question.sizes[0], "batch": max(batches), "rate_per_s": rate, "slo_ms": slo_ms}
+             for question, rate, slo_ms in zip(questions, args.rate, args.slo_ms, strict=True)]
     return list(validate({"models": given}, ServedSet, "the command line").models), [batches] * len(given)
 
 
@@ -69,14 +73,17 @@ def main() -> int:
                              "batches are then the file's, unless --batch is given")
     parser.add_argument("--batch", type=cli.counts, metavar="N[,N…]",
                         help=f"batches to choose from (default: {','.join(map(str, BATCHES))})")
+    parser.add_argument("--dim", action="append", default=[], metavar="NAME=SIZE",
+                        help="size of another dynamic dimension, for those models that have it, e.g. --dim seq=128 "
+                             "(repeatable)")
     parser.add_argument("--percentile", type=cli.percentile, default=PERCENTILE, metavar="P",
                         help=f"the share of requests that must meet the objective, in per cent (default: {PERCENTILE:g})")
     cli.add_target(parser)
     cli.add_host_pace(parser, "what benchmark/host_pace.py measured here in the last ten minutes")
     cli.add_trust(parser)
     args = parser.parse_args()
-    models, batches = _models_and_batches(parser, args)
     workspace = cli.start(args)
+    models, batches = _models_and_batches(parser, args, workspace)
     predictor = Predictor(workspace, args.target, strict=args.strict, force=args.force, any_device=True)
     pace = PaceAsked(args.host_pace, args.machine).now(predictor.fitted, run_mode=AS_USUAL)
     advice = advise_sharing(predictor, models, batches, args.percentile, pace)

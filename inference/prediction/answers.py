@@ -236,9 +236,9 @@ class Predictions(list[Prediction]):
 def widen_to_smaller_sizes(predictions: Sequence[Prediction]) -> list[Prediction]:
     """Predictions of one model, whose intervals contain the latency at each smaller size; with a warning where they did not.
 
-    A model takes no less at a larger size, so one of the two predictions is off. Latencies stay as they are: a size has the same
-    one alone and among others. Predictions of which nearly all kernel time was measured, on a steady machine, do not change one
-    another.
+    A model takes no less at a larger size, so one of the two predictions is off. Latencies stay as they are: a size has the
+    same one alone and among others. Predictions of which nearly all kernel time was measured, on a steady machine, do not
+    change one another.
     """
     return [_widened(prediction, predictions) for prediction in predictions]
 

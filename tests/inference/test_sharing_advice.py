@@ -252,3 +252,15 @@ def test_the_command(workspace: Workspace, tmp_path: Path) -> None:
     missed = run_script(*options, "--model", NET, "--rate", "10", "--slo-ms", "0.5")
     assert missed.returncode == EXIT_SLO_MISSED
     assert "No way that was measured meets all objectives. slices comes closest: resnet18 at batch " in missed.stdout
+
+
+def test_a_model_of_open_length(tmp_path: Path) -> None:
+    """Its length is given by --dim; the other model does not have it."""
+    for name, shape in (("tokens", "batch, seq, 64"), ("image", "batch, 64")):
+        model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 20]> g (float[{shape}] x) => (float[{shape}] y) '
+                                        "{ y = Sigmoid(x) }")
+        onnx.save(model, tmp_path / f"{name}.onnx")
+    models = [text for name in ("tokens", "image") for text in ("--model", tmp_path / f"{name}.onnx", "--rate", 10, "--slo-ms", 50)]
+    advice = json.loads(printed(SCRIPT, *models, "--dim", "seq=128", "--on", "h200", "--host-pace", 1, "--json"))
+    assert {model["model"] for model in advice["ways"][0]["models"]} == {"tokens", "image"}
+    assert "have a size named sqe" in run_script(SCRIPT, *models, "--dim", "sqe=128", "--on", "h200").stderr
