@@ -23,8 +23,8 @@ from typing import Literal, NamedTuple
 
 from hase.learned.composition.intervals import for_any_host
 
-REACH = {"always": 0.004, "measured": 0.03, "predicted": 1.27, "alike": 0.72, "host": 0.14}
-END = 2.2  # of the 90 % interval, in scales
+REACH = {"always": 0.004, "measured": 0.025, "predicted": 1.35, "alike": 0.4, "host": 0.11}
+END = 2.0  # of the 90 % interval, in scales
 Provenance = Literal["measured", "predicted", "estimated"]
 
 
