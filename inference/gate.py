@@ -48,8 +48,8 @@ from hase.utils.text import cell, markdown_table
 log = get_logger("gate")
 EXAMPLES = """
 python inference/gate.py --model resnet18.onnx --dim batch=1,8 --target nvidia-h200 --write main.json  # before the change
-python inference/gate.py --baseline main.json --max-regression 5%  # after it; needs main.json
-python inference/gate.py --model models --target nvidia-h200 --baseline main.json --markdown table.md  # needs main.json
+python inference/gate.py --baseline main.json --max-regression 5%  # after it
+python inference/gate.py --model resnet18.onnx --target nvidia-h200 --baseline main.json --markdown table.md
 """
 
 
@@ -149,6 +149,8 @@ def main() -> int:
     models = list(dict.fromkeys(workspace.find_models(args.model or [])))
     target = args.target or (baseline.conditions.target if baseline else None)
     predictor = Predictor(workspace, target, strict=args.strict, force=args.force, any_device=True, no_weights=True)
+    for notice in predictor.fitted.notices:
+        log.warning("%s", notice)
     now, failed = snapshot_of(predictor, questions(args, models, baseline), args)
     result = None
     if baseline:

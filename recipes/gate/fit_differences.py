@@ -20,15 +20,15 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from hase.inference.compare.regressions import percent, verdict_of
 from hase.inference.compare.snapshots import costs_of
 from hase.inference.library.predictor import Predictor
 from hase.learned.composition.differences import DifferenceSources, RunCosts, sources_of_difference
+from hase.recipes.gate.verdicts import JudgedChange, verdict_rows
 from hase.records.dataset_tables import read_model_table
 from hase.records.host_pace import paced_rows
 from hase.records.kernel_record_files import read_model_record, record_path
@@ -41,7 +41,6 @@ MOST = 1.6  # how many times as long one model of a pair takes
 # The standard deviation of a session's latency around the model's usual one, as a logarithm: where the host limits the run (its
 # work takes at least HOST_BOUND of the latency), and elsewhere. The medians of models measured several times say so.
 SESSION_NOISE, HOST_BOUND = (0.045, 0.006), 0.9
-LIMITS = (0.03, 0.05, 0.10)
 NAMES = DifferenceSources._fields
 Floats = npt.NDArray[np.float64]
 EXAMPLES = """
@@ -122,39 +121,39 @@ def fit(pairs: Sequence[Pair]) -> tuple[Floats, float]:
     return reach, float(scaled[order][np.searchsorted(np.cumsum(weights[order]), 0.9 * weights.sum())])
 
 
-def held_out_rows(pairs: Sequence[Pair]) -> list[dict[str, Any]]:
-    """For each limit, the verdicts on pairs whose collection was held out of the fit; those with less noise than the limit."""
-    judged = []
+class Judged(NamedTuple):
+    """Pairs whose collection was held out of the fit: the share inside the 90 % interval, with the noise, and the changes in
+    both directions."""
+
+    inside: float
+    changes: list[JudgedChange]
+
+
+def judge_held_out(pairs: Sequence[Pair]) -> Judged:
+    """Each collection held out in turn."""
+    changes, inside, order = [], [], []
     for collection in sorted({pair.collection for pair in pairs}):
         reach, end = fit([pair for pair in pairs if pair.collection != collection])
-        for pair in pairs:
-            if pair.collection == collection:
-                judged.append((pair, end * math.hypot(*(reach * pair.sources)), end))
-    inside = [abs(pair.error) <= math.hypot(own, end * pair.noise) for pair, own, end in judged]
-    table = []
-    for limit in LIMITS:
-        slower, others = [], []
-        for pair, own, _ in judged:
-            for sign in (1, -1):  # a pair is a change in both directions
-                predicted, true = sign * pair.predicted, sign * (pair.predicted + pair.error)
-                low, high = (math.expm1(predicted + way * own) for way in (-1, 1))
-                (slower if math.expm1(true) > limit else others).append(verdict_of(math.expm1(predicted), (low, high), limit))
-        table.append({"limit": percent(limit, sign=False), "slower": len(slower), "found": slower.count("surely slower"),
-                      "maybe": slower.count("maybe slower"), "not slower": len(others),
-                      "false alarms": others.count("surely slower"),
-                      "inside 90 %": percent(float(np.average(inside, weights=weights_of([pair for pair, *_ in judged]))))})
-    return table
+        for pair in (pair for pair in pairs if pair.collection == collection):
+            own = end * math.hypot(*(reach * pair.sources))
+            order.append(pair)
+            inside.append(abs(pair.error) <= math.hypot(own, end * pair.noise))
+            changes += [JudgedChange.of_logarithms(sign * (pair.predicted + pair.error), sign * pair.predicted, own)
+                        for sign in (1, -1)]
+    return Judged(float(np.average(inside, weights=weights_of(order))), changes)
 
 
 def main() -> int:
     args = cli.parser(__doc__, EXAMPLES).parse_args()
     workspace = cli.start(args)
-    by_kind = {kind: pairs_of(judged_models(workspace, kind == "predicted")) for kind in ("predicted", "looked up")}
-    pairs = [pair for of_kind in by_kind.values() for pair in of_kind]
-    reach, end = fit(pairs)
-    cli.print_rows([{"pairs": len(pairs), **{name: float(size) for name, size in zip(NAMES, reach, strict=True)}, "end": end}],
-                   args.json, "reaches")
-    cli.print_rows(held_out_rows(pairs), args.json, "each collection held out")
+    pairs = [pair for strict in (True, False) for pair in pairs_of(judged_models(workspace, strict))]
+    (reach, end), judged = fit(pairs), judge_held_out(pairs)
+    fitted = {"pairs": len(pairs), **dict(zip(NAMES, reach.tolist(), strict=True)), "end": end, "inside": judged.inside}
+    if args.json:
+        cli.print_json({"fitted": fitted, "verdicts": verdict_rows(judged.changes)})
+    else:
+        cli.print_table([fitted], "reaches, END, and the share of pairs inside their interval, collections held out")
+        cli.print_table(verdict_rows(judged.changes), "verdicts, collections held out")
     return 0
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import re
-import shlex
-import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from onnx import helper
 
 from hase.inference import Predictor
 from hase.inference.compare.regressions import verdict_of
-from hase.inference.compare.snapshots import costs_of, read_snapshot
+from hase.inference.compare.snapshots import costs_of
 from hase.learned.composition.differences import END, REACH, KernelCost, RunCosts, ratio_interval, sources_of_difference
 from hase.utils.cli import EXIT_SLO_MISSED
 from hase.utils.files import content_digest
@@ -38,7 +38,7 @@ def with_more(model: onnx.ModelProto, operators: int) -> onnx.ModelProto:
     names = [first, *(f"more{number}" for number in range(operators))]
     for node in model.graph.node:
         node.input[:] = [names[-1] if name == first else name for name in node.input]
-    more = [helper.make_node("Softplus", [before], [after]) for before, after in zip(names, names[1:], strict=False)]
+    more = [helper.make_node("Softplus", [before], [after]) for before, after in itertools.pairwise(names)]
     nodes = list(model.graph.node)
     del model.graph.node[:]
     model.graph.node.extend([nodes[0], *more, *nodes[1:]])
@@ -58,6 +58,14 @@ def gate(zoo: Path, *options: str | Path) -> tuple[int, dict[str, Any]]:
     """The exit status and the result of a comparison with `main.json`."""
     done = run_script(SCRIPT, "--baseline", zoo / "main.json", "--json", *options)
     return done.returncode, json.loads(done.stdout)
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes a snapshot, with a digest that fits."""
+    document = json.loads(path.read_text(encoding="utf-8"))
+    document.pop("digest")
+    change(document)
+    path.write_text(json.dumps(document | {"digest": content_digest(document)}), encoding="utf-8")
 
 
 @pytest.mark.slow
@@ -134,11 +142,8 @@ def test_new_and_gone_models_are_reported(zoo: Path) -> None:
 
 @pytest.mark.slow
 def test_more_memory_fails_where_it_is_limited(zoo: Path) -> None:
-    document = json.loads((zoo / "main.json").read_text(encoding="utf-8"))
-    document.pop("digest")
-    for model in document["models"].values():
-        model["peak_memory_mib"] /= 2
-    (zoo / "main.json").write_text(json.dumps(document | {"digest": content_digest(document)}), encoding="utf-8")
+    edit(zoo / "main.json", lambda document: [model.update(peak_memory_mib=model["peak_memory_mib"] / 2)
+                                              for model in document["models"].values()])
     assert gate(zoo)[0] == 0
     done = run_script(SCRIPT, "--baseline", zoo / "main.json", "--max-memory-growth", "50")
     assert done.returncode == EXIT_SLO_MISSED
@@ -154,49 +159,67 @@ def test_a_baseline_that_does_not_fit_is_refused(zoo: Path) -> None:
         return done.stderr
 
     assert "made with other options (way); give the same ones" in error("--cuda-graph")
-    assert re.search(r"main.json: made for nvidia-h200\S+, and this is for nvidia-l4\S+; give that target", error("--gpu", "l4"))
+    assert re.search(r"main.json: made for nvidia-h200\S+, and this is for \S*l4\S*; give that target", error("--gpu", "l4"))
     text = (zoo / "main.json").read_text(encoding="utf-8")
-    document = json.loads(text)
-    document.pop("digest")
-    document["conditions"]["hase"] = "0.0.1"
-    (zoo / "main.json").write_text(json.dumps(document | {"digest": content_digest(document)}), encoding="utf-8")
+    edit(zoo / "main.json", lambda document: document["conditions"].update(hase="0.0.1"))
     assert "made by another Hase or with other predictors (0.0.1, now " in error()
-    (zoo / "main.json").write_text(text.replace('"same"', '"other"').replace("measured", "estimated", 1), encoding="utf-8")
+    edit(zoo / "main.json", lambda document: document.update(version=2))
+    assert "main.json: version 2, this Hase reads version 1; make it anew: " in error()
+    (zoo / "main.json").write_text(text.replace("Conv_32", "Conv_33", 1), encoding="utf-8")
     assert "damaged or changed by hand" in error()
-    assert read_snapshot  # the same reader
 
 
 @pytest.fixture
-def runner(zoo: Path) -> dict[str, str]:
-    """The environment of a step of GitHub's, whose first step has installed Hase."""
+def step(zoo: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs a command in the folder of the models, as a step of GitHub's runs it after Hase was installed by the one before."""
     (zoo / "hase" / "bin").mkdir(parents=True)
     (zoo / "hase" / "bin" / "hase").symlink_to(Path(sys.executable).with_name("hase"))
-    return {**os.environ, "RUNNER_TEMP": str(zoo), "GITHUB_STEP_SUMMARY": str(zoo / "summary.md"),
-            "GITHUB_ACTION_PATH": str(ROOT), "PYTHONPATH": str(ROOT)}
+    made = {"RUNNER_TEMP": str(zoo), "GITHUB_STEP_SUMMARY": str(zoo / "summary.md"), "PYTHONPATH": str(ROOT),
+            "PATH": f"{zoo / 'hase' / 'bin'}:{os.environ['PATH']}"}
+
+    def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command, cwd=zoo, env=os.environ | made | environment, capture_output=True, text=True,
+                              check=False)
+
+    done = run("hase", "gate", "--model", "net.onnx", "--dim", "batch=1,64", *H200, "--write", "hase.json")
+    assert done.returncode == 0, done.stderr
+    return run
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slower", [False, True])
-def test_the_action_writes_the_table_into_the_summary(zoo: Path, runner: dict[str, str], slower: bool) -> None:
-    """The last step's own commands, as GitHub's runner starts them."""
-    if slower:
-        onnx.save(with_more(small_model(32, 32, "batch"), 8), zoo / "net.onnx")
+def test_the_action_adds_the_table_to_the_summary(zoo: Path, step: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    """The commands of its last step, with an unchanged and with a slower model."""
     action = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
-    given = {name: one.get("default", "") for name, one in action["inputs"].items()} | {
-        "baseline": "main.json", "models": "net.onnx", "options": "--dim batch=1,64 --target nvidia-h200"}
-    step = action["runs"]["steps"][-1]
-    filled = {name: re.sub(r"\$\{\{ inputs\.([\w-]+) \}\}", lambda found: given[found[1]], text) for name, text in step["env"].items()}
-    assert step["shell"] == "bash"
-    (zoo / "summary.md").write_text("before\n", encoding="utf-8")
-    (zoo / "step.sh").write_text(step["run"], encoding="utf-8")
-    baseline = run_in(zoo, runner, "hase/bin/hase", "gate", "--model", "net.onnx", *given["options"].split()[:2], *H200,
-                      "--write", "again.json")
-    assert baseline.returncode == 0, baseline.stderr
-    if not slower:
-        shutil.copy(zoo / "again.json", zoo / "main.json")
-    done = run_in(zoo, runner | filled, "bash", "--noprofile", "--norc", "-eo", "pipefail", "step.sh")
+    last = action["runs"]["steps"][-1]
+    given = {name: one.get("default", "") for name, one in action["inputs"].items()} | {"baseline": "hase.json"}
+    filled = {name: re.sub(r"\$\{\{ inputs\.([\w-]+) \}\}", lambda found: given[found[1]], text)
+              for name, text in last["env"].items()}
+    assert last["shell"] == "bash"
+    (zoo / "summary.md").write_text("of another step\n", encoding="utf-8")
+    (zoo / "step.sh").write_text(last["run"], encoding="utf-8")
+    bash = "bash", "--noprofile", "--norc", "-eo", "pipefail", "step.sh"
+    done = step(*bash, **filled)
     assert done.returncode == 0, done.stderr
+    onnx.save(with_more(small_model(32, 32, "batch"), 8), zoo / "net.onnx")
+    options = "--dim batch=1,64 --target nvidia-h200"
+    done = step(*bash, **filled | {"MODELS": "net.onnx", "OPTIONS": options})
+    assert done.returncode == EXIT_SLO_MISSED, done.stderr
+    first, *tables = (zoo / "summary.md").read_text(encoding="utf-8").split("\n**")
+    assert first == "of another step"
+    for table, (count, verdict) in zip(tables, ((0, "same"), (2, "surely slower")), strict=True):
+        assert table.startswith(f"{count} of 2 predictions are surely slower by more than 5 %")
+        rows = re.findall(r"^\| net.onnx \| (batch \d+) \|.*\| ([\w ]+) \|$", table, re.MULTILINE)
+        assert sorted(rows) == [("batch 1", verdict), ("batch 64", verdict)]
 
 
-def run_in(folder: Path, environment: dict[str, str], *command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
+@pytest.mark.slow
+def test_the_hook_of_pre_commit(zoo: Path, step: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    """Its command passes, and fails once the model is slower."""
+    (hook,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
+    assert re.search(hook["files"], "models/net.onnx")
+    command = *hook["entry"].split(), *hook["args"]
+    assert step(*command).returncode == 0
+    onnx.save(with_more(small_model(32, 32, "batch"), 8), zoo / "net.onnx")
+    failed = step(*command)
+    assert failed.returncode == EXIT_SLO_MISSED
+    assert failed.stdout.startswith("2 of 2 predictions are surely slower by more than 5 %: net batch 1, net batch 64\n")
