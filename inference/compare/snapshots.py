@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from hase.inference.prediction.kernels import Keyed
     from hase.inference.prediction.run import PredictedRun
     from hase.inference.prediction.targets import Fitted
+    from hase.inference.prediction.uncertainty import Span
+    from hase.learned.data_sheet.ratios import SheetRange
 
 SNAPSHOT_VERSION = 1
 USUAL_DOUBT = 0.1  # of a predicted kernel whose doubt was not learned, as on a CPU: a choice
@@ -133,16 +135,20 @@ def model_snapshot(run: PredictedRun, file: Path, sizes: Mapping[str, int]) -> M
 def costs_of(run: PredictedRun) -> RunCosts:
     """What a predicted run costs, kernel by kernel."""
     model, kernels = run.run, dict[str, KernelCost]()
-    host_ms = _host_ms(run)
+    host_ms, of_card = _host_ms(run), _mean_error(run.fitted.sheet_range)
     for key, known in model.known.items():
         name = key[0] if key[0] not in kernels else f"{key[0]} on {key[1]}"
-        span = known.uncertainty.time if known.uncertainty else None
-        spread = math.log(span.high / span.low) / 2 / NORMAL_90 if span else 0.0
-        doubt = max(known.doubt, spread) or (0.0 if known.provenance == "measured" else USUAL_DOUBT)
+        doubt = max(known.doubt, _mean_error(known.uncertainty and known.uncertainty.time)) or (
+            0.0 if known.provenance == "measured" else USUAL_DOUBT)
         kernels[name] = KernelCost(model.kernel(key).type, _rounded(model.counts[key]), _rounded(known.gpu_ms),
-                                   _rounded(host_ms.get(key, 0.0)), known.provenance, _rounded(doubt))
+                                   _rounded(host_ms.get(key, 0.0)), known.provenance, _rounded(math.hypot(doubt, of_card)))
     span = model.batch.latencies.by_host.of_model(model.index)
     return RunCosts(run.alone_ms, kernels, (_rounded(span.low), _rounded(span.high)))
+
+
+def _mean_error(span: Span | SheetRange | None) -> float:
+    """The mean size of errors, as a logarithm, of which nine of ten are within a span of factors."""
+    return math.log(span.high / span.low) / 2 / NORMAL_90 if span else 0.0
 
 
 def _host_ms(run: PredictedRun) -> dict[Keyed, float]:

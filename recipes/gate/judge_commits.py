@@ -33,7 +33,6 @@ from hase.inference.library.predictor import Predictor
 from hase.learned.composition.differences import ratio_interval
 from hase.ort_analysis.graph.analysis import analyze
 from hase.recipes.gate.verdicts import JudgedChange, verdict_rows
-from hase.recipes.kinds.exporting import export
 from hase.records.kernel_record import ModelRecord
 from hase.utils import cli, files
 from hase.utils.fingerprint import resolve_device
@@ -190,6 +189,8 @@ def model_paths(folder: Path, commit: Commit) -> tuple[Path, Path]:
 
 def write_model(side: int, state: tuple[Path, str, dict[str, Any]]) -> str:
     """Writes a state of a network (path, network, options), unless it is there; returns the error, or ""."""
+    from hase.recipes.kinds.exporting import export  # noqa: PLC0415 - it loads torch
+
     path, network, options = state
     if path.is_file():
         return ""
