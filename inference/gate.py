@@ -28,6 +28,7 @@ from collections.abc import Iterable, Sequence
 
 from hase.inference.compare.regressions import GateResult, gate_rows, judge, said_of_gate
 from hase.inference.compare.snapshots import (
+    ModelSnapshot,
     Snapshot,
     check_alike,
     conditions_of,
@@ -98,20 +99,20 @@ def questions(args: argparse.Namespace, models: Sequence[Path], baseline: Snapsh
     return [Question(Path(file), sizes) for file, sizes in by_file.items() if Path(file).is_file()]
 
 
-def snapshot_of(predictor: Predictor, asked: Iterable[Question], args: argparse.Namespace) -> tuple[Snapshot, int]:
-    """The snapshot of the predictions, and how many failed, each with an error in the log."""
+def snapshot_of(predictor: Predictor, asked: Iterable[Question], args: argparse.Namespace) -> tuple[Snapshot, set[str]]:
+    """The snapshot of the predictions, and the names of those that failed, each with an error in the log."""
     fitted, way = predictor.fitted, RunMode(io=args.io, cuda_graph=args.cuda_graph)
     pace = None
     if args.host_pace is not None or pace_matters(fitted.composition, way):
         pace = UNKNOWN if args.host_pace is None else given_pace(args.host_pace)
-    models, failed = {}, 0
+    models, failed = dict[str, ModelSnapshot](), set[str]()
     for model, sizes in progress(list(asked), "predicting"):
         for size in sizes:
             try:
                 run = predictor.run(model, dims=size, static=args.static, run_mode=way, host_pace=pace)
             except UserError as error:
                 log.error("%s", error)
-                failed += 1
+                failed.add(name_in_snapshot(model, size))
                 continue
             models[name_in_snapshot(model, size)] = model_snapshot(run, model, size)
     return Snapshot(conditions=conditions_of(fitted, way, args.static, args.strict, args.host_pace), models=models), failed
@@ -155,13 +156,14 @@ def main() -> int:
     result = None
     if baseline:
         check_alike(baseline.conditions, now.conditions, args.baseline)
-        result = judge(baseline, now, args.max_regression, args.max_memory_growth)
+        predicted = {name: model for name, model in baseline.models.items() if name not in failed}
+        result = judge(predicted, now.models, now.conditions.target, args.max_regression, args.max_memory_growth)
         report(args, result)
     if args.write and not failed:
         write_snapshot(args.write, now)
         log.info("%s: %d predictions for %s", args.write, len(now.models), now.conditions.target)
     if failed:
-        log.error("%d predictions failed%s", failed, "; no snapshot was written" if args.write else "")
+        log.error("%d predictions failed%s", len(failed), "; no snapshot was written" if args.write else "")
         return 1
     return cli.EXIT_SLO_MISSED if result and not result.passed else 0
 

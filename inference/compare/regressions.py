@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from hase.inference.compare.snapshots import ModelSnapshot, Snapshot
+from hase.inference.compare.snapshots import ModelSnapshot
 from hase.learned.composition.differences import ratio_interval
 from hase.utils.config import Frozen
 
@@ -70,12 +70,12 @@ class GateResult(Frozen):
     changes: tuple[Change, ...]
 
 
-def judge(baseline: Snapshot, now: Snapshot, max_regression: float, max_memory_growth: float | None = None) -> GateResult:
-    """Compares two snapshots that were made under the same conditions. Limits are ratios: 0.05 is 5 %."""
-    changes = [_change(baseline.models.get(name), now.models.get(name), max_regression, max_memory_growth)
-               for name in sorted({*baseline.models, *now.models})]
+def judge(before: Mapping[str, ModelSnapshot], now: Mapping[str, ModelSnapshot], target: str, max_regression: float,
+          max_memory_growth: float | None = None) -> GateResult:
+    """Compares the models of two snapshots that were made under the same conditions. Limits are ratios: 0.05 is 5 %."""
+    changes = [_change(before.get(name), now.get(name), max_regression, max_memory_growth) for name in sorted({*before, *now})]
     changes.sort(key=lambda change: (WORST_FIRST.index(change.verdict), -abs(change.change or 0.0)))
-    return GateResult(target=now.conditions.target, max_regression=max_regression, max_memory_growth=max_memory_growth,
+    return GateResult(target=target, max_regression=max_regression, max_memory_growth=max_memory_growth,
                       passed=not any(change.fails for change in changes), changes=tuple(changes))
 
 

@@ -24,6 +24,7 @@ from hase.inference import Predictor
 from hase.inference.compare.regressions import verdict_of
 from hase.inference.compare.snapshots import costs_of
 from hase.learned.composition.differences import END, REACH, KernelCost, RunCosts, ratio_interval, sources_of_difference
+from hase.recipes.gate.verdicts import JudgedChange, verdict_rows
 from hase.utils.cli import EXIT_SLO_MISSED
 from hase.utils.files import content_digest
 from hase.utils.paths import ROOT
@@ -131,6 +132,12 @@ def test_verdicts(change: float, low: float, high: float, verdict: str) -> None:
     assert verdict_of(change, (low, high), 0.05) == verdict
 
 
+def test_how_often_verdicts_were_right() -> None:
+    changes = [JudgedChange(0.08, *predicted) for predicted in ((0.08, 0.06, 0.1), (0.06, 0.04, 0.08), (0.0, -0.01, 0.01))]
+    assert verdict_rows([*changes, JudgedChange(0.0, 0.08, 0.06, 0.1)])[1] == {
+        "limit": "5 %", "slower": 3, "found": 1, "maybe": 1, "missed": 1, "not slower": 1, "false alarms": 1}
+
+
 @pytest.mark.slow
 def test_new_and_gone_models_are_reported(zoo: Path) -> None:
     onnx.save(small_model(32, 32), zoo / "other.onnx")
@@ -138,6 +145,9 @@ def test_new_and_gone_models_are_reported(zoo: Path) -> None:
     assert [change["verdict"] for change in gate(zoo)[1]["changes"]] == ["gone", "gone"]  # the baseline's models
     status, result = gate(zoo, "--model", zoo, *H200)
     assert (status, [change["verdict"] for change in result["changes"]]) == (0, ["new", "gone", "gone"])
+    (zoo / "net.onnx").write_bytes(b"no model")  # an error, and not gone
+    status, result = gate(zoo)
+    assert (status, result["changes"]) == (1, [])
 
 
 @pytest.mark.slow
