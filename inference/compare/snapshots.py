@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from hase.learned.data_sheet.ratios import SheetRange
 
 SNAPSHOT_VERSION = 1
-USUAL_DOUBT = 0.1  # of a predicted kernel whose doubt was not learned, as on a CPU: a choice
+# The doubts of kernels on a CPU, by provenance, where none was learned. On two cores of an Intel Xeon, kernels timed alone were
+# 18 % off what they take in a model, for caches; predictions of held-out ones were 20 % off.
+ON_CPU = {"measured": 0.15, "predicted": 0.2, "estimated": 0.5}
 DIGITS = 5  # significant digits that are kept of a number: fewer differ by rounding alone
 MAKE = "hase gate --model … --write FILE"
 _LIST = re.compile(r"\[\n([^\[\]{}]*)\]")  # of numbers and words
@@ -138,8 +140,8 @@ def costs_of(run: PredictedRun) -> RunCosts:
     host_ms, of_card = _host_ms(run), _mean_error(run.fitted.sheet_range)
     for key, known in model.known.items():
         name = key[0] if key[0] not in kernels else f"{key[0]} on {key[1]}"
-        doubt = max(known.doubt, _mean_error(known.uncertainty and known.uncertainty.time)) or (
-            0.0 if known.provenance == "measured" else USUAL_DOUBT)
+        doubt = max(known.doubt, _mean_error(known.uncertainty and known.uncertainty.time),
+                    0.0 if host_ms else ON_CPU[known.provenance])
         kernels[name] = KernelCost(model.kernel(key).type, _rounded(model.counts[key]), _rounded(known.gpu_ms),
                                    _rounded(host_ms.get(key, 0.0)), known.provenance, _rounded(math.hypot(doubt, of_card)))
     span = model.batch.latencies.by_host.of_model(model.index)

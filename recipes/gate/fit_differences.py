@@ -81,8 +81,8 @@ def judged_models(workspace: Workspace, strict: bool) -> list[JudgedModel]:
     records = [read_model_record(record_path(workspace, flavour, model.model)) for model in fitted]
     models = []
     for model, record, run in zip(fitted, records, predictor.runs(records, host_pace=1.0), strict=True):
-        costs, (pace, count) = costs_of(run), sessions.loc[model.model]
-        by_pace = run.at_pace(float(pace)).alone_ms / run.alone_ms
+        costs, (pace, count) = costs_of(run), map(float, sessions.loc[model.model])
+        by_pace = run.at_pace(pace).alone_ms / run.alone_ms
         usual_ms = model.predicted_ms if strict else run.alone_ms
         host_ms = sum(kernel.runs * kernel.host_ms for kernel in costs.kernels.values())
         noise = SESSION_NOISE[host_ms < HOST_BOUND * costs.latency_ms] / math.sqrt(count)

@@ -278,7 +278,7 @@ def main() -> int:
         measure_all(results, args.models or args.out / "models", args.only or list(COMMITS), args)
     if not args.target:
         return 0
-    commits, answer = read_commits(results), {}
+    commits, answer = read_commits(results), dict[str, Any]()
     for strict, title in ((True, "every kernel predicted"), (False, "measured kernels looked up")):
         changes = judge(commits, Predictor(workspace, args.target, strict=strict))
         answer[title] = {

@@ -232,4 +232,4 @@ def test_the_hook_of_pre_commit(zoo: Path, step: Callable[..., subprocess.Comple
     onnx.save(with_more(small_model(32, 32, "batch"), 8), zoo / "net.onnx")
     failed = step(*command)
     assert failed.returncode == EXIT_SLO_MISSED
-    assert failed.stdout.startswith("2 of 2 predictions are surely slower by more than 5 %: net batch 1, net batch 64\n")
+    assert failed.stdout.startswith("2 of 2 predictions are surely slower by more than 5 %: net batch 64, net batch 1\n")
