@@ -3,11 +3,12 @@
 A kernel that takes the same share of both latencies makes the ratio no worse, however wrong its time is. What counts is the
 *shift*: its share of the second latency less that of the first. Each source of error is a sum over the shifts:
 
-- `always`: what composition leaves, for any two runs that differ;
 - `measured`: of measured kernels, in quadrature, since their errors are independent;
 - `predicted`: of predicted and estimated kernels times their doubts, in quadrature;
 - `alike`: the same, but summed within each kernel type first: predictors err alike for kernels of a type;
-- `host`: of the host's work, by kernel type, to the degree to which the host limits both runs.
+- `host`: of the host's work, to the degree to which it limits both runs; kernels that cost the host about the same are one;
+- `limited`: half the sum of the sizes of all shifts, to that degree: what the simulation of a host that limits both leaves;
+- `always`: what composition leaves, for any two runs.
 
 As in an interval of one latency (intervals.py), the *scale* adds the sources in quadrature, each with its reach. The interval
 of the ratio's logarithm goes END scales to both sides of the prediction. Reaches and END are fitted to pairs of models measured
@@ -23,8 +24,9 @@ from typing import Literal, NamedTuple
 
 from hase.learned.composition.intervals import for_any_host
 
-REACH = {"always": 0.004, "measured": 0.025, "predicted": 1.35, "alike": 0.4, "host": 0.11}
-END = 2.0  # of the 90 % interval, in scales
+REACH = {"measured": 0.02, "predicted": 1.26, "alike": 0.75, "host": 0.072, "limited": 0.043, "always": 0.003}
+END = 2.25  # of the 90 % interval, in scales
+HOST_CLASSES = 8  # of kernels by the host's work, for each factor of e
 Provenance = Literal["measured", "predicted", "estimated"]
 
 
@@ -63,6 +65,7 @@ class DifferenceSources(NamedTuple):
     predicted: float = 0.0
     alike: float = 0.0
     host: float = 0.0
+    limited: float = 0.0
     always: float = 1.0
 
 
@@ -70,11 +73,14 @@ def sources_of_difference(a: RunCosts, b: RunCosts) -> DifferenceSources:
     """The sources of error of the latency of `b` divided by that of `a`."""
     shares = [_shares(run, "time_ms") for run in (a, b)]
     host_shares = [_shares(run, "host_ms") for run in (a, b)]
-    measured, predicted = 0.0, 0.0
-    alike, host = defaultdict[str, float](float), defaultdict[str, float](float)
+    measured, predicted, moved = 0.0, 0.0, 0.0
+    alike, host = defaultdict[str, float](float), defaultdict[int, float](float)
     for name, kernel in {**a.kernels, **b.kernels}.items():
         shift = shares[1].get(name, 0.0) - shares[0].get(name, 0.0)
-        host[kernel.type] += host_shares[1].get(name, 0.0) - host_shares[0].get(name, 0.0)
+        moved += abs(shift) / 2.0
+        if kernel.host_ms:
+            place = round(HOST_CLASSES * math.log(kernel.host_ms))
+            host[place] += host_shares[1].get(name, 0.0) - host_shares[0].get(name, 0.0)
         if kernel.doubt:
             predicted += (shift * kernel.doubt) ** 2
             alike[kernel.type] += shift * kernel.doubt
@@ -83,7 +89,7 @@ def sources_of_difference(a: RunCosts, b: RunCosts) -> DifferenceSources:
     limited = math.prod(min(1.0, sum(kernel.runs * kernel.host_ms for kernel in run.kernels.values()) / run.latency_ms)
                         for run in (a, b))
     return DifferenceSources(math.sqrt(measured), math.sqrt(predicted), math.hypot(*alike.values()),
-                             limited * math.hypot(*host.values()))
+                             limited * math.hypot(*host.values()), limited * moved)
 
 
 def _shares(run: RunCosts, what: Literal["time_ms", "host_ms"]) -> dict[str, float]:
