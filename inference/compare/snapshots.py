@@ -34,6 +34,7 @@ SNAPSHOT_VERSION = 1
 # The doubts of kernels on a CPU, by provenance, where none was learned. On two cores of an Intel Xeon, kernels timed alone were
 # 18 % off what they take in a model, for caches; predictions of held-out ones were 20 % off.
 ON_CPU = {"measured": 0.15, "predicted": 0.2, "estimated": 0.5}
+LEAST_MS = 1e-6  # of a latency: a graph that only renames tensors takes none on a CPU, and ratios need one
 DIGITS = 5  # significant digits that are kept of a number: fewer differ by rounding alone
 MAKE = "hase gate --model … --write FILE"
 _LIST = re.compile(r"\[\n([^\[\]{}]*)\]")  # of numbers and words
@@ -145,7 +146,7 @@ def costs_of(run: PredictedRun) -> RunCosts:
         kernels[name] = KernelCost(model.kernel(key).type, _rounded(model.counts[key]), _rounded(known.gpu_ms),
                                    _rounded(host_ms.get(key, 0.0)), known.provenance, _rounded(math.hypot(doubt, of_card)))
     span = model.batch.latencies.by_host.of_model(model.index)
-    return RunCosts(run.alone_ms, kernels, (_rounded(span.low), _rounded(span.high)))
+    return RunCosts(max(run.alone_ms, LEAST_MS), kernels, (_rounded(span.low), _rounded(span.high)))
 
 
 def _mean_error(span: Span | SheetRange | None) -> float:
