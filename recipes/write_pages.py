@@ -146,6 +146,7 @@ PRINTED = {  # by command: what it prints, the record's module and class
     "inference/predict_model_latency.py --watch": ("an object a line", ("hase.inference.live.watch.WatchLine",)),
     "inference/compare_devices.py": ("one object", ("hase.inference.compare.devices.DeviceComparison",)),
     "inference/compare_models.py": ("one object", ("hase.inference.compare.model_differences.ModelDifference",)),
+    "inference/gate.py": ("one object", ("hase.inference.compare.regressions.GateResult",)),
     "inference/load_curve.py": ("one object", ("hase.inference.sharing.shared_models.LoadCurve",)),
     "inference/pair_latency.py": ("one object, or a list for several ways", ("hase.inference.sharing.shared_models.Pair",)),
     "benchmark/dataset.py": ("one object", ("hase.records.dataset_tables.DatasetCoverage",)),

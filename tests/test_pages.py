@@ -23,7 +23,7 @@ LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 SECTION = re.compile(r"\]\(([^)#:]*)#([^)]+)\)")
 FILE = re.compile(r"(?<![\w/<>.…-])((?:\w+/)+[\w.]+\.(?:py|sh|yaml))\b")
 # options that name what a command writes
-WRITTEN = ("--out", "--raw", "--trace", "--markdown", "--plot", "--csv", "--html", "--output-dir")
+WRITTEN = ("--out", "--raw", "--trace", "--markdown", "--plot", "--csv", "--html", "--output-dir", "--write")
 MADE = {"resnet18.onnx", "resnet18_fp32_b16_224x224.json"}  # by the first phases, as the configs say
 TARGET = "nvidia-h200-cuda-ort1.31-all"
 

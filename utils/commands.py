@@ -29,6 +29,7 @@ class Command:
 COMMANDS = {
     "predict": Command("inference/predict_model_latency", "the latency of models on a device"),
     "compare": Command("inference/compare_models", "why one model takes longer than another"),
+    "gate": Command("inference/gate", "whether a change made a model slower, for CI"),
     "devices": Command("inference/compare_devices", "one model on several devices"),
     "llm": Command("inference/predict_llm", "first and further tokens of a language model"),
     "sharing": Command("inference/sharing_advice", "how several models best share one GPU"),
