@@ -22,6 +22,7 @@ examples:
 hase predict --model resnet50.onnx --on h200
 hase predict --model resnet50.onnx --on l4 --batch 1,8,32 --dtype fp16
 hase devices --model resnet50.onnx --on h200,l4,rtx-4090 --slo-ms 10
+hase gate --baseline main.json --max-regression 5%
 hase doctor
 """
 

@@ -26,7 +26,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 import argparse
 from collections.abc import Iterable, Sequence
 
-from hase.inference.compare.regressions import GateResult, gate_rows, judge, said_of_gate
+from hase.inference.compare.regressions import GateResult, gate_rows, gate_sentence, judge
 from hase.inference.compare.snapshots import (
     ModelSnapshot,
     Snapshot,
@@ -39,7 +39,7 @@ from hase.inference.compare.snapshots import (
 )
 from hase.inference.library.predictor import Predictor
 from hase.inference.prediction.conditions import UNKNOWN, RunMode, given_pace, pace_matters
-from hase.inference.prediction.sources import Question, questions_of
+from hase.inference.prediction.sources import Question, pair_with_sizes
 from hase.utils import cli
 from hase.utils.errors import UserError
 from hase.utils.files import write_text
@@ -48,9 +48,9 @@ from hase.utils.text import cell, markdown_table
 
 log = get_logger("gate")
 EXAMPLES = """
-python inference/gate.py --model resnet18.onnx --dim batch=1,8 --target nvidia-h200 --write main.json  # before the change
+python inference/gate.py --model resnet18.onnx --batch 1,8 --on h200 --write main.json  # before the change
 python inference/gate.py --baseline main.json --max-regression 5%  # after it
-python inference/gate.py --model resnet18.onnx --target nvidia-h200 --baseline main.json --markdown table.md
+python inference/gate.py --model resnet18.onnx --on h200 --baseline main.json --markdown table.md
 """
 
 
@@ -92,7 +92,7 @@ def option_parser() -> argparse.ArgumentParser:
 def questions(args: argparse.Namespace, models: Sequence[Path], baseline: Snapshot | None) -> list[Question]:
     """What to predict: the models and sizes given, else those of the baseline whose files still exist."""
     if models or baseline is None:
-        return questions_of(models, cli.all_sizes(cli.parse_dims(args.dim), args.sizes))
+        return pair_with_sizes(models, cli.all_sizes(cli.parse_dims(args.dim), args.sizes))
     by_file: dict[str, list[dict[str, int]]] = {}
     for model in baseline.models.values():
         by_file.setdefault(model.file, []).append(model.sizes)
@@ -120,7 +120,7 @@ def snapshot_of(predictor: Predictor, asked: Iterable[Question], args: argparse.
 
 def report(args: argparse.Namespace, result: GateResult) -> None:
     """Prints what was found, and writes it as Markdown."""
-    sentences, rows = said_of_gate(result), gate_rows(result)
+    sentences, rows = gate_sentence(result), gate_rows(result)
     page = "\n\n".join([f"**{sentences[0]}**", *sentences[1:], markdown_table([
         {name: value if value is None else cell(value) for name, value in row.items()} for row in rows]),
         f"Predicted by Hase for {result.target}; nothing was run."]) + "\n"

@@ -101,7 +101,7 @@ class Snapshot(Frozen):
 def conditions_of(fitted: Fitted, way: RunMode, static: bool, strict: bool, host_pace: float | None) -> Conditions:
     """The conditions of predictions for a target."""
     folder = fitted.predictors.folder
-    learned = [files.kept_sha256(path) for file in (target_files.PREDICTORS, target_files.COMPOSITION, target_files.HOST)
+    learned = [files.cached_sha256(path) for file in (target_files.PREDICTORS, target_files.COMPOSITION, target_files.HOST)
                if (path := file.path(folder)).is_file()]
     return Conditions(target=fitted.target.name, hase=hase_version(), predictors=files.content_digest(learned)[:16], way=way,
                       static=static, strict=strict, host_pace=host_pace)
@@ -129,7 +129,7 @@ def model_snapshot(run: PredictedRun, file: Path, sizes: Mapping[str, int]) -> M
     """The snapshot of a predicted run."""
     prediction, costs = run.prediction, costs_of(run)
     return ModelSnapshot(
-        file=shown_path(file), sizes=dict(sizes), sha256=files.kept_sha256(file), latency_ms=_rounded(costs.latency_ms),
+        file=shown_path(file), sizes=dict(sizes), sha256=files.cached_sha256(file), latency_ms=_rounded(costs.latency_ms),
         interval_ms=(_rounded(prediction.interval_ms[0]), _rounded(prediction.interval_ms[1])), host_span=costs.host_span,
         peak_memory_mib=_rounded(prediction.peak_memory_mib), rough_estimate=prediction.rough_estimate,
         kernels=dict(costs.kernels))

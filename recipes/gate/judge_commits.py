@@ -39,7 +39,7 @@ from hase.utils.fingerprint import resolve_device
 from hase.utils.lazy import torch, torchvision
 from hase.utils.locks import measuring
 from hase.utils.logger import get_logger, progress
-from hase.utils.processes import each_in_a_process
+from hase.utils.processes import map_in_processes
 from hase.utils.timing import timed, turns
 
 log = get_logger("commits")
@@ -234,7 +234,7 @@ def measure_all(out: Path, models: Path, names: Sequence[str], args: argparse.Na
     models.mkdir(parents=True, exist_ok=True)
     states = {path: (path, COMMITS[name].network, dict(options)) for name, _ in missing
               for path, options in zip(model_paths(models, COMMITS[name]), COMMITS[name][1:], strict=True)}
-    failed = each_in_a_process(partial(write_model, args.side), list(states.values()), args.jobs,
+    failed = map_in_processes(partial(write_model, args.side), list(states.values()), args.jobs,
                                lambda state: f"{state[0].stem}: the exporting process died", "exporting")
     for error in filter(None, failed):
         log.error("%s", error)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx.parser
 import pytest
 import yaml
 from command import printed, run_script
@@ -260,7 +261,8 @@ def test_a_model_of_open_length(tmp_path: Path) -> None:
         model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 20]> g (float[{shape}] x) => (float[{shape}] y) '
                                         "{ y = Sigmoid(x) }")
         onnx.save(model, tmp_path / f"{name}.onnx")
-    models = [text for name in ("tokens", "image") for text in ("--model", tmp_path / f"{name}.onnx", "--rate", 10, "--slo-ms", 50)]
+    models = [text for name in ("tokens", "image")
+              for text in ("--model", tmp_path / f"{name}.onnx", "--rate", 10, "--slo-ms", 50)]
     advice = json.loads(printed(SCRIPT, *models, "--dim", "seq=128", "--on", "h200", "--host-pace", 1, "--json"))
     assert {model["model"] for model in advice["ways"][0]["models"]} == {"tokens", "image"}
-    assert "have a size named sqe" in run_script(SCRIPT, *models, "--dim", "sqe=128", "--on", "h200").stderr
+    assert "has a size named sqe" in run_script(SCRIPT, *models, "--dim", "sqe=128", "--on", "h200").stderr
