@@ -20,13 +20,14 @@ from typing import Any, Literal, NoReturn
 
 from hase.utils import logger
 from hase.utils.cache_folder import cache_folder
-from hase.utils.commands import as_typed, command_line, program
+from hase.utils.commands import as_typed, command_line, command_name, program
 from hase.utils.errors import OpenSizes, UserError, os_error_text, user_can_fix
 from hase.utils.fingerprint import FROM_SHEET
 from hase.utils.lazy import argcomplete, rich
 from hase.utils.locks import wait_for_locks
 from hase.utils.paths import IN_CLONE, ROOT, Workspace, default_root
 from hase.utils.processes import begin_command, report_end, stop_signal
+from hase.utils.project_file import project_words
 from hase.utils.text import cell
 
 EXIT_USAGE = 2
@@ -441,11 +442,19 @@ class Parser(argparse.ArgumentParser):
             argcomplete.autocomplete(self)
         self.given.clear()
         words = list(sys.argv[1:] if args is None else args)
+        if args is None:  # a command line, not a test or a program
+            words = self._project_words(words) + words
         for word in itertools.takewhile(lambda word: word != "--", words):
             name = word.partition("=")[0]
             if re.fullmatch(r"--?[a-zA-Z][\w-]*", name) and name not in self._option_string_actions:
                 self.error(f"unknown option {name}{self._suggestion(name)}")
         return super().parse_known_args(words, namespace)
+
+    def _project_words(self, words: list[str]) -> list[str]:
+        try:
+            return project_words(self, command_name(), words)
+        except UserError as error:
+            self.error(str(error))
 
     def _suggestion(self, name: str) -> str:
         known = [option for option in self._option_string_actions if option.startswith("--")]

@@ -65,6 +65,12 @@ def _installed(text: str, script: str) -> str:
     return f"hase {_NAMES[script]}" if script in _NAMES else f"python -m hase.{script.replace('/', '.')}"
 
 
+def command_name() -> str:
+    """The name of the command that this process runs, as a command of `hase` or as its script in a clone; "" for others."""
+    script = Path(sys.argv[0]).resolve().with_suffix("")
+    return _typed or (_NAMES.get(script.relative_to(ROOT).as_posix(), "") if script.is_relative_to(ROOT) else "")
+
+
 def program() -> str:
     """This process's command without its arguments: `hase predict`, or `predict_model_latency.py` in a clone."""
     return f"hase {_typed}" if _typed else Path(sys.argv[0]).name
