@@ -24,7 +24,7 @@ from hase.records.devices import catalogue
 from hase.utils import cli
 from hase.utils.cache_folder import cache_folder
 from hase.utils.commands import as_typed
-from hase.utils.fingerprint import allowed_cores, cpu_name, gpu_facts, ort_version, package_version
+from hase.utils.fingerprint import allowed_cores, cpu_name, gpu_facts, ort_version
 from hase.utils.lazy import onnxruntime
 from hase.utils.paths import IN_CLONE, SHIPPED, Workspace
 
@@ -32,6 +32,7 @@ EXAMPLES = """
 python inference/doctor.py
 python inference/doctor.py --json
 """
+ORT_PACKAGES = ("onnxruntime", "onnxruntime-gpu")  # both install into the folder onnxruntime
 EXTRAS = {"export": "torch", "plot": "matplotlib", "llm": "onnxruntime_genai", "search": "pyarrow", "ray": "ray",
           "openvino": "openvino", "tvm": "tvm", "stages": "torch_geometric"}  # an extra, and a package that it brings
 
@@ -43,6 +44,14 @@ class Check(NamedTuple):
     state: Literal["ok", "missing", "broken"]
     found: str
     do: str = ""
+
+
+def installed_in(package: str) -> str:
+    """The folder that a package is installed in; "" if it is not."""
+    try:
+        return str(metadata.distribution(package).locate_file(""))
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def machine_checks() -> Iterator[Check]:
@@ -57,8 +66,7 @@ def machine_checks() -> Iterator[Check]:
     if not version:
         yield Check("ONNX Runtime", "broken", "not installed", f"pip install onnxruntime=={supported}.*")
         return
-    both = package_version("onnxruntime") and package_version("onnxruntime-gpu")
-    if both:
+    if len(folders := [folder for name in ORT_PACKAGES if (folder := installed_in(name))]) > len(set(folders)):
         yield Check("ONNX Runtime", "broken", "onnxruntime and onnxruntime-gpu are both installed, in the same folder",
                     "pip uninstall --yes onnxruntime onnxruntime-gpu, and install one of them")
     elif not version.startswith(f"{supported}."):

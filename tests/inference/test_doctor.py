@@ -33,14 +33,15 @@ def test_what_was_learned_here_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("version", "installed", "state", "do"), [
-    ("1.31.1", {"onnxruntime": "1.31.1"}, "ok", ""),
+    ("1.31.1", {"onnxruntime": "here"}, "ok", ""),
+    ("1.31.1", {"onnxruntime": "here", "onnxruntime-gpu": "before it on the path"}, "ok", ""),
     ("", {}, "broken", "pip install onnxruntime==1.31.*"),
-    ("1.30.0", {"onnxruntime": "1.30.0"}, "broken", "pip install onnxruntime==1.31.*, or predict with --force"),
-    ("1.31.1", {"onnxruntime": "1.31.1", "onnxruntime-gpu": "1.31.1"}, "broken",
+    ("1.30.0", {"onnxruntime": "here"}, "broken", "pip install onnxruntime==1.31.*, or predict with --force"),
+    ("1.31.1", {"onnxruntime": "here", "onnxruntime-gpu": "here"}, "broken",
      "pip uninstall --yes onnxruntime onnxruntime-gpu, and install one of them")])
 def test_the_wrong_onnx_runtime(monkeypatch: pytest.MonkeyPatch, version: str, installed: dict[str, str], state: str,
                                 do: str) -> None:
     monkeypatch.setattr(doctor, "ort_version", lambda: version)
-    monkeypatch.setattr(doctor, "package_version", lambda name: installed.get(name, ""))
+    monkeypatch.setattr(doctor, "installed_in", lambda name: installed.get(name, ""))
     check = next(check for check in machine_checks() if check.what == "ONNX Runtime")
     assert (check.state, check.do) == (state, do)
