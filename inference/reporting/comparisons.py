@@ -46,6 +46,7 @@ def device_chart(rows: Sequence[Mapping[str, Any]], limit_ms: float | None) -> C
     """
     batches = sorted({row["batch"] for row in rows if row["batch"]})
     across = COST if any(COST in row for row in rows) else "batch" if len(batches) > 1 else "items/s"
+    turns = across == COST and len(batches) > 1  # a larger batch may cost more or less
     series = []
     for device in dict.fromkeys(row["device"] for row in rows):
         points = sorted((row for row in rows if row["device"] == device and row.get(across)), key=lambda row: row["batch"])
@@ -54,10 +55,10 @@ def device_chart(rows: Sequence[Mapping[str, Any]], limit_ms: float | None) -> C
             series.append(ChartSeries(device, x, y, low, high, [f"{device}, batch {row['batch']}" for row in points],
                                  line=len(points) > 1, dash="" if points[0]["from"] == MEASURED else "dashed",
                                  marked=[index for index, row in enumerate(points) if row["fits"] == "no"],
-                                 beside=[str(row["batch"]) for row in points] if across == COST and len(batches) > 1 else []))
+                                 beside=[str(row["batch"]) for row in points] if turns else [], whiskers=turns))
     title, axis = {COST: ("Latency against cost", "cost of a million items"), "batch": ("Latency over the batch", "batch")}.get(
         across, ("Latency against throughput", across))
-    return Chart(f"{title}, with its interval" + ("; numbers at points are batches" if series and series[0].beside else ""),
+    return Chart(f"{title}, with its interval" + "; numbers at points are batches" * turns,
                  ChartAxis(axis, log=True), axis_for("ms", [y for one in series for y in one.y]), series,
                  [Limit(f"{limit_ms:g} ms", limit_ms)] if limit_ms else [], batches if across == "batch" else [])
 

@@ -189,7 +189,8 @@ def _batch_charts(answers: Sequence[Answer], best: Sequence[BestBatches], limit:
                  for size, energy in zip(sizes, (answers[index].energy for index in choice.places), strict=True)
                  if energy and energy.energy_per_item_j is not None and energy.item_interval_j]
         if items:
-            energies.append(ChartSeries(name, *zip(*items, strict=True)))
+            known, joules, least, most = zip(*items, strict=True)
+            energies.append(ChartSeries(name, known, joules, least, most))
     log = len(batches) > 2 and batches[-1] > 4 * max(batches[0], 1)
     batch_axis = ChartAxis("batch", log)
     charts: list[Piece] = [
@@ -212,9 +213,8 @@ def _ranked(answers: Sequence[Answer], limit: Limit | None) -> list[Piece]:
         low, high = (end * value / prediction.latency_ms for end in prediction.interval_ms)
         bars.append(Bar(_label(answer), value, low, high, "a rough estimate" if prediction.rough_estimate else ""))
         if energy := answer.energy:
-            part = value / prediction.latency_ms
-            energies.append(Bar(_label(answer), *(part * joules for joules in (energy.energy_j, *energy.interval_j)),
-                                note="a rough estimate" if energy.rough_estimate else ""))
+            joules, least, most = (value / prediction.latency_ms * end for end in (energy.energy_j, *energy.interval_j))
+            energies.append(Bar(_label(answer), joules, least, most, "a rough estimate" if energy.rough_estimate else ""))
     of = " per item" if per_item else ""
     return [Bars(f"Latency{of}, with its interval", axis_for(f"ms{of}", [bar.value for bar in bars]), bars,
                  None if per_item else limit),

@@ -151,13 +151,13 @@ def _series_parts(series: ChartSeries, colour: str, frame: _Frame) -> Iterator[s
     points = [frame.at(x, y) for x, y in zip(series.x, series.y, strict=True)]
     lows, highs = ([frame.at(x, y) for x, y in zip(series.x, ends, strict=False)] for ends in (series.low, series.high))
     if series.line:
-        if lows:
+        if lows and not series.whiskers:
             yield f'<polygon points="{_points([*lows, *reversed(highs)])}" fill="{colour}" fill-opacity="0.15"/>'
         yield f'<polyline points="{_points(points)}" fill="none" stroke="{colour}" stroke-width="2"{DASHES[series.dash]}/>'
-    else:
+    if series.whiskers or not series.line:
         whiskers = "".join(f"M{x:.1f} {low:.1f}V{high:.1f}" for (x, low), (_, high) in zip(lows, highs, strict=True))
         yield f'<path d="{whiskers}" stroke="{colour}" fill="none"/>'
-        if len(points) > MOST_NAMED and not series.marked:
+        if len(points) > MOST_NAMED and not series.marked and not series.line:
             dots = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in points)
             yield f'<path d="{dots}" stroke="{colour}" stroke-width="7" stroke-linecap="round" stroke-opacity="0.7"/>'
             return
@@ -241,7 +241,7 @@ def _draw(chart: Chart, axes: Axes) -> None:
 def _draw_series(series: ChartSeries, axes: Axes, colour: str) -> None:
     axes.plot(series.x, series.y, STYLES[series.dash] if series.line else "", marker="o", markersize=4, color=colour,
               label=series.name)
-    if series.low and series.line:
+    if series.low and series.line and not series.whiskers:
         axes.fill_between(series.x, series.low, series.high, color=colour, alpha=0.15, linewidth=0)
     elif series.low:
         axes.vlines(series.x, series.low, series.high, color=colour, linewidth=1)

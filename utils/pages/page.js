@@ -42,7 +42,7 @@
     plot.series.forEach((one, number) => {
       const paint = numbered(number % 6), marked = new Set(one.marked);
       const points = one.x.map((at, place) => ({ value: [at, one.y[place]], symbol: marked.has(place) ? "path://M0 0L10 10M10 0L0 10" : "circle" }));
-      if (one.low.length && one.line) {
+      if (one.low.length && one.line && !one.whiskers) {
         series.push({ type: "custom", silent: true, data: [0], clip: true, z: 1, renderItem: (_, api) => ({ type: "polygon", style: { fill: clear(paint, 0.15) },
           shape: { points: [...one.x.map((at, place) => api.coord([at, one.low[place]])), ...one.x.map((at, place) => api.coord([at, one.high[place]])).reverse()] } }) });
       } else if (one.low.length) {

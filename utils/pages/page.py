@@ -97,12 +97,13 @@ class ChartSeries(NamedTuple):
     """Points of a chart that belong together.
 
     Attributes:
-        low, high: intervals of `y`, drawn as a band or as whiskers; empty if unknown.
+        low, high: intervals of `y`, drawn as a band on a line, else as whiskers; empty if unknown.
         labels: of the points, shown under the pointer.
         line: whether a line joins the points.
         dash: "", "dashed" or "dotted".
         marked: indices of points drawn as crosses.
         beside: words drawn beside the points; empty for none.
+        whiskers: whether a line has whiskers too, as one that turns back needs.
     """
 
     name: str
@@ -115,6 +116,7 @@ class ChartSeries(NamedTuple):
     dash: str = ""
     marked: Sequence[int] = ()
     beside: Sequence[str] = ()
+    whiskers: bool = False
 
 
 class Limit(NamedTuple):

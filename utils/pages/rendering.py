@@ -50,7 +50,7 @@ FIELD = "display:inline-block;vertical-align:top;margin:6px 22px 0 0"
 DOUBT = "#b7791f"  # readable on white and on black
 CARD_NOTES = 3  # notes that a card shows
 SHOWN_WARNINGS = 3  # of a page; the others are folded
-BREAKS = re.compile(r"(?<=[,_/])(?=\w)|(?=@)")  # where a long name may continue on the next line
+BREAKS = re.compile(r"(--[a-z][\w-]*)|(?<=[,_/])(?=\w)|(?=@)")  # where a long name may go on in the next line; options stay whole
 CELL = "padding:2px 10px;text-align:{};white-space:nowrap"
 
 
@@ -73,7 +73,8 @@ def page_html(page: Page, command: str, made: datetime) -> str:
 
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(FOLDER), autoescape=True, trim_blocks=True,
                                      lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    environment.filters |= {"cell": page_cell, "name_parts": BREAKS.split, "alike": grouped_warnings, "bar": bar_percent,
+    environment.filters |= {"cell": page_cell, "alike": grouped_warnings, "bar": bar_percent,
+                            "name_parts": lambda text: [part for part in BREAKS.split(text) if part],
                             "colour": lambda name: colour_of(str(name), page.colours)}
     environment.globals |= {"plot_index": plot_index, "plot_svg": chart_svg, "piece_kind": piece_kind,
                             "interval": interval_positions, "shades": grid_shades}
