@@ -161,7 +161,7 @@ def _series_parts(series: ChartSeries, colour: str, frame: _Frame) -> Iterator[s
             dots = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in points)
             yield f'<path d="{dots}" stroke="{colour}" stroke-width="7" stroke-linecap="round" stroke-opacity="0.7"/>'
             return
-    yield from (_text(x, y - 8, words, "middle", MUTED, 11) for (x, y), words in zip(points, series.beside, strict=False))
+    yield from (_text(x + 6, y - 2, words, colour=MUTED, size=11) for (x, y), words in zip(points, series.beside, strict=False))
     labels = series.labels or [series.name] * len(points)
     for index, ((x, y), label) in enumerate(zip(points, labels, strict=True)):
         title = f"<title>{escape(label)}: {series.y[index]:.4g}</title>"
@@ -246,7 +246,7 @@ def _draw_series(series: ChartSeries, axes: Axes, colour: str) -> None:
     elif series.low:
         axes.vlines(series.x, series.low, series.high, color=colour, linewidth=1)
     for x, y, words in zip(series.x, series.y, series.beside, strict=False):
-        axes.annotate(words, (x, y), xytext=(0, 5), textcoords="offset points", ha="center", fontsize=7, color=MUTED)
+        axes.annotate(words, (x, y), xytext=(4, 1), textcoords="offset points", fontsize=7, color=MUTED)
     axes.plot([series.x[index] for index in series.marked], [series.y[index] for index in series.marked], "x", color=INK,
               markersize=9, zorder=4)
 

@@ -50,7 +50,7 @@ FIELD = "display:inline-block;vertical-align:top;margin:6px 22px 0 0"
 DOUBT = "#b7791f"  # readable on white and on black
 CARD_NOTES = 3  # notes that a card shows
 SHOWN_WARNINGS = 3  # of a page; the others are folded
-BREAKS = re.compile(r"(--[a-z][\w-]*)|(?<=[,_/])(?=\w)|(?=@)")  # where a long name may go on in the next line; options stay whole
+BREAKS = re.compile(r"(--[a-z][\w-]*)|(?<=[,_/])(?=\w)|(?=@)")  # where a long name may go on in the next line
 CELL = "padding:2px 10px;text-align:{};white-space:nowrap"
 
 
