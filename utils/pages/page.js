@@ -51,7 +51,7 @@
       }
       series.push({ type: one.line ? "line" : "scatter", name: one.name, id: `s${number}`, data: points, symbol: "circle", symbolSize: one.line ? 6 : one.x.length > 300 ? 5 : 8, showSymbol: one.x.length <= 40, z: 3,
                     color: paint, lineStyle: { width: 2, type: one.dash || "solid" }, labelLayout: { hideOverlap: true },
-                    label: { show: one.beside.length > 0, formatter: (mark) => one.beside[mark.dataIndex], color: colour("muted"), fontSize: 11.5, position: "right" }, itemStyle: one.line ? {} : { opacity: 0.8, borderColor: colour("ground"), borderWidth: 1 },
+                    label: { show: one.beside.length > 0, formatter: (mark) => one.beside[mark.dataIndex], color: colour("muted"), fontSize: 11.5, position: "right", offset: [0, -6] }, itemStyle: one.line ? {} : { opacity: 0.8, borderColor: colour("ground"), borderWidth: 1 },
                     ...(number === 0 && plot.limits.length ? { markLine: { silent: true, symbol: "none", data: plot.limits.map(limit), lineStyle: { color: colour("bad"), width: 1.2, type: "dashed" },
                       label: { formatter: (mark) => mark.name, color: colour("bad"), fontSize: 12, backgroundColor: clear(colour("ground"), 0.8), padding: [1, 4] } } } : {}) });
     });
