@@ -410,7 +410,7 @@ def timeline(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = None
     end after the run, all of its times are shorter by the same factor. Arguments as for `pipeline_ms`.
     """
     times, working = host_times(tracks, costs, off_gpu), tracks.launches > 0
-    host_begins = np.concatenate([[costs.start_ms], times.goes_on[:-1]])
+    host_begins = np.concatenate([[costs.start_ms], times.goes_on])[:-1]
     ready, work = gpu_work(tracks, costs, times.dispatched)
     left, begins = _remaining_work(work), np.maximum(ready, np.repeat(host_begins[working], 2))
     run_ends = max(times.goes_on.max(initial=costs.start_ms), (ready + left).max(initial=0.0))
