@@ -126,7 +126,7 @@ def test_the_timeline_draws_work_shorter_rather_than_before_its_dispatch() -> No
     first, second = timeline(tracks, costs)
     assert first.gpu == pytest.approx((0.008, 0.008 + shorter))
     assert second.gpu == pytest.approx((0.008 + 1.001 * shorter, pipeline_ms(tracks, costs) - 0.001 * shorter))
-    assert timeline(Tracks(*(values[:0] for values in tracks)), costs) == []
+    assert timeline(Tracks(tracks.gpu_ms[:0], tracks.launches[:0], tracks.kinds[:0]), costs) == []
 
 
 @pytest.mark.parametrize("scale", [0.0001, 0.01, 1.0])
