@@ -405,34 +405,35 @@ class NodeSpan(NamedTuple):
 def timeline(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = None) -> list[NodeSpan]:
     """The two tracks node by node. `pipeline_ms` is the end of the later one (with its last gap) plus costs.end_ms.
 
-    If the fitted lead is longer than the first dispatch, the GPU's track begins before 0, as in that formula. Arguments as for
-    `pipeline_ms`.
+    The GPU begins a node's work no earlier than the host begins its dispatch. `costs.lead_ms` alone could place it even before
+    the run: it is fitted to whole runs, and also compensates GPU times that are too long. If the GPU's work would then
+    end after the run, all of its times are shorter by the same factor. Arguments as for `pipeline_ms`.
     """
-    spans, host, gpu = [], costs.start_ms, -np.inf
-    times = host_times(tracks, costs, off_gpu)
-    ready, parts = (column.reshape(-1, 2).tolist() for column in gpu_work(tracks, costs, times.dispatched))
-    launches_of_nodes = zip(ready, parts, strict=True)
-    for goes_on, count in zip(times.goes_on.tolist(), tracks.launches, strict=True):
-        work = None
+    times, working = host_times(tracks, costs, off_gpu), tracks.launches > 0
+    host_begins = np.concatenate([[costs.start_ms], times.goes_on])[:-1]
+    ready, work = gpu_work(tracks, costs, times.dispatched)
+    left, begins = _remaining_work(work), np.maximum(ready, np.repeat(host_begins[working], 2))
+    run_ends = max(times.goes_on.max(initial=costs.start_ms), (ready + left).max(initial=0.0))
+    shorter = ((run_ends - begins)[left > 0] / left[left > 0]).min(initial=1.0)
+    spans, gpu = [], -np.inf
+    launches_of_nodes = zip(begins.reshape(-1, 2).tolist(), (shorter * work).reshape(-1, 2).tolist(), strict=True)
+    for host_begin, goes_on, count in zip(host_begins.tolist(), times.goes_on.tolist(), tracks.launches.tolist(), strict=True):
+        on_gpu = None
         if count > 0:
             (first, last), (others_ms, last_ms) = next(launches_of_nodes)
-            begins = max(gpu, first)
-            gpu = max(begins + others_ms, last) + last_ms
-            work = begins, gpu - costs.gap_ms * min(float(count), 1.0)
-        spans.append(NodeSpan((host, goes_on), work))
-        host = goes_on
+            begin = max(gpu, first)
+            gpu = max(begin + others_ms, last) + last_ms
+            on_gpu = begin, gpu - shorter * costs.gap_ms * min(count, 1.0)
+        spans.append(NodeSpan((host_begin, goes_on), on_gpu))
     return spans
 
 
 def chrome_trace(names: Sequence[str], spans: Sequence[NodeSpan]) -> dict[str, Any]:
-    """A timeline in Chrome's trace-event format (see records/traces.py): one track for the host, one for the GPU.
-
-    Time 0 is the start of the run, or of the earliest span if that is before it.
+    """A timeline in Chrome's trace-event format (see records/traces.py): one track for the host, one for the GPU. Time 0 is the
+    start of the run.
     """
-    earliest = min([0.0, *(when[0] for span in spans for when in span if when is not None)])
-
     def track(index: int) -> list[TraceSpan]:
-        return [TraceSpan(name, 1000 * (when[0] - earliest), 1000 * (when[1] - when[0]))
+        return [TraceSpan(name, 1000 * when[0], 1000 * (when[1] - when[0]))
                 for name, span in zip(names, spans, strict=True) if (when := span[index]) is not None]
 
     return document(process_events(1, PREDICTED, {"host": track(0), "GPU": track(1)}))

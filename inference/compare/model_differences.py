@@ -239,9 +239,11 @@ def _compared_model(run: PredictedRun, file: str) -> ComparedModel:
         rough_estimate=prediction.rough_estimate)
 
 
-def difference_sentences(difference: ModelDifference) -> list[str]:
-    """Describes a difference in sentences: which model is faster, how certain that is, the main cause, and further notes."""
-    a, b, whole_ms = difference.a, difference.b, difference.difference_ms
+def difference_sentences(difference: ModelDifference, names: tuple[str, str] = ("A", "B")) -> list[str]:
+    """Describes a difference in sentences: which model is faster, how certain that is, the main cause, and further notes.
+    `names`: of both models in the sentences after the first.
+    """
+    (name_a, name_b), a, b, whole_ms = names, difference.a, difference.b, difference.difference_ms
     if not whole_ms:
         return [f"A = {a.model}, B = {b.model}: both take {a.latency_ms:.4g} ms"]
     lines = [f"A = {a.model}, B = {b.model}: B takes {abs(whole_ms):.4g} ms {'longer' if whole_ms > 0 else 'less'} than A "
@@ -254,13 +256,14 @@ def difference_sentences(difference: ModelDifference) -> list[str]:
     lines.append("where that comes from: " + ", ".join(f"{name} {part_ms:+.3g} ms ({100 * part_ms / whole_ms:.0f} %)"
                                                        for name, part_ms in largest if part_ms))
     if a.gpu_busy_share is not None and b.gpu_busy_share is not None:
-        busy = f"the GPU works for {100 * a.gpu_busy_share:.0f} % of A's run and {100 * b.gpu_busy_share:.0f} % of B's"
+        busy = (f"the GPU works for {100 * a.gpu_busy_share:.0f} % of {name_a}'s run and {100 * b.gpu_busy_share:.0f} % of "
+                f"{name_b}'s")
         lines.append(busy if difference.cuda_graph else
                      f"{busy}; else it waits for the host, which dispatches {a.nodes:g} and {b.nodes:g} nodes")
     if a.batch != b.batch:
         per_item = f"; per item they are {a.latency_ms / a.batch:.4g} and {b.latency_ms / b.batch:.4g} ms" if (
             a.batch and b.batch) else ""
-        lines.append(f"A is at batch {a.batch} and B at {b.batch}: times are of whole runs{per_item}")
-    if rough := [name for name, one in (("A", a), ("B", b)) if one.rough_estimate]:
+        lines.append(f"{name_a} is at batch {a.batch} and {name_b} at {b.batch}: times are of whole runs{per_item}")
+    if rough := [name for name, one in zip(names, (a, b), strict=True) if one.rough_estimate]:
         lines.append(f"a rough estimate: {' and '.join(rough)}")
     return lines

@@ -40,21 +40,27 @@ WITH_BAND = "p95"  # only this line gets its interval drawn: four bands would ov
 
 
 def device_chart(rows: Sequence[Mapping[str, Any]], limit_ms: float | None) -> Chart:
-    """Latency with its interval against the cost of a million items, or against throughput if there are no prices. Dashed lines
-    are cards that were never measured; crosses do not fit in memory.
+    """Latency with its interval against the cost of a million items; without prices over the batch, or against throughput if
+    there is one batch. Lines join the batches of a device in order. Dashed lines are cards that were never measured; crosses
+    do not fit in memory.
     """
-    across = COST if any(COST in row for row in rows) else "items/s"
+    batches = sorted({row["batch"] for row in rows if row["batch"]})
+    across = COST if any(COST in row for row in rows) else "batch" if len(batches) > 1 else "items/s"
+    turns = across == COST and len(batches) > 1  # a larger batch may cost more or less
     series = []
     for device in dict.fromkeys(row["device"] for row in rows):
-        points = sorted((row for row in rows if row["device"] == device and row.get(across)), key=lambda row: row[across])
+        points = sorted((row for row in rows if row["device"] == device and row.get(across)), key=lambda row: row["batch"])
         if points:
             x, y, low, high = ([row[name] for row in points] for name in (across, "latency (ms)", "low (ms)", "high (ms)"))
             series.append(ChartSeries(device, x, y, low, high, [f"{device}, batch {row['batch']}" for row in points],
                                  line=len(points) > 1, dash="" if points[0]["from"] == MEASURED else "dashed",
-                                 marked=[index for index, row in enumerate(points) if row["fits"] == "no"]))
-    return Chart("Latency, with its interval", ChartAxis("cost of a million items" if across == COST else across, log=True),
-                 axis_for("ms", [y for one in series for y in one.y]), series,
-                 [Limit(f"{limit_ms:g} ms", limit_ms)] if limit_ms else [])
+                                 marked=[index for index, row in enumerate(points) if row["fits"] == "no"],
+                                 beside=[str(row["batch"]) for row in points] if turns else [], whiskers=turns))
+    title, axis = {COST: ("Latency against cost", "cost of a million items"), "batch": ("Latency over the batch", "batch")}.get(
+        across, ("Latency against throughput", across))
+    return Chart(f"{title}, with its interval" + "; numbers at points are batches" * turns,
+                 ChartAxis(axis, log=True), axis_for("ms", [y for one in series for y in one.y]), series,
+                 [Limit(f"{limit_ms:g} ms", limit_ms)] if limit_ms else [], batches if across == "batch" else [])
 
 
 def devices_page(model: Path, rows: Sequence[Mapping[str, Any]], devices: Mapping[str, Fitted],
@@ -64,7 +70,7 @@ def devices_page(model: Path, rows: Sequence[Mapping[str, Any]], devices: Mappin
     cost = f", for {cell(first[COST])} a million items" if COST in first else ""
     answer = (f"{model.stem}: {first['device']} is {'cheapest' if cost else 'fastest'} of {len(devices)}, with "
               f"{first['latency (ms)']:.4g} ms at batch {first['batch']}{cost}.")
-    sentences = [f"Nine of ten such predictions lie between {first['low (ms)']:.4g} and {first['high (ms)']:.4g} ms."]
+    sentences = [f"In nine of ten such cases the latency lies between {first['low (ms)']:.4g} and {first['high (ms)']:.4g} ms."]
     if rest and first["device"] != rest[0]["device"] and rest[0]["low (ms)"] < first["high (ms)"]:
         sentences.append(f"Its interval overlaps that of the next, {rest[0]['device']}, so which is faster is not sure.")
     unmeasured = [name for name in devices if any(row["device"] == name and row["from"] != MEASURED for row in rows)]
@@ -110,19 +116,25 @@ def difference_page(difference: ModelDifference, runs: Sequence[PredictedRun], f
                     warned: Mapping[str, Sequence[str]]) -> Page:
     """The page of two models A and B; `warned` maps each warning to the models that it concerns."""
     a, b = difference.a, difference.b
-    names = f"A = {a.model}, B = {b.model}"
-    answer, *sentences = (sentence(line.removeprefix(f"{names}: ")) for line in difference_sentences(difference))
+    names = next(pair for pair in ((files[0].stem, files[1].stem), (a.model, b.model), ("A", "B")) if pair[0] != pair[1])
+    more_ms = abs(difference.difference_ms)
+    answer = (f"{names[1]} takes {b.latency_ms:.4g} ms, " + (
+        f"{more_ms:.4g} ms {'longer' if difference.difference_ms > 0 else 'less'} than {names[0]}." if more_ms else
+        f"as long as {names[0]}."))
+    unsure = ["Their intervals overlap, so which is faster is not sure."] if more_ms and difference.intervals_overlap else []
+    sentences = [*unsure, *map(sentence, difference_sentences(difference, names)[1:])]
     rows = difference_rows(difference)
-    latencies = [Bar(f"{name}: {one.model}", one.latency_ms, *one.interval_ms, "a rough estimate" if one.rough_estimate else "")
-                 for name, one in (("A", a), ("B", b))]
+    latencies = [Bar(one.model, one.latency_ms, *one.interval_ms, "a rough estimate" if one.rough_estimate else "")
+                 for one in (a, b)]
     shift = [Bar(row["operator"], row["B - A (ms)"], note=row["what explains it"]) for row in rows if row["B - A (ms)"]]
     return Page(
-        "Two models compared", f"{a.model} and {b.model}", answer, [f"{names}.", *sentences],
+        "Two models compared", f"{a.model} and {b.model}", answer, sentences,
         [_fact("A", a), _fact("B", b), _ratio(difference)],
         [PageSection("Latency, with its interval", [Bars("Latency", axis_for("ms", [a.latency_ms, b.latency_ms]), latencies)]),
-         PageSection("Operator by operator", [Bars("How much longer B takes", ChartAxis("ms", zero=True), shift[:12]),
+         PageSection("Operator by operator", [Bars(f"How much longer {names[1]} takes", ChartAxis("ms", zero=True), shift[:12]),
                                           PageTable(rows, "All of the difference", most=30)],
-                 "The rows add up to the difference of the latencies. A negative number means that B takes less."),
+                 f"A = {a.model}, B = {b.model}. The rows add up to the difference of the latencies. A negative number means "
+                 "that B takes less."),
          *(folded_run(f"{name}: {one.model}", run, file)
            for name, one, run, file in zip("AB", (a, b), runs, files, strict=True))],
         about(warned, 2),

@@ -65,8 +65,9 @@ def warned_requests(answers: Sequence[LlmPrediction]) -> dict[str, list[str]]:
 
 
 def sweep_charts(answers: Sequence[LlmPrediction]) -> list[Chart]:
-    """Time to first token, time per token and tokens per second over the batch, a line for each length of the prompt; over the
-    prompt if there is only one batch. Lines mark objectives; crosses mark requests that do not fit in memory."""
+    """Time to first token, time per token, tokens per second and energy of a token over the batch, a line for each length of
+    the prompt; over the prompt if there is only one batch. Lines mark objectives; crosses mark requests that do not fit.
+    """
     over, by = ("batch", "prompt") if len({answer.batch for answer in answers}) > 1 else ("prompt", "batch")
     lines = sorted({getattr(answer, by) for answer in answers})
     by_line = {line: sorted((answer for answer in answers if getattr(answer, by) == line),
@@ -88,7 +89,9 @@ def sweep_charts(answers: Sequence[LlmPrediction]) -> list[Chart]:
 
     charts = (chart("Time to first token", "ms", lambda answer: _with_ends(answer.ttft), "ttft"),
               chart("Mean time per further token", "ms", lambda answer: _with_ends(answer.tpot), "tpot"),
-              chart("Tokens per second of the device", "tokens/s", _rate_with_ends))
+              chart("Tokens per second of the device", "tokens/s", _rate_with_ends),
+              chart("Energy of a token", "J", lambda answer: (
+                  answer.energy.token_j, *answer.energy.token_interval_j) if answer.energy else None))
     return [one for one in charts if one]
 
 
@@ -141,7 +144,7 @@ def _headline(answer: LlmPrediction, device: str) -> str:
 
 def _sentences(answer: LlmPrediction) -> str:
     lines = [f"That is for {answer.batch} prompt{'s' if answer.batch > 1 else ''} of {answer.prompt} tokens and "
-             f"{answer.generate} tokens generated for each. Nine of ten such predictions of the first token lie between "
+             f"{answer.generate} tokens generated for each. In nine of ten such cases the time to the first token lies between "
              f"{answer.ttft.between} ms.",
              *(sentence(verdict(answer, objective)) for objective in answer.objectives)]
     if answer.rough_estimate:

@@ -95,7 +95,7 @@ def _headline(answer: Answer, device: str) -> str:
 def _sentences(answer: Answer) -> list[str]:
     prediction, slo = answer.prediction, answer.slo
     low, high = prediction.interval_ms
-    lines = [f"Nine of ten such predictions lie between {low:.4g} and {high:.4g} ms."]
+    lines = [f"In nine of ten such cases the latency lies between {low:.4g} and {high:.4g} ms."]
     if slo:
         lines.append(f"That its {slo_statistic(prediction, slo)} keeps to {slo.limit_ms:g} ms is {chance_text(slo.chance)}.")
     if prediction.rough_estimate:
@@ -168,13 +168,13 @@ def _comparison(answers: Sequence[Answer], best: Sequence[BestBatches]) -> PageS
             for answer in answers]
     limit = Limit(f"{answers[0].slo.limit_ms:g} ms", answers[0].slo.limit_ms) if answers[0].slo else None
     by_batch = best and sum(len(choice.indices) for choice in best) == len(answers) and len(best) <= COLOURS
-    pieces: list[Piece] = _batch_charts(answers, best, limit) if by_batch else [_ranked(answers, limit)]
+    pieces: list[Piece] = _batch_charts(answers, best, limit) if by_batch else _ranked(answers, limit)
     return PageSection("Batches" if by_batch else "Side by side", [*pieces, PageTable(rows, "All answers", most=30)])
 
 
 def _batch_charts(answers: Sequence[Answer], best: Sequence[BestBatches], limit: Limit | None) -> list[Piece]:
-    """Latency and throughput over the batch, a line for each model."""
-    latencies, rates = list[ChartSeries](), list[ChartSeries]()
+    """Latency, throughput and, if asked for, energy of an item over the batch, a line for each model."""
+    latencies, rates, energies = list[ChartSeries](), list[ChartSeries](), list[ChartSeries]()
     batches = sorted({answer.prediction.batch or 0 for answer in answers})
     for choice in best:
         predictions = [answers[index].prediction for index in choice.indices]
@@ -185,24 +185,41 @@ def _batch_charts(answers: Sequence[Answer], best: Sequence[BestBatches], limit:
         slowest, fastest = ([1e3 * size / end for size, end in zip(sizes, ends, strict=True)] for ends in (highs, lows))
         rates.append(ChartSeries(name, sizes, [one.items_per_second or 0.0 for one in predictions], slowest, fastest,
                                  marked=marked))
+        items = [(size, energy.energy_per_item_j, *energy.item_interval_j)
+                 for size, energy in zip(sizes, (answers[index].energy for index in choice.places), strict=True)
+                 if energy and energy.energy_per_item_j is not None and energy.item_interval_j]
+        if items:
+            known, joules, least, most = zip(*items, strict=True)
+            energies.append(ChartSeries(name, known, joules, least, most))
     log = len(batches) > 2 and batches[-1] > 4 * max(batches[0], 1)
     batch_axis = ChartAxis("batch", log)
-    return [Chart("Latency, with its interval", batch_axis, axis_for("ms", [y for one in latencies for y in one.y]), latencies,
-                  [limit] if limit else [], batches),
-            Chart("Throughput, with its interval", batch_axis, ChartAxis("items/s", zero=True), rates, [], batches)]
+    charts: list[Piece] = [
+        Chart("Latency, with its interval", batch_axis, axis_for("ms", [y for one in latencies for y in one.y]), latencies,
+              [limit] if limit else [], batches),
+        Chart("Throughput, with its interval", batch_axis, ChartAxis("items/s", zero=True), rates, [], batches)]
+    if energies:
+        charts.append(Chart("Energy of an item, with its interval", batch_axis,
+                            axis_for("J", [y for one in energies for y in one.y]), energies, [], batches))
+    return charts
 
 
-def _ranked(answers: Sequence[Answer], limit: Limit | None) -> Bars:
-    """A bar for each answer; with latencies per item if batches differ."""
+def _ranked(answers: Sequence[Answer], limit: Limit | None) -> list[Piece]:
+    """Bars of latency and, if asked for, energy, one for each answer; per item if batches differ."""
     per_item = ranked_per_item([answer.prediction for answer in answers])
-    bars = []
+    bars, energies = list[Bar](), list[Bar]()
     for answer in answers:
         prediction = answer.prediction
         value = compared_ms(prediction, per_item)
         low, high = (end * value / prediction.latency_ms for end in prediction.interval_ms)
         bars.append(Bar(_label(answer), value, low, high, "a rough estimate" if prediction.rough_estimate else ""))
-    return Bars("Latency per item" if per_item else "Latency", axis_for("ms per item" if per_item else "ms",
-                [bar.value for bar in bars]), bars, None if per_item else limit)
+        if energy := answer.energy:
+            joules, least, most = (value / prediction.latency_ms * end for end in (energy.energy_j, *energy.interval_j))
+            energies.append(Bar(_label(answer), joules, least, most, "a rough estimate" if energy.rough_estimate else ""))
+    of = " per item" if per_item else ""
+    return [Bars(f"Latency{of}, with its interval", axis_for(f"ms{of}", [bar.value for bar in bars]), bars,
+                 None if per_item else limit),
+            *([Bars(f"Energy{of or ' of a run'}, with its interval", axis_for(f"J{of}", [bar.value for bar in energies]),
+                    energies)] if energies else [])]
 
 
 def basis_of(answers: Sequence[Answer]) -> dict[str, str]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 MOST_SPANS = 8000  # in a timeline, so that a page stays below 2 MB
 SCOPES = "pkg.torch.onnx.name_scopes"
+LEAST_DRAWN = 0.995  # of the GPU's times; if they are drawn shorter, a page says so
 LEAST_SHARE = 0.0005  # of the whole run; smaller parts of a layer are grouped
 
 
@@ -92,6 +93,13 @@ def run_over_time(run: PredictedRun) -> tuple[Timeline, str]:
         busy = gpu_ms / run.alone_ms if run.alone_ms else 0.0
         text = (f"The host launches node after node, and the GPU works through them: it is busy for {min(busy, 1):.0%} of the "
                 "run. Where it pauses, it waits for the host.")
+        times = [(end - begin, gpu_ms) for (_, when), gpu_ms, launches in zip(
+            spans, run.run.tracks.gpu_ms.tolist(), run.run.tracks.launches, strict=True)
+            if when and launches == 1 for begin, end in [when]]  # more launches have pauses between them
+        drawn_ms, known_ms = sum(drawn for drawn, _ in times), sum(known for _, known in times)
+        if drawn_ms < LEAST_DRAWN * known_ms:
+            text += (f" GPU times are drawn {1 - drawn_ms / known_ms:.1%} shorter than in the tables, so that the run ends "
+                     "with the predicted latency.")
     if len(nodes) > MOST_SPANS:
         text += f" The first {MOST_SPANS} of {len(nodes)} nodes are shown."
     return Timeline("Host and GPU" if run.run.costs else "Kernels", tracks), text
@@ -101,11 +109,14 @@ def time_by_layer(run: PredictedRun, file: Path) -> tuple[TreeMapPart, bool]:
     """The time of a run's kernels (ms) by layer, or by operator if the model has no layers; and whether it has."""
     record, scopes = run.run.record, _scopes(file)
     paths = [_layers_of_node(node, record.kernel_of(node).op_type, scopes) for node in record.nodes]
-    layered = len({path[0] for path in paths if len(path) > 1}) > 1
+    deep = [path for path in paths if len(path) > 1]
+    common = next((depth for depth, parts in enumerate(zip(*deep, strict=False)) if len(set(parts)) > 1),
+                  min(map(len, deep), default=0))  # number of layers that hold the whole model, such as `distilbert`
+    layered = len({path[:common + 1] for path in deep}) > 1
     whole = TreeMapPart(record.file_stem)
     for index, (node, kernel) in enumerate(zip(record.nodes, run.run.nodes, strict=True)):
         operator = record.kernel_of(node).type
-        path = (*(paths[index] if layered else (operator,)), f"{operator} ({node.name})")
+        path = (*(paths[index][common:] if layered else (operator,)), f"{operator} ({node.name})")
         layer = whole
         for name in path[:-1]:
             layer = layer.parts.setdefault(name, TreeMapPart(name))

@@ -102,7 +102,7 @@ def test_the_kind_of_a_node(op_type: str, shapes: tuple[tuple[int, ...], ...], k
 @pytest.mark.parametrize("scale", [0.0001, 0.01, 1.0])
 @pytest.mark.parametrize("lead_ms", [COSTS.lead_ms, -0.07])  # the second is an H200's, longer than the first dispatch
 def test_the_timeline_ends_with_the_prediction(scale: float, lead_ms: float) -> None:
-    """No overlap on either track, and the same end as the formula gives."""
+    """No overlap on either track, no work before its dispatch, and the same end as the formula gives, except for a pause."""
     draw = np.random.default_rng(8)
     model, costs = made_up(draw, scale), COSTS.model_copy(update={"lead_ms": lead_ms})
     spans = timeline(model.tracks, costs)
@@ -110,10 +110,23 @@ def test_the_timeline_ends_with_the_prediction(scale: float, lead_ms: float) -> 
     assert all(before.host[1] == after.host[0] for before, after in itertools.pairwise(spans))
     work = [span.gpu for span in spans if span.gpu]
     assert all(before[1] < after[0] for before, after in itertools.pairwise(work))
+    assert all(span.gpu[0] >= span.host[0] for span in spans if span.gpu)
     last = max(spans[-1].host[1], work[-1][1] + COSTS.gap_ms)
-    assert last + COSTS.end_ms == pytest.approx(pipeline_ms(model.tracks, costs), rel=1e-9)
+    assert last + COSTS.end_ms == pytest.approx(pipeline_ms(model.tracks, costs), rel=1e-9, abs=COSTS.gap_ms)
     trace = pipeline.chrome_trace(["node"] * len(spans), spans)["traceEvents"]
-    assert min(event["ts"] for event in trace if event["ph"] == "X") >= 0
+    assert min(event["ts"] for event in trace if event["ph"] == "X") == pytest.approx(1000 * COSTS.start_ms)
+
+
+def test_the_timeline_draws_work_shorter_rather_than_before_its_dispatch() -> None:
+    """Two nodes of 1 ms, dispatched from 0.008 to 0.02 ms. The lead would place the first at −0.056 ms, before the run."""
+    costs, kinds = COSTS.model_copy(update={"lead_ms": -0.07, "end_ms": 0.0}), np.full(2, NodeKind.OWN)
+    tracks = Tracks(np.array([1.0, 1.0]), np.ones(2), kinds)
+    assert pipeline_ms(tracks, costs) == pytest.approx(0.014 - 0.07 + 2 * 1.001)
+    shorter = (0.014 - 0.07 + 2 * 1.001 - 0.008) / (2 * 1.001)  # from the first dispatch to the end of the run
+    first, second = timeline(tracks, costs)
+    assert first.gpu == pytest.approx((0.008, 0.008 + shorter))
+    assert second.gpu == pytest.approx((0.008 + 1.001 * shorter, pipeline_ms(tracks, costs) - 0.001 * shorter))
+    assert timeline(Tracks(tracks.gpu_ms[:0], tracks.launches[:0], tracks.kinds[:0]), costs) == []
 
 
 @pytest.mark.parametrize("scale", [0.0001, 0.01, 1.0])

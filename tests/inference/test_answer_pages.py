@@ -18,10 +18,13 @@ from decoder_models import TINY, genai_folder
 from hase.inference.compare.devices import DeviceComparison
 from hase.inference.evaluation.evaluate import evaluate
 from hase.inference.evaluation.report import MOST_ROWS, MOST_WARNINGS, evaluation_page
+from hase.inference.reporting.comparisons import device_chart
+from hase.utils.pages.page import Page
 from hase.utils.pages.rendering import MOST_BYTES, page_html
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser
+    from playwright.sync_api import Page as OpenedPage
 
     from hase.utils.paths import Workspace
 
@@ -45,7 +48,7 @@ def answered(script: str, *options: str | Path) -> Any:
     return json.loads(printed(script, "--json", *options))
 
 
-def shown(browser: Browser, file: Path) -> Page:
+def shown(browser: Browser, file: Path) -> OpenedPage:
     """A page, after it was looked at in both themes, narrow and wide: nothing is complained of, and nothing sticks out."""
     assert file.stat().st_size < MOST_BYTES
     for width, theme in ((375, "dark"), (1400, "light")):
@@ -56,10 +59,11 @@ def shown(browser: Browser, file: Path) -> Page:
         assert page.evaluate(ground) != before
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         assert not complaints
+    assert page.evaluate("[...document.querySelectorAll('.scroll')].every((one) => one.scrollWidth <= one.clientWidth)")
     return page
 
 
-def numbers(page: Page, table: int, name: str) -> list[float]:
+def numbers(page: OpenedPage, table: int, name: str) -> list[float]:
     return [float(cell) for cell in column(page, table, name)]
 
 
@@ -117,6 +121,9 @@ def test_two_models(folder: Path, browser: Browser, tmp_path: Path) -> None:
     assert rows == pytest.approx({row["operator"]: row["difference_ms"] for row in answer["operators"]}
                                  | {"outside kernels": answer["outside_kernels_ms"]})
     latencies, shift, *_ = plots_of(page)
+    a_ms, b_ms = (answer[name]["latency_ms"] for name in "ab")
+    assert page.inner_text("h1") == (f"open@batch=64,dynamic takes {b_ms:.4g} ms, {b_ms - a_ms:.4g} ms longer than "
+                                     "open@batch=1,dynamic.")
     assert [bar["value"] for bar in latencies["bars"]] == near([answer[name]["latency_ms"] for name in "ab"])
     assert {bar["name"]: bar["value"] for bar in shift["bars"]} == near({name: value for name, value in rows.items() if value})
 
@@ -129,8 +136,33 @@ def test_several_devices(folder: Path, browser: Browser, tmp_path: Path) -> None
     page = shown(browser, file)
     assert column(page, 0, "device") == [row["device"] for row in rows]
     assert numbers(page, 0, "latency (ms)") == pytest.approx([row["latency (ms)"] for row in rows])
-    assert set(series_of(plots_of(page)[0])) == {"h200", "l4", "t4"}
+    drawn = series_of(plots_of(page)[0])
+    assert {name: tuple(one["x"]) for name, one in drawn.items()} == dict.fromkeys(("h200", "l4", "t4"), (1, 16))
+    assert drawn["l4"]["y"] == near([row["latency (ms)"] for batch in (1, 16) for row in rows
+                                     if (row["device"], row["batch"]) == ("l4", batch)])
+    warnings = page.locator(".warnings > ul > li", has_text="from the data sheet: never measured on")
+    assert warnings.locator("summary").all_inner_texts() == ["1 like it"]  # of two cards
     assert f"{rows[0]['device']} is fastest of 3" in page.inner_text("h1")
+
+
+def test_latency_against_cost() -> None:
+    """A line joins the batches of a device in their order, which stands beside its points, not in that of their cost."""
+    row = {"device": "t4", "latency (ms)": 1.0, "low (ms)": 0.5, "high (ms)": 2.0, "from": "data sheet", "fits": "yes"}
+    rows = [row | {"batch": batch, "a million items": cost} for batch, cost in ((8, 0.2), (1, 0.9), (32, 0.3))]
+    (series,) = device_chart(rows, None).series
+    assert (list(series.x), list(series.beside)) == ([0.9, 0.2, 0.3], ["1", "8", "32"])
+
+
+def test_three_warnings_are_shown_and_the_others_folded(browser: Browser, tmp_path: Path) -> None:
+    """Those that differ only in names and numbers are one."""
+    alike = [f"never measured on NVIDIA {card}, so up to {factor} times as long" for card, factor in (("H100", 1.2), ("L4", 2))]
+    others = [f"another warning about {word}" for word in ("memory", "sizes", "hosts")]
+    page = Page("Devices", "two devices", "an answer", warnings=dict.fromkeys([*alike, *others, "a rough estimate: why"], ()))
+    (file := tmp_path / "page.html").write_text(page_html(page, "command", datetime.now(UTC)), encoding="utf-8")
+    opened_page, _ = opened(browser, file, 375)
+    shown = opened_page.locator(".warnings > ul > li").all_inner_texts()
+    assert [text.splitlines() for text in shown] == [["a rough estimate: why"], [alike[0], "1 like it"], [others[0]]]
+    assert opened_page.locator(".warnings > details > summary").inner_text() == "2 more"
 
 
 def test_an_evaluation(trained_workspace: Workspace, browser: Browser, tmp_path: Path) -> None:

@@ -38,14 +38,15 @@ def predicted(page: Path, *options: str | Path) -> list[dict[str, Any]]:
     return json.loads(done.stdout)
 
 
-def layered_model(names: bool) -> onnx.ModelProto:
-    """Two layers of two nodes each, named in the nodes' names or in their metadata, as torch.onnx writes them."""
+def layered_model(names: bool, within: str = "") -> onnx.ModelProto:
+    """Two layers of two nodes each, named in the nodes' names or in their metadata, as torch.onnx writes them. `within`: the
+    layer that holds both, with a slash before it."""
     model = onnx.parser.parse_model(
         '<ir_version: 8, opset_import: ["" : 17]> g (float[32, 64] x) => (float[32, 64] y) '
         "{ a = MatMul(x, w) b = Sigmoid(a) c = MatMul(b, w) y = Softmax(c) }")
     model.graph.initializer.append(numpy_helper.from_array(np.ones((64, 64), np.float32), "w"))
     for node, layer in zip(model.graph.node, ("block1", "block1", "block2", "block2"), strict=True):
-        node.name = f"/{layer}/mlp/{node.op_type}" if names else f"node_{node.output[0]}"
+        node.name = f"{within}/{layer}/mlp/{node.op_type}" if names else f"node_{node.output[0]}"
         if not names:
             node.metadata_props.add(key="pkg.torch.onnx.name_scopes", value=str(["", layer, f"{layer}.mlp", node.name]))
     return model
@@ -61,6 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     onnx.save(evil, folder / "evil.onnx")
     onnx.save(layered_model(names=True), folder / "named.onnx")
     onnx.save(layered_model(names=False), folder / "scoped.onnx")
+    onnx.save(layered_model(names=True, within="/encoder"), folder / "nested.onnx")
     return folder
 
 
@@ -73,7 +75,7 @@ def test_one_prediction(folder: Path, browser: Browser) -> None:
         page, complaints = opened(browser, file, width)
         low, high = answer["interval_ms"]
         assert f"takes {answer['latency_ms']:.4g} ms on NVIDIA H200, within the 5 ms asked for" in page.inner_text("h1")
-        assert f"between {low:.4g} and {high:.4g} ms" in page.inner_text("header")
+        assert f"the latency lies between {low:.4g} and {high:.4g} ms" in page.inner_text("header")
         shown = dict(zip(column(page, 1, "kernel"), map(float, column(page, 1, "total (ms)")), strict=True))
         assert shown == pytest.approx({kernel["id"]: kernel["total_ms"] for kernel in answer["kernels"]})
         assert sum(map(float, column(page, 0, "time (ms)"))) == pytest.approx(answer["kernel_sum_ms"])
@@ -84,11 +86,16 @@ def test_one_prediction(folder: Path, browser: Browser) -> None:
         assert f"--html {file} --json" in page.inner_text("pre")
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         assert not complaints
+        (timeline,) = (plot for plot in plots_of(page) if plot["kind"] == "timeline")
+        launched = {node: begins for begins, _, node, _ in timeline["tracks"]["host"]}
+        worked = {node: begins for begins, _, node, _ in timeline["tracks"]["GPU"]}
+        assert worked
+        assert all(begins >= launched[node] > 0 for node, begins in worked.items())
 
 
 def test_batches_sort_filter_and_dark_mode(folder: Path, browser: Browser) -> None:
     file = folder / "batches.html"
-    answers = predicted(file, "--model", folder / "open.onnx", "--dim", f"batch={','.join(map(str, BATCHES))}")
+    answers = predicted(file, "--model", folder / "open.onnx", "--dim", f"batch={','.join(map(str, BATCHES))}", "--energy")
     page, complaints = opened(browser, file, 1400, color_scheme="light")
     latencies = [answer["latency_ms"] for answer in answers]
     assert [float(value) for value in column(page, 0, "latency (ms)")] == pytest.approx(latencies)
@@ -96,7 +103,9 @@ def test_batches_sort_filter_and_dark_mode(folder: Path, browser: Browser) -> No
     head.click()
     assert [float(value) for value in column(page, 0, "latency (ms)")] == pytest.approx(sorted(latencies, reverse=True))
     plots = plots_of(page)
-    assert [plot["kind"] for plot in plots[:2]] == ["chart", "chart"]
+    assert [plot["title"] for plot in plots[:3]] == [
+        f"{name}, with its interval" for name in ("Latency", "Throughput", "Energy of an item")]
+    assert plots[2]["series"][0]["y"] == pytest.approx([answer["energy"]["energy_per_item_j"] for answer in answers], rel=1e-5)
     (series,) = plots[0]["series"]
     assert series["x"] == list(BATCHES)
     assert series["y"] == pytest.approx(latencies, rel=1e-5)
@@ -114,6 +123,28 @@ def test_batches_sort_filter_and_dark_mode(folder: Path, browser: Browser) -> No
     assert not complaints + more
 
 
+def test_several_models(folder: Path, browser: Browser) -> None:
+    """Only one of them has sizes. A long name breaks between its parts, and bars show the energy of each."""
+    file = folder / "several.html"
+    long_name = folder / "a_long_model_name_of_five_parts.onnx"
+    long_name.write_bytes((folder / "open.onnx").read_bytes())
+    answers = predicted(file, "--energy", "--dim", "batch=1", "--model", long_name, folder / "named.onnx")
+    for width in (1400, 375):
+        page, complaints = opened(browser, file, width)
+        assert sorted(column(page, 0, "sizes")) == ["", "left open"]
+        parts = page.locator("td.name").first.evaluate("""(cell) => [...cell.childNodes].map((node) => {
+            const range = document.createRange();
+            range.selectNodeContents(node);
+            return [node.data?.trim(), range.getClientRects().length];
+        })""")
+        assert {part: lines for part, lines in parts if part} == dict.fromkeys(
+            ("a_", "long_", "model_", "name_", "of_", "five_", "parts", "@batch=1,", "dynamic"), 1)
+        bars = {plot["title"]: [bar["value"] for bar in plot["bars"]] for plot in plots_of(page) if plot["kind"] == "bars"}
+        assert bars["Energy per item, with its interval"] == pytest.approx(
+            [one["energy"]["energy_per_item_j"] for one in answers], rel=1e-5)
+        assert not complaints
+
+
 def test_without_scripts_and_on_paper(folder: Path, browser: Browser) -> None:
     """As in a mail program: the batch curve is an SVG with a point for each batch and its interval as an area."""
     file = folder / "drawn.html"
@@ -128,9 +159,11 @@ def test_without_scripts_and_on_paper(folder: Path, browser: Browser) -> None:
     assert not complaints
 
 
-@pytest.mark.parametrize("name", ["named", "scoped", "evil"])
+@pytest.mark.parametrize("name", ["named", "scoped", "nested", "evil"])
 def test_time_by_layer(folder: Path, name: str) -> None:
-    """The layers of torch.onnx, in names or metadata, or operators where a model has none; with all of the kernels' time."""
+    """The layers of torch.onnx, in names or metadata, below one that holds them all; or operators where a model has none. They
+    have all of the kernels' time.
+    """
     run = Predictor(target=TARGET).run(folder / f"{name}.onnx")
     operators = {kernel.type for kernel in run.prediction.kernels}
     whole, layered = time_by_layer(run, folder / f"{name}.onnx")

@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 
 from hase.utils import cli
-from hase.utils.pages.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, chart_svg, write_plot
+from hase.utils.pages.charts import BOTTOM, HEIGHT, LEFT, TOP, WIDTH, chart_svg, right_margin, write_plot
 from hase.utils.pages.page import Chart, ChartAxis, ChartSeries, Limit, chart_scales
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def chart(log: bool = False) -> Chart:
-    """A line with intervals, and a limit."""
-    line = ChartSeries("a rather long name", [1, 2, 4], [3.0, 4, 9], [2.5, 3, 7], [4.0, 6, 12], marked=[2])
+    """A line with intervals and words beside its points, and a limit."""
+    line = ChartSeries("a rather long name", [1, 2, 4], [3.0, 4, 9], [2.5, 3, 7], [4.0, 6, 12], marked=[2],
+                       beside=["one", "two", "four"])
     across, up = ChartAxis("batch", log=True), ChartAxis("ms", log=log, zero=not log)
     return Chart("Latency", across, up, [line], [Limit("5 ms", 5.0)], [1, 2, 4])
 
@@ -27,10 +28,10 @@ def chart(log: bool = False) -> Chart:
 def test_points_and_intervals_lie_where_their_numbers_are(log: bool) -> None:
     one = chart(log=log)
     element = ET.fromstring(chart_svg(one))
-    across, up = chart_scales(one)
+    (across, up), right = chart_scales(one), WIDTH - right_margin(one)
 
     def at(x: float, y: float) -> tuple[float, float]:
-        return LEFT + across.position(x) * (WIDTH - RIGHT - LEFT), HEIGHT - BOTTOM - up.position(y) * (HEIGHT - BOTTOM - TOP)
+        return LEFT + across.position(x) * (right - LEFT), HEIGHT - BOTTOM - up.position(y) * (HEIGHT - BOTTOM - TOP)
 
     circles = [(float(circle.attrib["cx"]), float(circle.attrib["cy"])) for circle in element.iter(f"{SVG}circle")]
     assert circles == [pytest.approx(at(x, y), abs=0.06) for x, y in ((1, 3), (2, 4))]  # the third one is a cross
@@ -38,7 +39,10 @@ def test_points_and_intervals_lie_where_their_numbers_are(log: bool) -> None:
     corners = [tuple(map(float, corner.split(","))) for corner in band.attrib["points"].split()]
     expected = [at(*corner) for corner in ((1, 2.5), (2, 3), (4, 7), (4, 12), (2, 6), (1, 4))]
     assert corners == [pytest.approx(corner, abs=0.06) for corner in expected]
-    assert {text.text for text in element.iter(f"{SVG}text")} >= {"Latency", "batch", "ms", "5 ms", "1", "2", "4"}
+    assert {text.text for text in element.iter(f"{SVG}text")} >= {"Latency", "batch", "ms", "1", "2", "4"}
+    places = {text.text: (float(text.attrib["x"]), float(text.attrib["y"])) for text in element.iter(f"{SVG}text")}
+    assert places["5 ms"] == pytest.approx((right + 6, at(4, 5)[1] + 4), abs=0.1)  # beside the line, where no curve is
+    assert places["two"] == pytest.approx((at(2, 4)[0] + 6, at(2, 4)[1] - 2), abs=0.1)
 
 
 @pytest.mark.slow

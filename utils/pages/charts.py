@@ -25,6 +25,7 @@ LEFT, RIGHT, TOP, BOTTOM = 70, 20, 60, 56  # margins of a chart; TOP with one ro
 ROW = 18  # height of a row of names
 NAMES, LINE = 220, 26  # of bars: the width of their names, and the height of a line
 COLOURS = ("#2f6bc9", "#2a9187", "#d9962b", "#c8553d", "#7c5bbf", "#5d7f2e")  # page.css has the same, for light pages
+LIMIT_NAME = 10  # the longest name of a limit, in letters, that stands beside its line; longer ones stand above it
 MOST_NAMED = 300  # points of a series: more are drawn as one shape, without their names
 INK, MUTED, GRID, LIMIT = "#16191d", "#5d6670", "#e1e4e8", "#b3372b"
 DASHES = {"": "", "dashed": ' stroke-dasharray="7 4"', "dotted": ' stroke-dasharray="2 4"'}
@@ -52,7 +53,7 @@ def drawing_of_all(plots: Sequence[Chart | Bars], title: str) -> str:
 def _height_and_parts(plot: Chart | Bars) -> tuple[float, str]:
     """The height of a plot, and its SVG elements."""
     if isinstance(plot, Chart):
-        frame = _Frame(*chart_scales(plot), len(_name_rows(plot)))
+        frame = _Frame(*chart_scales(plot), len(_name_rows(plot)), right_margin(plot))
         height, parts = frame.bottom + BOTTOM, _chart_parts(plot, frame)
     else:
         height, parts = TOP + LINE * len(plot.bars) + BOTTOM - 12, _bars_parts(plot)
@@ -81,13 +82,18 @@ def _points(points: Sequence[tuple[float, float]]) -> str:
     return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
 
 
+def right_margin(chart: Chart) -> int:
+    """The space at the right of a chart: for names of its limits, so that they do not lie on a line."""
+    return max([RIGHT, *(12 + 7 * len(limit.name) for limit in chart.limits if len(limit.name) <= LIMIT_NAME)])
+
+
 class _Frame:
     """The area of a chart, and the positions of values in it."""
 
-    def __init__(self, across: Scale, up: Scale, name_rows: int) -> None:
+    def __init__(self, across: Scale, up: Scale, name_rows: int, right: int) -> None:
         self.across, self.up = across, up
         self.top = TOP + ROW * max(name_rows - 1, 0)
-        self.right, self.bottom = WIDTH - RIGHT, HEIGHT - BOTTOM + self.top - TOP
+        self.right, self.bottom = WIDTH - right, HEIGHT - BOTTOM + self.top - TOP
 
     def at(self, x: float, y: float) -> tuple[float, float]:
         return (LEFT + self.across.position(x) * (self.right - LEFT),
@@ -131,7 +137,9 @@ def _chart_parts(chart: Chart, frame: _Frame) -> Iterator[str]:
         yield from _series_parts(series, COLOURS[number % len(COLOURS)], frame)
     for limit in chart.limits:
         _, y = frame.at(frame.across.low, limit.y)
-        yield _line(LEFT, y, frame.right, y, LIMIT, 1.2, "dashed") + _text(frame.right, y - 5, limit.name, "end", LIMIT)
+        at = (frame.right + 6, y + 4, limit.name, "start") if len(limit.name) <= LIMIT_NAME else (
+            frame.right, y - 5, limit.name, "end")
+        yield _line(LEFT, y, frame.right, y, LIMIT, 1.2, "dashed") + _text(*at, LIMIT)
     for row, names in enumerate(_name_rows(chart)):
         for x, number in names:
             y = 42 + ROW * row
@@ -143,16 +151,17 @@ def _series_parts(series: ChartSeries, colour: str, frame: _Frame) -> Iterator[s
     points = [frame.at(x, y) for x, y in zip(series.x, series.y, strict=True)]
     lows, highs = ([frame.at(x, y) for x, y in zip(series.x, ends, strict=False)] for ends in (series.low, series.high))
     if series.line:
-        if lows:
+        if lows and not series.whiskers:
             yield f'<polygon points="{_points([*lows, *reversed(highs)])}" fill="{colour}" fill-opacity="0.15"/>'
         yield f'<polyline points="{_points(points)}" fill="none" stroke="{colour}" stroke-width="2"{DASHES[series.dash]}/>'
-    else:
+    if series.whiskers or not series.line:
         whiskers = "".join(f"M{x:.1f} {low:.1f}V{high:.1f}" for (x, low), (_, high) in zip(lows, highs, strict=True))
         yield f'<path d="{whiskers}" stroke="{colour}" fill="none"/>'
-        if len(points) > MOST_NAMED and not series.marked:
+        if len(points) > MOST_NAMED and not series.marked and not series.line:
             dots = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in points)
             yield f'<path d="{dots}" stroke="{colour}" stroke-width="7" stroke-linecap="round" stroke-opacity="0.7"/>'
             return
+    yield from (_text(x + 6, y - 2, words, colour=MUTED, size=11) for (x, y), words in zip(points, series.beside, strict=False))
     labels = series.labels or [series.name] * len(points)
     for index, ((x, y), label) in enumerate(zip(points, labels, strict=True)):
         title = f"<title>{escape(label)}: {series.y[index]:.4g}</title>"
@@ -232,10 +241,12 @@ def _draw(chart: Chart, axes: Axes) -> None:
 def _draw_series(series: ChartSeries, axes: Axes, colour: str) -> None:
     axes.plot(series.x, series.y, STYLES[series.dash] if series.line else "", marker="o", markersize=4, color=colour,
               label=series.name)
-    if series.low and series.line:
+    if series.low and series.line and not series.whiskers:
         axes.fill_between(series.x, series.low, series.high, color=colour, alpha=0.15, linewidth=0)
     elif series.low:
         axes.vlines(series.x, series.low, series.high, color=colour, linewidth=1)
+    for x, y, words in zip(series.x, series.y, series.beside, strict=False):
+        axes.annotate(words, (x, y), xytext=(4, 1), textcoords="offset points", fontsize=7, color=MUTED)
     axes.plot([series.x[index] for index in series.marked], [series.y[index] for index in series.marked], "x", color=INK,
               markersize=9, zorder=4)
 

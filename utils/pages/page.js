@@ -27,9 +27,11 @@
   });
   const lineOf = (points, style) => ({ type: "polyline", shape: { points }, style: { fill: "none", lineWidth: 1.4, ...style } });
 
+  const beside = (line) => line.name.length <= 10;  // a limit whose name has room at the right of a chart
+
   function chart(plot, narrow) {
-    const series = [];
-    const limit = (line) => ({ yAxis: line.y, name: line.name });
+    const series = [], right = Math.max(16, ...plot.limits.filter(beside).map((line) => 14 + 7 * line.name.length));
+    const limit = (line) => ({ yAxis: line.y, name: line.name, label: { position: beside(line) ? "end" : "insideEndTop" } });
     if (plot.equality != null) {
       const ends = [plot.x.low, plot.x.high], width = plot.equality;
       series.push({ type: "custom", silent: true, data: [0], clip: true, tooltip: { show: false }, renderItem: (_, api) => ({
@@ -40,7 +42,7 @@
     plot.series.forEach((one, number) => {
       const paint = numbered(number % 6), marked = new Set(one.marked);
       const points = one.x.map((at, place) => ({ value: [at, one.y[place]], symbol: marked.has(place) ? "path://M0 0L10 10M10 0L0 10" : "circle" }));
-      if (one.low.length && one.line) {
+      if (one.low.length && one.line && !one.whiskers) {
         series.push({ type: "custom", silent: true, data: [0], clip: true, z: 1, renderItem: (_, api) => ({ type: "polygon", style: { fill: clear(paint, 0.15) },
           shape: { points: [...one.x.map((at, place) => api.coord([at, one.low[place]])), ...one.x.map((at, place) => api.coord([at, one.high[place]])).reverse()] } }) });
       } else if (one.low.length) {
@@ -48,9 +50,10 @@
           lineOf([api.coord([api.value(0), api.value(1)]), api.coord([api.value(0), api.value(2)])], { stroke: clear(paint, 0.45) }) });
       }
       series.push({ type: one.line ? "line" : "scatter", name: one.name, id: `s${number}`, data: points, symbol: "circle", symbolSize: one.line ? 6 : one.x.length > 300 ? 5 : 8, showSymbol: one.x.length <= 40, z: 3,
-                    color: paint, lineStyle: { width: 2, type: one.dash || "solid" }, itemStyle: one.line ? {} : { opacity: 0.8, borderColor: colour("ground"), borderWidth: 1 },
+                    color: paint, lineStyle: { width: 2, type: one.dash || "solid" }, labelLayout: { hideOverlap: true },
+                    label: { show: one.beside.length > 0, formatter: (mark) => one.beside[mark.dataIndex], color: colour("muted"), fontSize: 11.5, position: "right", offset: [0, -6] }, itemStyle: one.line ? {} : { opacity: 0.8, borderColor: colour("ground"), borderWidth: 1 },
                     ...(number === 0 && plot.limits.length ? { markLine: { silent: true, symbol: "none", data: plot.limits.map(limit), lineStyle: { color: colour("bad"), width: 1.2, type: "dashed" },
-                      label: { formatter: (mark) => mark.name, position: "insideEndTop", color: colour("bad"), fontSize: 12, backgroundColor: clear(colour("ground"), 0.8), padding: [1, 4] } } } : {}) });
+                      label: { formatter: (mark) => mark.name, color: colour("bad"), fontSize: 12, backgroundColor: clear(colour("ground"), 0.8), padding: [1, 4] } } } : {}) });
     });
     const told = (mark) => {
       const one = plot.series[Number(mark.seriesId.slice(1))], place = mark.dataIndex;
@@ -62,22 +65,30 @@
         formatter: (marks) => lines ? `<span style="opacity:.7">${escaped(plot.x.title)} ${digits(marks[0].value[0])}</span><br>` + marks.filter((mark) => /^s\d/.test(mark.seriesId)).map(told).join("<br>")
           : /^s\d/.test(marks.seriesId) ? `${told(marks)}<br><span style="opacity:.7">${escaped(plot.x.title)} ${digits(marks.value[0])}</span>` : "" },
       legend: plot.series.length > 1 ? { top: 0, left: 0, data: plot.series.map((one) => one.name), icon: "roundRect", itemWidth: 12, itemHeight: 4, textStyle: { color: colour("muted"), fontSize: 12 } } : undefined,
-      grid: { left: narrow ? 48 : 60, right: 16, top: plot.series.length > 1 ? 40 : 16, bottom: 48, containLabel: false },
+      grid: { left: narrow ? 48 : 60, right, top: plot.series.length > 1 ? 40 : 16, bottom: 48, containLabel: false },
       xAxis: axis(plot.x, { nameGap: 30 }), yAxis: axis(plot.y, { nameGap: narrow ? 36 : 46 }), series };
   }
 
-  function bars(plot, narrow) {
-    const log = plot.axis.log, height = 14, names = plot.bars.map((bar) => bar.name);
-    const start = base(), room = narrow ? 108 : 230;
+  // Names of bars, folded to the room beside them where names in tables break too.
+  function folded(plot, width) {
+    const room = Math.min((width < 560 ? 0.42 : 0.3) * width, 24 + 7 * Math.max(...plot.bars.map((bar) => bar.name.length)));
+    const names = plot.bars.map((bar) => bar.name.split(/(?<=[,_/ ])|(?=@)/).reduce((text, part) =>
+      text + (text && 7 * (text.split("\n").at(-1) + part).length > room - 12 ? "\n" : "") + part, ""));
+    return { room, names, row: Math.max(28, ...names.map((name) => 8 + 13 * name.split("\n").length)) };
+  }
+
+  function bars(plot, narrow, width) {
+    const log = plot.axis.log, height = 14, { room, names } = folded(plot, width);
+    const start = base();
     return { ...start, tooltip: { ...start.tooltip, trigger: "axis", axisPointer: { type: "shadow", shadowStyle: { color: clear(colour("muted"), 0.08) } },
         formatter: (marks) => { const bar = plot.bars[marks[0].dataIndex];
           return `<b>${escaped(bar.name)}</b><br>${escaped(plot.axis.title)} ${digits(bar.value)}${between(bar.low, bar.high)}${bar.note ? `<br>${escaped(bar.note)}` : ""}`; } },
-      grid: { left: room, right: 20, top: 6, bottom: 46 },
+      grid: { left: room, right: 20, top: plot.limit ? 22 : 6, bottom: 46 },
       xAxis: axis(plot.axis, { nameGap: 30 }),
-      yAxis: { type: "category", inverse: true, data: names, axisLine: { show: false }, axisTick: { show: false },
-               axisLabel: { color: colour("ink"), fontSize: 12.5, width: room - 16, overflow: "truncate", interval: 0 } },
+      yAxis: { type: "category", inverse: true, data: plot.bars.map((_, place) => place), axisLine: { show: false }, axisTick: { show: false },
+               axisLabel: { color: colour("ink"), fontSize: narrow ? 11 : 12.5, lineHeight: 13, width: room - 12, overflow: "truncate", interval: 0, formatter: (_, place) => names[place] } },
       series: [{ type: "custom", encode: { x: [1, 2, 3], y: 0 }, data: plot.bars.map((bar, place) => [place, bar.value, bar.low, bar.high]),
-        markLine: plot.limit ? { silent: true, symbol: "none", data: [{ xAxis: plot.limit.y, name: plot.limit.name }], lineStyle: { color: colour("bad"), width: 1.2, type: "dashed" }, label: { formatter: (mark) => mark.name, color: colour("bad"), position: "insideEndTop", rotate: 0 } } : undefined,
+        markLine: plot.limit ? { silent: true, symbol: "none", data: [{ xAxis: plot.limit.y, name: plot.limit.name }], lineStyle: { color: colour("bad"), width: 1.2, type: "dashed" }, label: { formatter: (mark) => mark.name, color: colour("bad"), position: "end", rotate: 0 } } : undefined,
         renderItem: (_, api) => {
           const place = api.value(0), bar = plot.bars[place], [x, y] = api.coord([bar.value, place]), from = api.coord([Math.min(Math.max(0, plot.axis.low), plot.axis.high), place])[0], children = [];
           if (!log) children.push({ type: "rect", shape: { x: Math.min(from, x), y: y - height / 2, width: Math.abs(x - from), height, r: x < from ? [3, 0, 0, 3] : [0, 3, 3, 0] }, style: { fill: clear(colour("c0"), 0.28) } });
@@ -110,11 +121,11 @@
   function timeline(plot, narrow) {
     const tracks = Object.keys(plot.tracks), start = base();
     const spans = tracks.flatMap((name, track) => plot.tracks[name].map((span) => [track, ...span]));
-    const end = spans.reduce((latest, span) => Math.max(latest, span[2]), 0), begin = spans.reduce((first, span) => Math.min(first, span[1]), 0);
+    const end = spans.reduce((latest, span) => Math.max(latest, span[2]), 0);
     return { ...start, tooltip: { ...start.tooltip, formatter: ({ value }) =>
         `<b>${escaped(plot.names[value[3]])}</b><br>${tracks[value[0]]}, ${digits((value[2] - value[1]) * 1000)} µs<br><span style="opacity:.7">from ${digits(value[1])} to ${digits(value[2])} ms</span>` },
       grid: { left: narrow ? 52 : 60, right: 12, top: 6, bottom: 78 },
-      xAxis: { type: "value", min: begin, max: end, name: "ms from the start of the run", nameLocation: "middle", nameGap: 26, nameTextStyle: { color: colour("muted"), fontSize: 12 },
+      xAxis: { type: "value", min: 0, max: end, name: "ms from the start of the run", nameLocation: "middle", nameGap: 26, nameTextStyle: { color: colour("muted"), fontSize: 12 },
                axisLabel: { color: colour("muted"), fontSize: 12, formatter: digits, hideOverlap: true, showMaxLabel: false }, splitLine: { lineStyle: { color: colour("line") } } },
       yAxis: { type: "category", inverse: true, data: tracks, axisLine: { show: false }, axisTick: { show: false }, axisLabel: { color: colour("ink"), fontSize: 13 } },
       dataZoom: [{ type: "inside", filterMode: "weakFilter", zoomOnMouseWheel: "ctrl", moveOnMouseMove: true },
@@ -128,11 +139,11 @@
   }
 
   const kinds = { chart, bars, treemap, timeline };
-  const heights = { bars: (plot) => 28 * plot.bars.length + 60 };
+  const heights = { bars: (plot, width) => folded(plot, width).row * plot.bars.length + (plot.limit ? 76 : 60) };
 
   function draw(element) {
     const plot = plots[element.dataset.plot];
-    if (heights[plot.kind]) element.style.height = `${heights[plot.kind](plot)}px`;
+    if (heights[plot.kind]) element.style.height = `${heights[plot.kind](plot, element.clientWidth)}px`;
     const narrow = element.clientWidth < 560;
     const made = drawn.get(element) ?? echarts.init(element, null, { renderer: plot.kind === "timeline" ? "canvas" : "svg" });
     drawn.set(element, made);
@@ -144,7 +155,7 @@
       made.off("click");
       made.on("click", () => { whole.hidden = false; });
     }
-    made.setOption(kinds[plot.kind](plot, narrow), true);
+    made.setOption(kinds[plot.kind](plot, narrow, element.clientWidth), true);
   }
   const shown = () => [...document.querySelectorAll("[data-plot]")].filter((element) => element.clientWidth > 0);
   const drawAll = () => shown().forEach(draw);

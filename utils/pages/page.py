@@ -48,7 +48,7 @@ class PageTable:
     """Rows as a table that can be sorted and filtered.
 
     Attributes:
-        rows: with the same columns.
+        rows: with columns by name; a row may lack some.
         bar: the column whose numbers are also drawn as bars; "" for none.
         coloured: the column whose words are coloured; "" for none.
         most: number of rows shown before the reader opens the rest.
@@ -59,6 +59,11 @@ class PageTable:
     bar: str = ""
     coloured: str = ""
     most: int = 15
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns of all rows, in order of appearance."""
+        return list(dict.fromkeys(column for row in self.rows for column in row))
 
 
 @dataclass(frozen=True)
@@ -92,11 +97,13 @@ class ChartSeries(NamedTuple):
     """Points of a chart that belong together.
 
     Attributes:
-        low, high: intervals of `y`, drawn as a band or as whiskers; empty if unknown.
+        low, high: intervals of `y`, drawn as a band on a line, else as whiskers; empty if unknown.
         labels: of the points, shown under the pointer.
         line: whether a line joins the points.
         dash: "", "dashed" or "dotted".
         marked: indices of points drawn as crosses.
+        beside: words drawn beside the points; empty for none.
+        whiskers: whether a line has whiskers too, as one that turns back needs.
     """
 
     name: str
@@ -108,6 +115,8 @@ class ChartSeries(NamedTuple):
     line: bool = True
     dash: str = ""
     marked: Sequence[int] = ()
+    beside: Sequence[str] = ()
+    whiskers: bool = False
 
 
 class Limit(NamedTuple):

@@ -49,6 +49,8 @@ NUMBER = "font-size:18px;font-weight:600"
 FIELD = "display:inline-block;vertical-align:top;margin:6px 22px 0 0"
 DOUBT = "#b7791f"  # readable on white and on black
 CARD_NOTES = 3  # notes that a card shows
+SHOWN_WARNINGS = 3  # of a page; the others are folded
+BREAKS = re.compile(r"(--[a-z][\w-]*)|(?<=[,_/])(?=\w)|(?=@)")  # where a long name may go on in the next line
 CELL = "padding:2px 10px;text-align:{};white-space:nowrap"
 
 
@@ -71,13 +73,15 @@ def page_html(page: Page, command: str, made: datetime) -> str:
 
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(FOLDER), autoescape=True, trim_blocks=True,
                                      lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    environment.filters |= {"cell": page_cell, "bar": bar_percent, "colour": lambda name: colour_of(str(name), page.colours)}
+    environment.filters |= {"cell": page_cell, "alike": grouped_warnings, "bar": bar_percent,
+                            "name_parts": lambda text: [part for part in BREAKS.split(text) if part],
+                            "colour": lambda name: colour_of(str(name), page.colours)}
     environment.globals |= {"plot_index": plot_index, "plot_svg": chart_svg, "piece_kind": piece_kind,
                             "interval": interval_positions, "shades": grid_shades}
     legend = [(name, colour_of(name, page.colours)) for name in (*page.colours[:COLOURS], OTHER)]
     versions = {"Python": platform.python_version()} | {name: number for name in PACKAGES if (number := package_version(name))}
     body = environment.get_template("page.html").render(
-        page=page, command=command, made=made, versions=versions, asset=asset, legend=legend)
+        page=page, shown_warnings=SHOWN_WARNINGS, command=command, made=made, versions=versions, asset=asset, legend=legend)
     data = json.dumps(plots, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     return body.replace("@@PLOTS@@", data).replace("@@ECHARTS@@", asset("echarts/echarts.min.js") if plots else "")
 
@@ -97,9 +101,20 @@ def page_cell(value: Any) -> str:
     return "" if value is None else cell(value)
 
 
+def grouped_warnings(warnings: Mapping[str, Sequence[str]]) -> list[list[tuple[str, Sequence[str]]]]:
+    """Warnings with the names that each concerns, in groups of those that differ only in names and numbers. Groups about rough
+    estimates come first.
+    """
+    groups: dict[tuple[str, ...], list[tuple[str, Sequence[str]]]] = {}
+    for text, names in warnings.items():
+        words = tuple(word for word in text.split() if re.search("[a-z]", word) and not re.search("[A-Z0-9]", word))
+        groups.setdefault(words, []).append((text, names))
+    return sorted(groups.values(), key=lambda group: "rough estimate" not in group[0][0])
+
+
 def bar_percent(value: Any, table: PageTable) -> float:
     """The length of a cell's bar, in per cent of the longest."""
-    longest = max((number for row in table.rows if (number := _number(row[table.bar])) is not None), default=0.0)
+    longest = max((number for row in table.rows if (number := _number(row.get(table.bar))) is not None), default=0.0)
     return 100 * (_number(value) or 0.0) / longest if longest else 0.0
 
 
