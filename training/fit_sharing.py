@@ -31,7 +31,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hase.learned import target_files
 from hase.learned.kernels.interface import TrainingConfig
@@ -62,9 +61,9 @@ from hase.utils.errors import UserError
 from hase.utils.locks import sole_writer
 from hase.utils.logger import get_logger, progress
 from hase.utils.paths import Workspace
+from hase.utils.timing import Floats
 
 log = get_logger("sharing")
-Floats = npt.NDArray[np.float64]
 SLICES_MS = (1.6, 1.8, 1.9, 2.0, 2.1, 2.2, 2.4)  # candidates; on an H200, 2.2 is best
 LEAST_LEFT = 0.05  # least share of time that a co-runner leaves, as a divisor: a GPU that is always busy leaves none
 PROBED, FROM_METRICS, PAIRED = "a probe", "metrics alone", "the looped model's prediction"

@@ -34,14 +34,7 @@ from hase.learned.kernels.estimators import KernelModel
 from hase.learned.kernels.interface import TrainingConfig, TrainingSet
 from hase.learned.kernels.measured import measured_times
 from hase.learned.kernels.predictors import StartFrom
-from hase.learned.kernels.sidecar import (
-    Carried,
-    Sidecar,
-    TypeErrors,
-    installed_packages,
-    read_sidecar,
-    save_predictors,
-)
+from hase.learned.kernels.sidecar import Carried, Sidecar, TypeErrors, installed_packages, read_sidecar, save_predictors
 from hase.records.dataset_files import collected_targets, read_kernels
 from hase.records.kernel_record import Kernel
 from hase.records.measurement import GPU_LABEL, LAUNCHES

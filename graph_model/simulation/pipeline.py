@@ -19,8 +19,8 @@ from hase.records.kernel_record import Kernel
 from hase.records.operators import operator_row
 from hase.records.traces import PREDICTED, TraceSpan, document, process_events
 from hase.utils.config import Frozen
+from hase.utils.timing import Floats
 
-Floats = npt.NDArray[np.float64]
 Kinds = npt.NDArray[np.int_]  # the NodeKind of each node
 
 

@@ -30,6 +30,7 @@ from hase.utils import files
 from hase.utils.config import Frozen
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import Target
+from hase.utils.timing import Floats
 
 AXES = 4  # number of axes of a tensor that count, the last ones
 COORDINATES = 3 * AXES + 4
@@ -38,7 +39,6 @@ LEAST_WEIGHT = 0.05  # of a kernel near perfectly predicted ones; near the worst
 NEIGHBOURS = 3  # number of measured kernels that tell how well the neighbourhood is predicted
 BATCH_SHARE = 0.1  # share of the kernels drawn so far to draw at once, regardless of each other
 CHUNK_ROWS = 4096  # rows of a matrix of distances
-Floats = npt.NDArray[np.float64]
 ERRORS_VERSION = 2
 MOST_LOG_ERROR = 0.5  # that counts in seed_weights: 65 % too long, or 39 % too short
 TIME_CAP_QUANTILE = 0.95  # quantile at which times are capped: 0.3 ms on an H200

@@ -27,14 +27,13 @@ from hase.records.measurement import LONGEST_MS, Milliseconds, ModelMilliseconds
 from hase.utils import files
 from hase.utils.config import Frozen
 from hase.utils.errors import UserError
-from hase.utils.timing import ErrorStatistics
+from hase.utils.timing import ErrorStatistics, Floats
 
 COMPOSITION_VERSION = 4  # 4: intervals follow from how long the host works
 Kind = Literal["sum", "sum_nodes", "critical_path", "pipeline"]
 KINDS: tuple[Kind, ...] = ("sum", "sum_nodes", "critical_path")  # the kinds that are a line over Σ or the longest path
 NEARLY_ALL = 0.95  # share of measured kernel time from which on errors are as with all kernels measured
 LEAST_SHARE = 0.1  # of α·Σ: the shortest latency that a negative γ can lead to
-Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
 

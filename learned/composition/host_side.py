@@ -38,10 +38,10 @@ from hase.records.kernel_record import Kernel, ModelRecord
 from hase.records.measurement import UNPROFILED
 from hase.utils import files
 from hase.utils.config import Frozen
+from hase.utils.timing import Floats
 
 FOLDER = "host"
 HOST_LABEL = UNPROFILED  # the time of a kernel in a graph, without what the profiler adds
-Floats = npt.NDArray[np.float64]
 HOST_VERSION = 1
 
 

@@ -14,8 +14,8 @@ import numpy.typing as npt
 from hase.records.devices import GpuDataSheet
 from hase.records.kernel_record import Kernel
 from hase.records.operators import operator_row
+from hase.utils.timing import Floats
 
-Floats = npt.NDArray[np.float64]
 KINDS = ("product", "convolution", "attention", "elementwise", "normalisation", "reduction", "movement", "other")
 PRODUCTS = ("product", "convolution", "attention")  # computed by tensor cores, if the card has them for the type
 DTYPES = ("float32", "float16", "bfloat16", "plain float32")  # the last one: products of float32 without TF32

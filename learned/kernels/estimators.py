@@ -22,11 +22,11 @@ from hase.records.kernel_types import operator_in_type
 from hase.records.operators import OperatorClass, OperatorKind, operator_row
 from hase.utils.config import Config
 from hase.utils.lazy import xgboost
+from hase.utils.timing import Floats
 
 if TYPE_CHECKING:
     from hase.records.kernel_record import Kernel
 
-Floats = npt.NDArray[np.float64]
 Matrix = npt.NDArray[np.float32]
 TABLES = "tables"  # the roofline's feature: how many tables a kernel copies to the GPU
 SHARED = "shared"  # the booster of all types without one of their own

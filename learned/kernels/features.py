@@ -44,9 +44,9 @@ from hase.records.kernel_costs import (
 from hase.records.kernel_record import DTYPE_BYTES, Kernel, KernelInput, Tensor, input_at
 from hase.records.kernel_types import channels_last, worked_axes
 from hase.records.operators import operator_row
+from hase.utils.timing import Floats
 
 T = TypeVar("T")
-Floats = npt.NDArray[np.float64]
 SLACK = 1e-6  # how far a feature may exceed its range, for rounding
 
 

@@ -20,12 +20,12 @@ from hase.records.measurement import GPU_LABEL, LAUNCHES
 from hase.records.operators import OperatorClass, operator_row
 from hase.utils.config import Config, Frozen
 from hase.utils.fingerprint import Target
+from hase.utils.timing import Floats
 
 if TYPE_CHECKING:
     from hase.records.dataset_files import DatasetHeader
     from hase.records.devices import Environment
 
-Floats = npt.NDArray[np.float64]
 USUAL_ERROR = 0.1  # of a predicted time, as its logarithm: a row with a drift this large has half the weight of a steady one
 NO_FEATURES: FeatureSchema[Kernel] = FeatureSchema("none", 1, {}, lambda kernel: ())
 

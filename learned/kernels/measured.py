@@ -10,29 +10,20 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 
 from hase.learned.kernels.saved_form import write_hashed
 from hase.learned.target_files import TRAIN_AGAIN
 from hase.records.dataset_files import read_header, run_ms
 from hase.records.dataset_tables import UNFINISHED, read_kernel_table
-from hase.records.measurement import (
-    DRIFT_ADMITTED,
-    LABELS,
-    LAUNCHES,
-    Milliseconds,
-    drift_key,
-    inputs_key,
-    parse_unsteady,
-)
+from hase.records.measurement import DRIFT_ADMITTED, LABELS, LAUNCHES, Milliseconds, drift_key, inputs_key, parse_unsteady
 from hase.utils.errors import UserError, first_problem
 from hase.utils.lazy import pandas as pd
 from hase.utils.paths import Workspace
+from hase.utils.timing import Floats
 
 TIMES_COMPRESSION = 6  # level of gzip for measured times; low, since the user waits for it
 INDEX_AFTER = 2000  # searches for kernels after which an index of line starts is worth its 20 ms
-Floats = npt.NDArray[np.float64]
 T = TypeVar("T")
 KERNEL_SCHEMA = TypeAdapter(dict[str, Milliseconds])  # by label
 FILE_SCHEMA = TypeAdapter(dict[str, dict[str, Milliseconds]])  # by kernel and label

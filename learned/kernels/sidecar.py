@@ -20,14 +20,7 @@ from pydantic import Field, model_validator
 from hase.learned import target_files
 from hase.learned.kernels.estimators import FOREST, KernelModel, Transferred
 from hase.learned.kernels.measured import MeasuredTimes, write_measured
-from hase.learned.kernels.saved_form import (
-    ESTIMATOR_PREFIX,
-    MPS_PREFIX,
-    Saved,
-    features_of,
-    read_checked,
-    save_estimator,
-)
+from hase.learned.kernels.saved_form import ESTIMATOR_PREFIX, MPS_PREFIX, Saved, features_of, read_checked, save_estimator
 from hase.learned.target_files import TRAIN_AGAIN
 from hase.records.measurement import drift_key, inputs_key
 from hase.utils import files

@@ -11,8 +11,6 @@ other forms, the interval of a prediction is wider; its width is learned by leav
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
 from pydantic import Field
 
 from hase.records.kernel_record import Kernel
@@ -22,7 +20,6 @@ from hase.records.operators import OperatorClass, operator_row
 from hase.utils.config import Frozen
 
 UNCERTAINTY_VERSION = 2  # 2: forms have groups, windows and axes
-Floats = npt.NDArray[np.float64]
 
 
 class Range(Frozen):

@@ -18,7 +18,6 @@ from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from hase.graph_model.simulation.pipeline import PipelineCosts
 from hase.learned import target_files
@@ -76,9 +75,9 @@ from hase.utils.errors import UserError
 from hase.utils.lazy import scipy
 from hase.utils.logger import get_logger
 from hase.utils.paths import Workspace
+from hase.utils.timing import Floats
 
 log = get_logger("composition")
-Floats = npt.NDArray[np.float64]
 SIMPLEST_FIRST: tuple[Kind, ...] = ("sum", "critical_path", "sum_nodes", "pipeline")
 PACES = (0.2, 10.0)  # of a host, as multiples of the pace of the host whose GPU comes with Hase
 # How much smaller the mean error must get for each factor of e in the pace; it pulls the pace towards 1. Of the H200's 366

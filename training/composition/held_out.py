@@ -40,7 +40,7 @@ from hase.training.kernels.training_set import read_training_set
 from hase.utils.errors import UserError
 from hase.utils.logger import get_logger, progress
 from hase.utils.paths import Workspace
-from hase.utils.timing import time_weighted_error
+from hase.utils.timing import Floats, time_weighted_error
 
 if TYPE_CHECKING:
     from hase.records.kernel_record import Kernel
@@ -49,7 +49,6 @@ log = get_logger("composition")
 NO_DOUBTS: Mapping[str, float] = {}
 HeldOutKind = Literal["family", "collection", "model", "nothing"]  # groups of models that are held out together
 LEAST_KERNELS = 20  # to learn from when a group is held out; predictions from fewer are meaningless
-Floats = npt.NDArray[np.float64]
 PLURAL = {"family": "families", "collection": "collections"}
 
 

@@ -37,9 +37,8 @@ from hase.training.kernels import targets
 from hase.training.kernels.fitting import fit_roofline, parallel_map
 from hase.utils.lazy import sklearn
 from hase.utils.paths import Workspace
-from hase.utils.timing import ErrorStatistics, error_statistics
+from hase.utils.timing import ErrorStatistics, Floats, error_statistics
 
-Floats = npt.NDArray[np.float64]
 COUNTED_SHARE = 0.02  # of the latency (or that times a logarithm), above which a source of error counts
 HOST_BOUND = 0.9  # square of the share of the latency in which the host works, above which it counts as the slower track
 ALL = "all"  # in column `of`: the models of all collections

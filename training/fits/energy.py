@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from hase.learned.composition.cuda_nodes import is_off_gpu
 from hase.learned.composition.fitted import Composition
@@ -45,9 +44,8 @@ from hase.utils.lazy import scipy
 from hase.utils.logger import get_logger
 from hase.utils.paths import Workspace
 from hase.utils.text import markdown_table
-from hase.utils.timing import ErrorStatistics, error_statistics
+from hase.utils.timing import ErrorStatistics, Floats, error_statistics
 
-Floats = npt.NDArray[np.float64]
 # Kinds of work that explain the energy beyond idle power, by name. `class powers` are watts while kernels of a class run; `half
 # full` adds watts that depend on how far a kernel fills the device (learned/energy.py).
 CANDIDATES = {

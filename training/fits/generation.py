@@ -19,21 +19,13 @@ from statistics import median
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from hase.graph_model.simulation.pipeline import PipelineCosts, Runs, Tracks, host_work_ms, node_kind
 from hase.learned.composition.fitted import GraphReplay, Mask
 from hase.learned.composition.intervals import KNOWN, CalibratedInterval, Novelty, sources
 from hase.learned.energy import EnergyModel, Part, work_of_run
 from hase.learned.kernels.predictors import Predictors
-from hase.learned.llm import (
-    LARGEST_EXPONENT,
-    CapturedTokens,
-    FittedStep,
-    GenerationLoop,
-    LearnedGeneration,
-    PowerLimit,
-)
+from hase.learned.llm import LARGEST_EXPONENT, CapturedTokens, FittedStep, GenerationLoop, LearnedGeneration, PowerLimit
 from hase.records.attention import OPERATOR
 from hase.records.generations import (
     PHASES,
@@ -53,9 +45,8 @@ from hase.training.fits.energy import MeasuredEnergy
 from hase.utils.errors import UserError
 from hase.utils.lazy import scipy
 from hase.utils.paths import Workspace
-from hase.utils.timing import ErrorStatistics, error_statistics
+from hase.utils.timing import ErrorStatistics, Floats, error_statistics
 
-Floats = npt.NDArray[np.float64]
 OUTLIER_ERROR = 0.03  # logarithmic error from which a step counts as an outlier
 OUTLIER_ERROR_ON_CPU = 0.1
 SHORT_MS = 30.0  # steps too short for any device to lower its clocks

@@ -31,6 +31,7 @@ from hase.utils.errors import UserError
 from hase.utils.logger import progress
 from hase.utils.processes import process_pool
 from hase.utils.sharing_mode import ALL_THREADS, GpuSharing
+from hase.utils.timing import Floats
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from hase.utils.fingerprint import Target
     from hase.utils.paths import Workspace
 
-Floats = npt.NDArray[np.float64]
 SHARE_SLOWDOWN = 0.85  # of a kernel that fills the GPU, by its times with a quarter, a half and three quarters of the threads
 LEAST_SLOWDOWN = 0.02  # a kernel that slows down less under a share is not wider than the share
 SEED = 7

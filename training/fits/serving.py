@@ -29,8 +29,8 @@ from hase.training.composition.measured_models import MeasuredModel, model_track
 from hase.utils.errors import UserError
 from hase.utils.paths import Workspace
 from hase.utils.sharing_mode import SLICES
+from hase.utils.timing import Floats
 
-Floats = npt.NDArray[np.float64]
 SIMULATED_PACES = np.linspace(0.5, 4.0, 71)  # at which runs are simulated
 HOST_BOUND = 1.3  # a model is host-bound if a host slower by SLOWER slows it down by at least this factor
 IDLE_MS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # borders between classes of idle times

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from hase.graph_model.simulation.pipeline import PipelineCosts, Tracks, pipeline_ms
 from hase.graph_model.simulation.sharing import CoRunner, shared_runs_ms
@@ -44,6 +43,7 @@ from hase.training.kernels.fitting import fit_kernel_model, parallel_map
 from hase.training.kernels.training_set import read_training_set
 from hase.utils.errors import UserError
 from hase.utils.logger import progress
+from hase.utils.timing import Floats
 
 if TYPE_CHECKING:
     from hase.learned.kernels.interface import TrainingConfig
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from hase.utils.paths import Workspace
 
 
-Floats = npt.NDArray[np.float64]
 SEED = 7
 STATISTICS = ("mean", "p50", "p95")
 SWITCHES_MS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4)  # costs of a switch to choose from; about 0.2 on an H200

@@ -37,10 +37,9 @@ from hase.training.kernels.targets import CONFIG
 from hase.utils.errors import UserError
 from hase.utils.lazy import pandas as pd
 from hase.utils.logger import get_logger
-from hase.utils.timing import error_statistics
+from hase.utils.timing import Floats, error_statistics
 
 log = get_logger("training")
-Floats = npt.NDArray[np.float64]
 MARGIN = 0.97  # a type gets another predictor than the shared one only below this share of its error: each costs a call
 
 

@@ -37,12 +37,12 @@ from hase.training.kernels.fitting import (
     parallel_map,
 )
 from hase.utils import files
+from hase.utils.timing import Floats
 
 if TYPE_CHECKING:
     from hase.learned.kernels.interface import TrainingConfig, TrainingSet
 
 
-Floats = npt.NDArray[np.float64]
 STEADY_MARGIN = 0.7  # of the error; closer to 1, chance decides where a class has few operators
 
 

@@ -22,7 +22,6 @@ from hase.utils.logger import get_logger
 from hase.utils.paths import Workspace
 
 log = get_logger("training")
-Floats = npt.NDArray[np.float64]
 
 
 def read_training_set(workspace: Workspace, target: str, schema: FeatureSchema = KERNEL_FEATURES) -> TrainingSet:
