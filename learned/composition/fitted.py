@@ -38,8 +38,8 @@ Mask = npt.NDArray[np.bool_]
 
 
 class Formula(Frozen):
-    """How a model's latency follows from its kernels' times under a label. `node_ms` (γ) is 0 except for kind `sum_nodes`; kind
-    `pipeline` uses `costs` in place of α, β and γ."""
+    """How a model's latency follows from its kernels' times. `node_ms` (γ) is only for kind `sum_nodes`, `costs` for
+    `pipeline`."""
 
     label: str
     kind: Kind
@@ -71,8 +71,7 @@ class Candidate(Formula):
 
 
 class FittedModel(Frozen):
-    """A model of the fit, with its measured and predicted latency. For the prediction its group was held out, unless it is the
-    only model."""
+    """A model of the fit, with measured and predicted latency; for the latter its group was held out (if not the only one)."""
 
     model: str
     group: str
@@ -81,8 +80,8 @@ class FittedModel(Frozen):
 
 
 class HostIo(Frozen):
-    """The additional time of a run with numpy arrays: a constant, and a time for each MiB copied in and out. `left_out`: errors
-    of latencies from predicted kernels, with families held out; None with only one family."""
+    """The additional time of a run with numpy arrays: a constant, and a time for each MiB. `left_out`: with families held
+    out."""
 
     run_ms: float
     in_ms_per_mib: float
@@ -141,9 +140,8 @@ class Composition(Formula):
 
 
 def read_composition(folder: Path, trained_on: str | None = None) -> Composition:
-    """Reads the composition from the folder of a target's predictors. `trained_on` is the hash of the predictors' dataset, by
-    default read from their sidecar. Raises UserError: the file is missing or damaged, or the predictors have since been trained
-    on other data."""
+    """Reads a target's composition. `trained_on`: the hash of the predictors' dataset, by default from their sidecar. Raises
+    UserError: missing or damaged, or the predictors were trained on other data since."""
     composition = target_files.COMPOSITION.needed(folder)
     if trained_on is None:
         trained_on = files.read_json(target_files.PREDICTORS.path(folder)).get("dataset_sha256")

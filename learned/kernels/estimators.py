@@ -63,8 +63,7 @@ LEAST_LAUNCHES = FLAT.model_copy(update={"table_ms": 1.0})  # one launch for the
 
 
 class OnRoofline(TimePredictor):
-    """A roofline times a learned ratio; a subclass learns its logarithm. `type_codes`: kernel types as numbers, in the order of
-    their median log(time / roofline)."""
+    """A roofline times a ratio learned as its logarithm. `type_codes`: types in the order of their median ratios."""
 
     features = KERNEL_FEATURES
     saved_classes = (Roofline,)
@@ -205,8 +204,7 @@ class OtherPredictors(NamedTuple):
 
 @dataclass
 class Transferred(TimePredictor):
-    """Predicts the times of one label here from those of another device. `correction` predicts time here / time there, from
-    CORRECTION_FEATURES."""
+    """Predicts a label's times from another device's; `correction` predicts their ratio from CORRECTION_FEATURES."""
 
     name = "in_use_from_another_device"
     features = KERNEL_FEATURES

@@ -171,8 +171,7 @@ class Measured(KernelRows):
 
 
 class EnvironmentPattern(Frozen):
-    """Environments that an estimator is valid for; "" stands for any. `device` is `cpu` or `cuda`, `runtime` is `ort` or `tvm`,
-    `target` a pattern such as `nvidia-h200-*`."""
+    """Environments that an estimator is valid for; "" is any. `target` is a pattern such as `nvidia-h200-*`."""
 
     device: str = ""
     runtime: str = ""
@@ -204,8 +203,7 @@ class TimePredictor(ABC):
 
     @abstractmethod
     def saved(self) -> dict[str, Any]:
-        """What was learned: numbers, text, lists, dictionaries, arrays, dictionaries of XGBoost boosters, instances of
-        `saved_classes`."""
+        """Numbers, text, lists, dictionaries, arrays, dictionaries of boosters, instances of `saved_classes`."""
 
     @abstractmethod
     def restore(self, saved: Mapping[str, Any]) -> None:

@@ -30,8 +30,7 @@ FILE_SCHEMA = TypeAdapter(dict[str, dict[str, Milliseconds]])  # by kernel and l
 
 
 class MeasuredTimes(Mapping[str, dict[str, float]]):
-    """Idle times (ms) by kernel id and label (and `drift_key`, `inputs_key`), from sorted JSON with one line per kernel. Only
-    the lines that are looked up are parsed."""
+    """Idle times (ms) by kernel id and label from sorted JSON, of which only lines that are looked up are parsed."""
 
     def __init__(self, text: bytes, path: Path | None = None) -> None:
         """The times in JSON `text`; `path` is its file, for errors."""
@@ -147,8 +146,8 @@ def _times(table: pd.DataFrame, device: str) -> dict[str, Floats]:
 
 
 def _drifts(table: pd.DataFrame, labels: Iterable[str]) -> dict[str, Floats]:
-    """By label, the drift of the unsteady blocks that the rows' times come from; 0 for the others. Older tables have no column
-    Unsteady: their column Drift is the canary's for all labels of a row."""
+    """By label, the drift of the unsteady blocks that times come from, else 0; older tables have the canary's for all
+    labels."""
     labels = [label for label in labels if label != LAUNCHES]  # numbers of launches do not depend on how steady the machine is
     drifts = {label: np.zeros(len(table)) for label in (*labels, LAUNCHES)}
     if "Unsteady" not in table.columns:

@@ -55,9 +55,8 @@ class TypeErrors(Frozen):
 
 
 class LabelPredictors(Saved):
-    """The predictors of one label: `KernelModel`, or `Transferred` if they correct another target's (`start`). `own_types` and
-    `forest_types` have a dedicated booster or the random forest. `errors` are of held-out kernels; empty for a guessed
-    roofline."""
+    """The predictors of one label: `KernelModel`, or `Transferred` with a `start`. `own_types` have a dedicated booster,
+    `forest_types` the random forest; `errors` are of held-out kernels."""
 
     own_types: tuple[str, ...] = ()
     forest_types: tuple[str, ...] = ()
@@ -71,8 +70,7 @@ class LabelPredictors(Saved):
 
 
 class Carried(Frozen):
-    """Kernels converted from another card, for forms that were not measured on this one. `dataset_sha256` is of the other
-    card's kernel table."""
+    """Kernels converted from another card, for forms that were not measured; `dataset_sha256`: of that card's kernels."""
 
     card: str
     kernels: int = Field(ge=0)
@@ -190,8 +188,7 @@ def read_measured(folder: Path, sidecar: Sidecar) -> MeasuredTimes:
 
 
 def renew_measured(folder: Path, measured: Mapping[str, Mapping[str, float]]) -> Sidecar:
-    """Adds measured idle times (ms) by kernel id and label for look-up; they replace existing ones. The predictors and the hash
-    of their dataset stay, so that the next training sees that the dataset is newer."""
+    """Adds (or replaces) idle times (ms) for look-up. Hash and predictors stay, so the next training sees a newer dataset."""
     sidecar = read_sidecar(folder)
     times = read_measured(folder, sidecar).whole()
     for kernel, new_times in measured.items():

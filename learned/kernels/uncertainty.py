@@ -23,8 +23,7 @@ UNCERTAINTY_VERSION = 2  # 2: forms have groups, windows and axes
 
 
 class Range(Frozen):
-    """The plausible range of a true time, as multiples of its estimate. `operators`: how many operators (or forms) it was
-    learned from; 0: a default."""
+    """The range of a true time, as multiples of its estimate, and how many operators or forms it is from (0: default)."""
 
     low: float = Field(ge=0, le=1e9)
     high: float = Field(ge=0, le=1e9)

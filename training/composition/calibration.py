@@ -24,11 +24,11 @@ from hase.learned.composition.intervals import (
     PACE,
     CalibratedInterval,
     ErrorRange,
-    Floats,
     Sources,
     scale_of_error,
 )
 from hase.utils.lazy import scipy
+from hase.utils.timing import Floats
 
 LEAST_FOR_RANGE = 20  # held-out models; with fewer, the largest error is no 95th percentile
 LEAST_FAMILIES = 8  # with fewer, the largest error is no 95th percentile by far
@@ -114,8 +114,7 @@ def fitted_to(interval: CalibratedInterval, cases: Sequence[HeldOutCase]) -> Cal
 
 
 def intervals_held_out(cases: Sequence[HeldOutCase]) -> list[tuple[float, float]]:
-    """The interval of each prediction as multiples of it, calibrated without its collection or family. Empty if too few
-    families are left."""
+    """Each prediction's interval, as multiples, calibrated without its collection or family; empty for too few families."""
     parts = _parts(cases)
     calibrated: dict[str, CalibratedInterval] = {}
     for held_out in sorted(set(parts)):
@@ -168,8 +167,7 @@ def _weights(cases: Sequence[HeldOutCase]) -> Floats:
 
 
 def _quantile(values: Floats, weights: Floats, level: float, families: int) -> float:
-    """The conformal quantile of weighted values: one more family may have any value. With too few families, the plain
-    quantile."""
+    """The conformal quantile of weighted values: one more family may have any value. The plain one for too few families."""
     order = np.argsort(values)
     count = families + 1 if families / (families + 1) >= level else families
     index = int(np.searchsorted(np.cumsum(weights[order]) / count, level - 1e-12))
@@ -187,8 +185,7 @@ def _fit_reach(cases: Sequence[HeldOutCase]) -> dict[str, float]:
 
 
 def _likeliest(amounts: Floats, sizes: Floats, weights: Floats, least: Sequence[float]) -> Floats:
-    """The likeliest reaches if errors have a Laplace distribution with the scale as mean size. `amounts` are cases × sources,
-    `sizes` those of the cases' errors."""
+    """The likeliest reaches for Laplace errors whose mean size is the scale; `amounts` are cases × sources."""
     squares, weights = amounts ** 2, weights / weights.sum()
 
     def loss(reach: Floats) -> tuple[float, Floats]:

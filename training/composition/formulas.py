@@ -213,8 +213,7 @@ def fit_host_io(models: Sequence[MeasuredModel], predicted_ms: Floats, groups: S
 
 def fit_graph_replay(models: Sequence[MeasuredModel], tracks: Sequence[MeasuredTracks],
                      groups: Sequence[str]) -> GraphReplay | None:
-    """The costs of a run as a CUDA graph; None if too few models were run that way. `tracks` are of each model, with kernels
-    predicted without the model's group."""
+    """The costs of a run as a CUDA graph; None if too few models ran so. `tracks`: kernels predicted without the group."""
     known = [bool(np.isfinite(model.cuda_graph_ms)) for model in models]
     if sum(known) < LEAST_IN_MODE:
         return None

@@ -69,9 +69,8 @@ class MeasuredTracks:
 
 
 def measured_models(workspace: Workspace, target: str, sidecar: Sidecar, for_judging: bool = False) -> list[MeasuredModel]:
-    """The models of the dataset to which a composition may be fitted: measured on an idle device, with a record, of no held-out
-    family, without Loop, If and Scan. `for_judging` adds models with Loop, If and Scan (without their work off the GPU), and
-    models that were measured while other work disturbed the host, with the host's pace."""
+    """The models to which a composition may be fitted: measured idle, with a record, of no held-out family, without bodies.
+    `for_judging` adds those with Loop, If and Scan, and those measured on a disturbed host, with its pace."""
     models = []
     host = read_host_side(workspace.predictors(target)) if sidecar.target.flavour.device == "cuda" else None
     for name, times in idle_models(read_model_table(workspace, target), for_judging).iterrows():
@@ -107,8 +106,7 @@ TimesOfModels = Mapping[str, Mapping[str, float]]  # by model and kernel id
 
 
 def known_times(out_of_fold: Mapping[str, TimesOfModels], measured: TimesOfModels) -> dict[str, TimesOfModels]:
-    """Times by label, model and kernel id: measured ones, else those predicted out of fold. A kernel that leaves the GPU idle
-    keeps its zero."""
+    """Times by label, model and kernel id: measured ones, else those out of fold; no work on the GPU stays zero."""
     return {label: {model: {name: measured.get(name, {}).get(label, time) if time else time for name, time in times.items()}
                     for model, times in models.items()}
             for label, models in out_of_fold.items()}

@@ -128,7 +128,7 @@ class _FittedCosts(NamedTuple):
 def fit_generation(target: str, steps: Sequence[MeasuredStep], costs: PipelineCosts, energy: EnergyModel | None,
                    predictors_created: str, calibrated: CalibratedInterval | None = None) -> LearnedGeneration:
     """Fits the costs of generation on a GPU, with each family held out in turn for its errors. Without `energy` (of language
-    models), no power limit is fitted; without `calibrated` (the interval of other models), no intervals."""
+    models) no power limit is fitted, without `calibrated` (of other models) no intervals."""
     counted = [step for step in steps if step.counted]
 
     def predict_left_out(kept: Mask, held_out: Mask) -> Floats:
@@ -158,8 +158,7 @@ def _errors_by_phase(steps: Iterable[FittedStep]) -> dict[Phase, ErrorStatistics
 
 def _intervals(steps: Iterable[MeasuredStep], predicted_ms: Iterable[float], host: _HostCosts, costs: PipelineCosts,
                calibrated: CalibratedInterval) -> dict[Phase, CalibratedInterval]:
-    """The interval of each phase, from errors with the family held out. Only steps count whose host's pace was measured
-    meanwhile."""
+    """Each phase's interval, from errors with the family held out, for steps whose host's pace was measured meanwhile."""
     cases: dict[Phase, list[HeldOutCase]] = {phase: [] for phase in PHASES}
     for step, time_ms in zip(steps, predicted_ms, strict=True):
         if step.paced:
@@ -350,9 +349,8 @@ def step_time(point: Generation, phase: Phase) -> tuple[float, float | None]:
 
 def measured_steps(workspace: Workspace, predictors: Predictors, usual_us: float, counted: bool = True,
                    captured: bool = False) -> list[MeasuredStep]:
-    """The measured steps in a workspace of models with usual tokens; with `captured`, the tokens run as a CUDA graph. All
-    kernels are predicted, since none of a language model counts as known. `workspace` has `llm/measured` and `llm/records`;
-    `usual_us` is the time of the host's probe at the usual pace."""
+    """The measured steps in a workspace with `llm/measured` and `llm/records`, of usual tokens, or of those that ran as a CUDA
+    graph (`captured`). All kernels are predicted. `usual_us`: the host's probe at the usual pace."""
     recorded = list(_recorded_steps(workspace, captured))
     if not recorded:
         raise UserError(f"{workspace.root}: no generation was measured; do: python recipes/llm/measure_genai.py")

@@ -102,8 +102,7 @@ def _medians(table: pd.DataFrame, by: str, column: str) -> dict[str, float]:
 
 
 def bytes_per_ms(records: Iterable[ModelRecord], gpu_ms: Mapping[str, float]) -> float:
-    """The bandwidth of a GPU's memory, as reached by the models' most memory-bound kernels. `gpu_ms` has the GPU's times by
-    kernel id; other kernels don't count."""
+    """The memory's bandwidth, as the models' most memory-bound kernels reach it; `gpu_ms` by kernel id, others don't count."""
     kernels = {kernel.id: kernel for record in records for kernel in record.kernels.values()}
     rates = [(kernel.bytes_read + kernel.bytes_written) / gpu_ms[name] for name, kernel in kernels.items()
              if gpu_ms.get(name, 0.0) > 0.0]
@@ -124,8 +123,8 @@ def host_slowdown(ways: Sequence[MeasuredWay]) -> float:
 
 
 def measured_widths(ways: Sequence[MeasuredWay]) -> dict[str, float]:
-    """How wide each kernel is, by id: the share of the threads above which it gets no faster, from its times with fewer
-    threads. Raises UserError: no way gave the kernels all threads, or none gave them fewer."""
+    """How wide each kernel is: the share of the threads above which it gets no faster, by its times with fewer. Raises
+    UserError: no way gave the kernels all threads, or none gave them fewer."""
     unlimited = [way for way in ways if way.sharing.mps and way.sharing.percent == ALL_THREADS]
     limited = {way.sharing.percent / ALL_THREADS: way for way in ways if way.sharing.percent < ALL_THREADS}
     if not unlimited or not limited:
@@ -163,8 +162,7 @@ class MpsFit:
     """Fits the rules of sharing to models beside models in loops, under every way through MPS, and measures their errors."""
 
     def __init__(self, ways: Sequence[MeasuredWay], records: Mapping[str, ModelRecord], costs: PipelineCosts) -> None:
-        """Prepares the simulated models and the cases. `costs` are of a run on the target; the host's pace under each way is
-        fitted."""
+        """Prepares models and cases. `costs`: of a run on the target; the host's pace under each way is fitted."""
         self._ways, self._records = ways, records
         self.widths = measured_widths(ways)
         unlimited = next(way for way in ways if way.sharing.mps and way.sharing.percent == ALL_THREADS)
@@ -256,8 +254,7 @@ class MpsFit:
         return tried[best(np.ones(len(bound), dtype=bool))], gpu_bound, host_bound
 
     def errors(self, predicted: Floats) -> tuple[dict[str, SharingErrors], dict[str, SharingErrors]]:
-        """The errors for GPU-bound models and for others, by whether they have shares. `predicted`: as from
-        `MpsFit.predicted`."""
+        """The errors for GPU-bound models and for others, by whether they have shares; `predicted` as from `predicted()`."""
         bound, shares = np.array([self.is_gpu_bound(case) for case in self.cases]), self._have_shares
 
         def by_shares(kept: npt.NDArray[np.bool_]) -> dict[str, SharingErrors]:

@@ -43,9 +43,8 @@ LASTS_MS = (1.0, 3.0, 10.0, 20.0, 30.0, 50.0, 70.0, 100.0, 200.0)  # candidates 
 
 
 class PacedRuns(NamedTuple):
-    """The runs of a model that had the device to themselves, in order. `idle_ms` is the time since the model's previous run,
-    infinite for the first. `paces` are relative to the usual pace. `host_bound`: the host is the slower track, so that its pace
-    shows in the times."""
+    """The runs of a model that had the device to themselves, in order; `idle_ms` is the time since the run before (infinite for
+    the first), `paces` are relative to the usual one. `host_bound`: the times show the host's pace."""
 
     starts_ms: Floats
     times_ms: Floats

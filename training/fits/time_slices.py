@@ -62,9 +62,8 @@ LONG_WAIT_QUANTILE = 0.9  # of a reading's waits; the largest over all readings 
 
 @dataclass(frozen=True)
 class SharedRuns:
-    """Runs of a model next to a background. `idle_ms` is the median latency on the same machine while it was idle. `co_runner`
-    is the background as seen by the probe just before, `busy` the GPU's busy share then, and `metrics` are by DCGM field
-    name."""
+    """Runs of a model next to a background, and its median latency on the same machine while idle. The probe just before saw
+    `co_runner`; `busy` is the GPU's share then, and `metrics` are by DCGM field name."""
 
     model: str
     background: str
@@ -116,8 +115,7 @@ def shared_runs(blocks: Sequence[Block], alone: Mapping[str, float]) -> list[Sha
 
 
 def measured_elsewhere(runs: Sequence[SharedRuns]) -> Floats:
-    """For each run, the mean statistics of the same model and background on other machines; shape (runs, 3), NaN without
-    any."""
+    """The mean statistics of each run's model and background on other machines; shape (runs, 3), NaN without any."""
     statistics: dict[tuple[str, str, float], list[tuple[str, Floats]]] = defaultdict(list)
     for run in runs:
         statistics[run.model, run.background, run.level].append((run.machine, statistics_of(run.samples_ms)))
@@ -140,8 +138,7 @@ def errors_of(predicted: Floats, measured: Floats) -> SharingErrors:
 
 def typical(runs: Sequence[SharedRuns], slice_ms: float, alone: Mapping[str, float]) -> Sharing:
     """Learns the waits next to an average background, the longest wait, and the cycle of backgrounds that pause. Backgrounds
-    are averaged quantile by quantile. A co-runner is of one kind, but a mixture of all kinds would give each some long waits
-    (averaging quantiles has a sixth less error in the 95th percentiles)."""
+    are averaged quantile by quantile: a mixture would give each some long waits, with more error in 95th percentiles."""
     quantiles = np.linspace(0.0, 1.0, QUANTILES)
     readings = {id(run.co_runner): run for run in runs if len(run.co_runner.waits_ms)}.values()
     others = [run.co_runner for run in readings]
@@ -249,8 +246,7 @@ class Pairs:
         return int(errors.argmin())
 
     def left_out(self) -> Floats:
-        """Predictions, shape (cases, 3), with a switch fitted without the looped model and the other model's family. Fitted to
-        all cases if that leaves none."""
+        """Predictions, shape (cases, 3), by a switch fitted without the looped model and the other's family."""
         predicted = []
         for index, (background, family) in enumerate(self._left_out):
             others = [i for i, (looped, other) in enumerate(self._left_out) if looped != background and other != family]

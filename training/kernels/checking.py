@@ -32,9 +32,8 @@ Make = Callable[[], Estimator]
 
 @dataclass(frozen=True)
 class Task:
-    """The kernels to compare estimators on: idle rows of some types, in folds that are held out in turn. `chosen` is a mask of
-    the rows that are estimated, and `kernels` has their kernels by id. `folds` have masks of the rows to learn from and of the
-    rows to predict."""
+    """The kernels (by id) to compare estimators on: the `chosen` idle rows of some types, in folds that are held out in turn.
+    `folds` have masks of the rows to learn from and to predict."""
 
     rows: TrainingSet
     label: str
@@ -112,8 +111,8 @@ def family_folds(groups: Sequence[frozenset[str]], in_models: Mask, count: int) 
 
 def task_for(workspace: Workspace, rows: TrainingSet, label: str, wanted: Callable[[str], bool], hold_out: HoldOut | None,
              config: TrainingConfig) -> Task:
-    """Chooses a target's kernels to compare estimators on, and the folds. `hold_out` selects what a fold holds out; by default
-    families, or kernels if models of fewer than two families have such kernels."""
+    """Chooses a target's kernels and the folds. A fold holds out families, or kernels if fewer than two families have such
+    kernels, unless `hold_out` says so."""
     target = rows.header.target.name
     rows = rows.rows(np.isfinite(rows.times_ms[label]))
     is_wanted = {name: wanted(name) for name in sorted(set(rows.types.tolist()))}
@@ -170,8 +169,7 @@ def errors_of(task: Task, times_ms: Floats, types: Sequence[str]) -> ErrorStatis
 
 
 def why_not(task: Task, estimator_ms: Floats, before_ms: Floats) -> dict[str, str]:
-    """By kernel type, why an estimator is not admitted; "" if its held-out error is clearly smaller than that of the
-    predictor that it would replace."""
+    """By kernel type, why an estimator is not admitted; "" if it is clearly better than what it would replace."""
     reasons = {}
     for name in task.types:
         errors, before = (errors_of(task, times_ms, [name]) for times_ms in (estimator_ms, before_ms))
@@ -210,8 +208,7 @@ def environment_error(estimator: type[Estimator], rows: TrainingSet) -> str:
 
 
 def admit(folder: Path, estimator: Estimator, about: Mapping[str, object]) -> Admitted:
-    """Saves a fitted estimator and lists it. It replaces the estimators that predicted its types before. `about` has the fields
-    of `Admitted` that are not of `Saved`."""
+    """Saves and lists a fitted estimator, in place of others for its types; `about` has the rest of `Admitted`."""
     saved = save_estimator(folder, f"{ESTIMATOR_PREFIX}{estimator.name}", estimator)
     entry = Admitted.model_validate({**about, **dict(saved)})
     others = []

@@ -112,8 +112,7 @@ def assign_folds(ids: Iterable[str], types: Iterable[str], folds: int, seed: int
 
 def train_booster(matrix: Matrix, log_ratios: Floats, settings: XgboostSettings, seed: int,
                   weights: Floats | None = None) -> xgboost.Booster:
-    """Trains a booster on log(time / roofline), with one thread. Several trainings run in parallel, and XGBoost's own threads
-    stall on busy cores."""
+    """Trains a booster on log(time / roofline) with one thread: several train in parallel, and more stall on busy cores."""
     parameters = {
         "objective": f"reg:{settings.objective}", "max_depth": settings.depth, "eta": settings.learning_rate,
         "subsample": settings.row_share, "colsample_bytree": settings.column_share,
@@ -134,8 +133,7 @@ def train_forest(matrix: Matrix, log_ratios: Floats, settings: ForestSettings, s
 
 @dataclass(frozen=True)
 class Problem:
-    """The input and the target of a training: roofline, type codes, matrix, log(time / roofline), and weights of rows (None:
-    equal)."""
+    """The input and target (log(time / roofline)) of a training, and weights of rows (None: equal)."""
 
     roofline: Roofline
     type_codes: dict[str, float]
@@ -146,8 +144,7 @@ class Problem:
 
 def problem_of(kernels: KernelRows, times_ms: Floats, roofline: Roofline | None = None,
                tables: Floats | float = 0.0, weights: Floats | None = None) -> Problem:
-    """The learning problem of measured kernels, by default with a `roofline` that is fitted to them. `tables`: how many tables
-    each kernel copies to the GPU."""
+    """The learning problem of measured kernels, by default with a roofline fitted to them. `tables`: copied to the GPU."""
     roofline = roofline or fit_roofline(kernels.flops, kernels.bytes_moved, times_ms, weights=weights)
     log_ratios = np.log(times_ms / roofline.bound_ms(kernels.flops, kernels.bytes_moved, tables))
     types = kernels.types.tolist()
@@ -208,8 +205,7 @@ def _train_dedicated(name: str, rows: TrainingSet, problem: Problem, settings: X
 
 def fit_class_boosters(rows: TrainingSet, problem: Problem, config: TrainingConfig, left_out: str = "",
                        steady: frozenset[str] = frozenset()) -> ClassBoosters:
-    """The boosters of the classes of operators, from idle rows without those of operator `left_out`. `steady` classes get the
-    median ratio (see `ClassBoosters`)."""
+    """The boosters of classes, from idle rows without operator `left_out`. `steady` ones get the median ratio."""
     known = class_rows(problem.matrix, problem.log_ratios, rows.types, rows.idle, rows.schema.names, config.seed,
                        problem.weights)
     return ClassBoosters(known.without(left_out) if left_out else known, partial(
@@ -225,8 +221,7 @@ def _train_class(matrix: Matrix, log_ratios: Floats, weights: Floats, settings: 
 
 
 def fit_factors(rows: TrainingSet, logs: Floats, settings: XgboostSettings, seed: int) -> KernelModel:
-    """Trains a booster for all types together that predicts a factor for each kernel, such as an error or a width. `logs` are
-    the logarithms of the rows' factors."""
+    """Trains a booster for all types that predicts a factor, such as an error or a width, from the logarithms of the rows'."""
     types = rows.types.tolist()
     codes = encode_types(types, logs)
     booster = train_booster(design_matrix(types, rows.features, rows.load, codes), logs, settings, seed)
@@ -322,8 +317,7 @@ class ClassRows:
 
 def class_rows(matrix: Matrix, log_ratios: Floats, types: npt.NDArray[np.str_], idle: npt.NDArray[np.bool_],
                columns: tuple[str, ...], seed: int, weights: Floats | None = None) -> ClassRows:
-    """At most MOST_KERNELS idle rows of each operator, drawn at random. `columns` names the features in the `design_matrix`;
-    the type code and the load follow."""
+    """At most MOST_KERNELS random idle rows of each operator. `columns`: the features, which type code and load follow."""
     generator = np.random.default_rng(seed)
     operators = np.array([operator_in_type(name) for name in types.tolist()], dtype=np.str_)
     base = idle if idle.any() else np.ones(len(idle), dtype=bool)

@@ -64,8 +64,7 @@ APART = (
 
 def operator_rows(rows: TrainingSet, label: str, kernels: Mapping[str, Kernel], errors: Iterable[KernelError],
                   held_out: Iterable[LeftOutOperator]) -> Rows:
-    """One row per operator and element type, sorted by class and operator; errors in per cent. `errors` are of kernels held out
-    alone, `held_out` of left-out operators."""
+    """A row for each operator and type, sorted by class; errors (per cent) of kernels and of operators that were held out."""
     measured = set(rows.ids[rows.idle & np.isfinite(rows.times_ms[label])].tolist())
     groups: dict[tuple[str, str, str], list[str]] = {}
     for name in measured:
@@ -85,8 +84,7 @@ def operator_rows(rows: TrainingSet, label: str, kernels: Mapping[str, Kernel], 
 
 
 def summary_rows(held_out: Sequence[LeftOutOperator]) -> Rows:
-    """One row per class of left-out operators, and one for all; each operator counts equally. Medians over operators of their
-    median errors, in per cent, and the share of operators below BAR."""
+    """One row per class of left-out operators, and for all: medians of their median errors (per cent), the share below BAR."""
     table: Rows = []
     for kind in [*sorted({operator.kind for operator in held_out}), "all"]:
         chosen = [operator for operator in held_out if kind in (operator.kind, "all")]
@@ -156,8 +154,7 @@ def cross_validated(workspace: Workspace, target: str, rows: TrainingSet, label:
 
 
 def operator_report(workspace: Workspace, target: str, config: TrainingConfig, page: Path | None, show: Show) -> dict[str, Any]:
-    """The tables of one target, each measured operator left out of everything in turn; also writes them to `page`. The page
-    also lists the operators of the CUDA provider that are in no dataset."""
+    """The tables of a target, each operator left out; also `page`, with the CUDA provider's unmeasured ones."""
     rows = read_training_set(workspace, target)
     kernels = {entry.kernel.id: entry.kernel for entry in read_kernels(workspace.dataset(target))}
     label = GPU_LABEL if GPU_LABEL in rows.times_ms else next(iter(rows.times_ms))
