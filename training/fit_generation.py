@@ -120,8 +120,7 @@ def main() -> int:
     steps = [step for paths, counted in ((args.generations, True), (args.loops, False)) for path in paths
              for step in measured_steps(Workspace(path), predictors, composition.probe_us, counted)]
     energy = fit_energies(steps, predictors, composition, folder, Workspace(args.energy)) if args.energy else None
-    fitted = fit_generation(args.target, steps, composition.costs, energy, predictors.sidecar.created,
-                            composition.calibrated)
+    fitted = fit_generation(args.target, steps, composition.costs, energy, predictors.sidecar.created, composition.calibrated)
     captured = [step for path in args.captured
                 for step in measured_steps(Workspace(path), predictors, composition.probe_us, captured=True)]
     if captured and composition.cuda_graph is not None:

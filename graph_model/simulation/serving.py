@@ -274,8 +274,7 @@ class _Simulated:
             known = np.append(answered, np.full(requests - answered.size, late_ms))
             results.append(Served(
                 mean_ms=float(known.mean()), percentiles_ms=tuple(known[np.maximum(ranks, 0)].tolist()), run_ms=run_ms,
-                busy=float(inside[case_runs].sum()) / (self.repetitions * (end_ms - begin_ms)),
-                offered=offered))
+                busy=float(inside[case_runs].sum()) / (self.repetitions * (end_ms - begin_ms)), offered=offered))
         return results
 
 

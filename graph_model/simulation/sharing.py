@@ -164,8 +164,7 @@ def _waits(co_runner: CoRunner, generator: np.random.Generator, callers: int) ->
         yield from waits[generator.integers(0, len(waits), (DRAWN_AT_ONCE, callers))]
 
 
-def _end_of_work(work: float, start: Floats, used: Floats, slice_ms: float,
-                 others: _CoRunnerByCaller) -> tuple[Floats, Floats]:
+def _end_of_work(work: float, start: Floats, used: Floats, slice_ms: float, others: _CoRunnerByCaller) -> tuple[Floats, Floats]:
     """When `work` (ms) that begins at `start` is done for each caller, and how much of the caller's slice is used by then.
 
     `used` of the slice was used before. After `slice_ms` it is the other process's turn, if it has work.

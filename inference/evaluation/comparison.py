@@ -169,8 +169,7 @@ def summarise_comparisons(comparisons: Sequence[Comparison]) -> tuple[Summary, .
                 lookup=error_statistics([c.predicted_ms for c in members], [c.measured_ms for c in members]),
                 strict=error_statistics([c.strict_ms for c in members], [c.measured_ms for c in members]),
                 p50=_mean_absolute([c.p50_error for c in members]), p95=_mean_absolute([c.p95_error for c in members]),
-                energy=_energy_errors(members))
-        for (load, group), members in groups.items()
+                energy=_energy_errors(members)) for (load, group), members in groups.items()
         if group == "all models" or len(members) < len(groups[load, "all models"]))
 
 

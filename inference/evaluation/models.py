@@ -270,8 +270,7 @@ def predict_model(model: EvaluatedModel, target: str, run_mode: RunMode, workspa
         model.with_lookup, model.strict = (
             predict(source, dims=sizes, static=sizes is not None and record.static, target=target, strict=strict,
                     load=model.load, run_mode=run_mode, workspace=workspace, force=force, co_runner=model.co_runner,
-                    host_pace=model.host_pace)
-            for strict in (False, True))
+                    host_pace=model.host_pace) for strict in (False, True))
         if with_energy and model.energies_j:
             model.energy = Predictor(workspace, target, force=force).energy(model.record, run_mode=run_mode,
                                                                             host_pace=model.host_pace)

@@ -114,8 +114,7 @@ def _surplus_bytes(record: ModelRecord, activations: Activations, run: Sequence[
         taken = gpu_arena_bytes(record, run, node_layouts) + inputs
         return max(taken - record.weight_bytes - activations.peak_bytes, 0.0), LIBRARIES_MIB * MIB, 0.0
     used = activations.caller_bytes + cpu_arena_bytes(run, [layout.scratch_bytes for layout in node_layouts])
-    return (max(used - activations.peak_bytes, 0),
-            SESSION_BYTES + NODE_BYTES * len(record.nodes),
+    return (max(used - activations.peak_bytes, 0), SESSION_BYTES + NODE_BYTES * len(record.nodes),
             LOADED_BASE_BYTES + sum(layout.loading_bytes for layout in node_layouts))
 
 

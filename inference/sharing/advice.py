@@ -288,8 +288,7 @@ def advise_sharing(predictor: RunPredictor, models: Sequence[ServedModel], batch
     if len(models) > MOST_MODELS:
         raise UserError(f"{len(models)} models: advice is for {MOST_MODELS} at most; leave some out")
     runs = [{batch: predictor.run(model.model, dims={**model.dims, BATCH: batch}, host_pace=host_pace)
-             for batch in sorted(set(sizes))}
-            for model, sizes in zip(models, batches, strict=True)]
+             for batch in sorted(set(sizes))} for model, sizes in zip(models, batches, strict=True)]
     measured = host_pace.measured if isinstance(host_pace, HostPace) else None
     question = SharingQuestion(predictor.fitted, models, runs, percentile, measured.stalls if measured else None)
     plans = _search(question)
@@ -382,8 +381,7 @@ def advice_rows(advice: SharingAdvice) -> list[dict[str, Any]]:
               "beside (ms)": model.run_ms, "mean (ms)": model.mean_ms, latency: model.latency_ms, "SLO (ms)": model.slo_ms,
               "headroom": "none" if model.headroom is None else f"{model.headroom:.0%}", "busy": f"{model.busy:.0%}",
               "within SLO": model.chance_in_words, "note": "never measured" if way.way == MIG else (
-                  "a rough estimate" if model.rough_estimate else "")}
-             for way in advice.ways for model in way.models]
+                  "a rough estimate" if model.rough_estimate else "")} for way in advice.ways for model in way.models]
     return table + [{"way": name, "note": "not learned for this target"} for name in advice.not_learned]
 
 

@@ -154,8 +154,7 @@ class HostSide:
 
         host_times_ms = np.array([host_ms(kernel, is_off) for kernel, is_off in zip(kernels, off, strict=True)])
         return NodesOffGpu(off, np.array([self.copy_ms(kernel) if copies_to_host(kernel) else 0.0 for kernel in kernels]),
-                           np.array([float(is_copy(kernel)) for kernel in kernels]),
-                           OffGpu(host_times_ms, waits))
+                           np.array([float(is_copy(kernel)) for kernel in kernels]), OffGpu(host_times_ms, waits))
 
 
 NOTHING_MEASURED = HostSide()

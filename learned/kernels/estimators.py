@@ -54,8 +54,7 @@ class Roofline(Config):
 
     def bound_ms(self, flops: Floats, bytes_moved: Floats, tables: Floats | float = 0.0) -> Floats:
         """The lower bound (ms) of each kernel's time."""
-        return (np.maximum(flops / self.flops_per_ms, bytes_moved / self.bytes_per_ms) + self.floor_ms
-                + self.table_ms * tables)
+        return (np.maximum(flops / self.flops_per_ms, bytes_moved / self.bytes_per_ms) + self.floor_ms + self.table_ms * tables)
 
 
 FLAT = Roofline(flops_per_ms=1e300, bytes_per_ms=1e300, floor_ms=1.0, scale=1.0)  # 1 for every kernel
@@ -134,8 +133,8 @@ class KernelModel(OnRoofline):
         return log_ratios
 
     def saved(self) -> dict[str, Any]:
-        class_boosters = filter(is_class, self.boosters)
-        used = sorted({*self.predictor_of.values(), *class_boosters} | ({SHARED} & set(self.boosters)))
+        of_classes = [name for name in self.boosters if name.startswith(PREFIX)]
+        used = sorted({*self.predictor_of.values(), *of_classes} | ({SHARED} & set(self.boosters)))
         return super().saved() | {
             "predictor_of": dict(self.predictor_of), "idle_load": list(self.idle_load),
             "boosters": {name: self.boosters[name] for name in used}}
@@ -178,9 +177,6 @@ def kind_code(kernel_type: str) -> float:
     return CODES[operator_row(operator_in_type(kernel_type)).kind_or_class]
 
 
-def is_class(name: str) -> bool:
-    """Whether a booster is that of a class, and not of a type."""
-    return name.startswith(PREFIX)
 
 
 def _not_alone(kernel: Kernel) -> NoReturn:
@@ -191,8 +187,7 @@ def _not_alone(kernel: Kernel) -> NoReturn:
 # kernel copies, so their number is an ordinary feature here.
 CORRECTION_FEATURES = FeatureSchema("correction", 1, {
     **{group: tuple("table_copies" if name == TABLES else name for name in names)
-       for group, names in KERNEL_FEATURES.groups.items()},
-    "other device": ("log_above_roofline",)}, _not_alone)
+       for group, names in KERNEL_FEATURES.groups.items()}, "other device": ("log_above_roofline",)}, _not_alone)
 
 
 class OtherPredictors(NamedTuple):

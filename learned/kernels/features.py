@@ -214,8 +214,7 @@ def language_features(kernel: Kernel, gpu: kernel_choice.Gpu = kernel_choice.H20
         waves = math.ceil(blocks / gpu.multiprocessors)
         attention = [*(math.log2(1 + length) for length in lengths), kernel_choice.group_size(sizes), sizes.kv_heads,
                      sizes.head_size, sizes.window, sizes.rotary, float(sizes.normed), float(sizes.shares_buffer),
-                     float(sizes.causal),
-                        float(MASKS.index(sizes.mask)), math.log2(1 + blocks), math.log2(1 + waves),
+                     float(sizes.causal), float(MASKS.index(sizes.mask)), math.log2(1 + blocks), math.log2(1 + waves),
                         blocks / (gpu.multiprocessors * max(waves, 1))]
     elif kernel.op_type == "MatMulNBits":
         zeros = input_at(kernel.inputs, 3).present
@@ -287,16 +286,12 @@ def kernel_features(kernel: Kernel) -> list[float]:
     window = _kernel_window(kernel, sizes)
     product = _product(kernel, inputs, out, sizes, window)
     return [
-        *sizes, *window, *product,
-        *_tiles(product, 32), *_tiles(product, 128),
+        *sizes, *window, *product, *_tiles(product, 32), *_tiles(product, 128),
         alignment(sizes.channels), alignment(sizes.out_channels),
         *map(alignment, (product.m, product.n, product.k)), alignment(sizes.width),
         *_axis(kernel, shape, out), *_permutation(_permuted_blocks(kernel, shape)), _broadcast(inputs, out),
-        *_operands(kernel, shape, inputs, len(outputs)),
-        *_costs(kernel, math.prod(shape)),
-        *_operation(kernel),
-        *form_features(kernel),
-        *language_features(kernel),
+        *_operands(kernel, shape, inputs, len(outputs)), *_costs(kernel, math.prod(shape)),
+        *_operation(kernel), *form_features(kernel), *language_features(kernel),
     ]
 
 

@@ -26,7 +26,7 @@ import struct
 import sys
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -192,7 +192,7 @@ class _FormReader:
             if value.get("version") != BOOSTER_VERSION:
                 raise UserError(f"{self.path}: boosters of version {value.get('version')}, this Hase reads version "
                                 f"{BOOSTER_VERSION}; {self.remedy}")
-            return SavedBoosters(value[BOOSTERS], partial(self.booster, value[BOOSTERS], prefix))
+            return LazyBoosters(value[BOOSTERS], partial(self.booster, value[BOOSTERS], prefix))
         if CLASS in value:
             return self.instance(value[CLASS], value.get(FIELDS))
         return {key: self.decoded(member, f"{prefix}/{key}") for key, member in value.items()}
@@ -315,10 +315,10 @@ def booster_from_arrays(numbers: Mapping[str, float], arrays: Mapping[str, Array
     return booster
 
 
-class SavedBoosters(Mapping[str, "xgboost.Booster"]):
-    """Boosters by name, each read at its first look-up."""
+class LazyBoosters(Mapping[str, "xgboost.Booster"]):
+    """Boosters by name, each read or trained at its first look-up."""
 
-    def __init__(self, names: Mapping[str, Any], read: Callable[[str], xgboost.Booster]) -> None:
+    def __init__(self, names: Iterable[str], read: Callable[[str], xgboost.Booster]) -> None:
         self._names, self._read = tuple(names), read
         self._opened: dict[str, xgboost.Booster] = {}
 

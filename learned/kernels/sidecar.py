@@ -155,8 +155,7 @@ def check_features(path: Path, label: str, saved: Saved) -> None:
     raise UserError(f"{path}: made by another version of Hase: the predictors of label {label} read feature schema "
                     f"{saved.features[0] if saved.features else 'none'}, this one {installed[0]} (they differ in: "
                     f"{', '.join(different[:3]) or 'what the values mean, or their order'}"
-                    f"{', …' if len(different) > 3 else ''}); "
-                    f"{TRAIN_AGAIN}")
+                    f"{', …' if len(different) > 3 else ''}); {TRAIN_AGAIN}")
 
 
 def save_predictors(folder: Path, models: Mapping[str, KernelModel | Transferred], errors: Mapping[str, Sequence[TypeErrors]],

@@ -106,8 +106,7 @@ def fit_target(workspace: Workspace, target: str, config: TrainingConfig, few_mo
         models=tuple(FittedModel(model=model.record.model, group=model.group, measured_ms=model.latency_ms,
                                  predicted_ms=float(predicted_ms))
                      for model, predicted_ms in zip(models, predicted, strict=True)),
-        interval=interval,
-        interval_measured=error_range_of(with_measured, latency, groups) if interval else None,
+        interval=interval, interval_measured=error_range_of(with_measured, latency, groups) if interval else None,
         calibrated=calibrated_interval(rows, models, times, measured, predictors, config) if (
             chosen.kind == "pipeline" and by_family and not few_models) else None,
         host_io=formulas.fit_host_io(models, predicted, groups),

@@ -108,8 +108,7 @@ TimesOfModels = Mapping[str, Mapping[str, float]]  # by model and kernel id
 def known_times(out_of_fold: Mapping[str, TimesOfModels], measured: TimesOfModels) -> dict[str, TimesOfModels]:
     """Times by label, model and kernel id: measured ones, else those out of fold; no work on the GPU stays zero."""
     return {label: {model: {name: measured.get(name, {}).get(label, time) if time else time for name, time in times.items()}
-                    for model, times in models.items()}
-            for label, models in out_of_fold.items()}
+                    for model, times in models.items()} for label, models in out_of_fold.items()}
 
 
 def model_tracks(model: MeasuredModel, gpu_ms: Mapping[str, float], launches: Mapping[str, float]) -> MeasuredTracks:

@@ -271,8 +271,7 @@ def measured_step_energies(steps: Sequence[MeasuredStep], generation: LearnedGen
             run_ms, energy_j = 1e3 * step.energy.seconds / step.energy.steps, step.energy.joules / step.energy.steps
             energies.append(MeasuredEnergy(
                 name, step.point.family, energy_j, 1e3 * energy_j / run_ms, float("nan"), run_ms,
-                work_of_run(step.parts, run_ms),
-                work_of_run(step.parts, predicted_ms[name]) if name in predicted_ms else None))
+                work_of_run(step.parts, run_ms), work_of_run(step.parts, predicted_ms[name]) if name in predicted_ms else None))
     return energies
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -25,7 +24,7 @@ from hase.records.dataset_tables import read_kernel_table, read_model_table
 from hase.records.kernel_record_files import read_model_record, record_path
 from hase.records.measurement import GPU_LABEL
 from hase.records.probe_reading import ALWAYS
-from hase.training.fits.time_slices import looped_models
+from hase.training.fits.time_slices import errors_of, looped_models
 from hase.training.kernels.fitting import fit_factors
 from hase.utils.errors import UserError
 from hase.utils.logger import progress
@@ -235,7 +234,7 @@ class MpsFit:
                             "kind model and level 1 to the collector's config")
         tried = candidates()
         with process_pool(jobs) as pool:
-            predicted = np.array(list(progress(pool.map(partial(_predicted, self), tried), "rules", len(tried))))
+            predicted = np.array(list(progress(pool.map(self.predicted, tried), "rules", len(tried))))
         measured, bound = self.measured, np.array([self.is_gpu_bound(case) for case in self.cases])
         errors = np.abs(np.log(predicted / measured)).mean(axis=2)  # rules × cases
 
@@ -258,19 +257,12 @@ class MpsFit:
         bound, shares = np.array([self.is_gpu_bound(case) for case in self.cases]), self._have_shares
 
         def by_shares(kept: npt.NDArray[np.bool_]) -> dict[str, SharingErrors]:
-            return {name: _errors(predicted[kept & of_kind], self.measured[kept & of_kind])
+            return {name: errors_of(predicted[kept & of_kind], self.measured[kept & of_kind])
                     for name, of_kind in ((WITHOUT_SHARES, ~shares), (WITH_SHARES, shares)) if (kept & of_kind).any()}
 
         return by_shares(bound), by_shares(~bound)
 
 
-def _predicted(fit: MpsFit, rules: MpsRules) -> Floats:
-    return fit.predicted(rules)
-
-
-def _errors(predicted: Floats, measured: Floats) -> SharingErrors:
-    mean, p50, p95 = np.abs(predicted / measured - 1.0).mean(axis=0).tolist()
-    return SharingErrors(cases=len(measured), mean=mean, p50=p50, p95=p95)
 
 
 def candidates() -> list[MpsRules]:

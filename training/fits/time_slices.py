@@ -108,8 +108,7 @@ def shared_runs(blocks: Sequence[Block], alone: Mapping[str, float]) -> list[Sha
             continue
         co_runner = co_runner_probed(block.probe, alone)
         shared += [SharedRuns(m.id, block.background_name, block.level, np.array(m.samples_ms),
-                              float(np.median(idle[block.machine, m.id])), co_runner, busy,
-                              block.background, block.machine)
+                              float(np.median(idle[block.machine, m.id])), co_runner, busy, block.background, block.machine)
                    for m in latencies_in(block) if (block.machine, m.id) in idle]
     return shared
 

@@ -19,9 +19,9 @@ from 29 to 15 % for MatMul, from 22 to 18 for FusedMatMul, from 82 to 27 for Red
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -47,7 +47,7 @@ from hase.learned.kernels.estimators import (
 )
 from hase.learned.kernels.features import FORM_GROUPS, KernelRows
 from hase.learned.kernels.interface import ForestSettings, TimePredictor, TrainingConfig, XgboostSettings
-from hase.learned.kernels.saved_form import booster_from_forest
+from hase.learned.kernels.saved_form import LazyBoosters, booster_from_forest
 from hase.records.kernel_types import operator_in_type
 from hase.records.measurement import GPU_LABEL, LAUNCHES
 from hase.records.operators import operator_row
@@ -212,8 +212,7 @@ def fit_class_boosters(rows: TrainingSet, problem: Problem, config: TrainingConf
         _train_class, settings=config.xgboost_class, seed=config.seed), steady)
 
 
-def _train_class(matrix: Matrix, log_ratios: Floats, weights: Floats, settings: XgboostSettings,
-                 seed: int) -> xgboost.Booster:
+def _train_class(matrix: Matrix, log_ratios: Floats, weights: Floats, settings: XgboostSettings, seed: int) -> xgboost.Booster:
     if not len(matrix):  # a booster without trees, whose prediction is the mean
         flat = xgboost.DMatrix(np.zeros((1, matrix.shape[1]), dtype=np.float32), np.zeros(1), nthread=1)
         return xgboost.train({"objective": "reg:squarederror", "base_score": float(log_ratios.mean()), "nthread": 1}, flat, 0)
@@ -332,36 +331,20 @@ def class_rows(matrix: Matrix, log_ratios: Floats, types: npt.NDArray[np.str_], 
     return ClassRows(kept, log_ratios[chosen], operators[chosen], None if weights is None else weights[chosen])
 
 
-@dataclass(frozen=True)
-class ClassBoosters(Mapping[str, "xgboost.Booster"]):
+class ClassBoosters(LazyBoosters):
     """The boosters of the classes by name, each trained at its first look-up, since most trainings need few of them. `train`
     takes a matrix, a target and weights; with an empty matrix, the booster predicts the mean. `steady` classes only use the
     median ratio, since their sizes predict less (see `steady_classes`)."""
 
-    rows: ClassRows
-    train: Callable[[Matrix, Floats, Floats], xgboost.Booster]
-    steady: frozenset[str] = frozenset()
-    _trained: dict[str, xgboost.Booster] = field(default_factory=dict)
+    def __init__(self, rows: ClassRows, train: Callable[[Matrix, Floats, Floats], xgboost.Booster],
+                 steady: frozenset[str] = frozenset()) -> None:
+        def trained(name: str) -> xgboost.Booster:
+            if rows.class_of(name) in steady:
+                return train(rows.matrix[:0], np.array([rows.median_log_ratio(name)]), np.ones(1))
+            return train(rows.matrix, rows.log_ratios, rows.weights(name))
 
-    def __getitem__(self, name: str) -> xgboost.Booster:
-        if name not in self._trained:
-            if name not in self:
-                raise KeyError(name)
-            rows = self.rows
-            if rows.class_of(name) in self.steady:
-                self._trained[name] = self.train(rows.matrix[:0], np.array([rows.median_log_ratio(name)]), np.ones(1))
-            else:
-                self._trained[name] = self.train(rows.matrix, rows.log_ratios, rows.weights(name))
-        return self._trained[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.rows.names  # does not train the booster
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.rows.names)
-
-    def __len__(self) -> int:
-        return len(self.rows.names)
+        super().__init__(rows.names, trained)
+        self.rows = rows
 
 
 # related types -----------------------------------------------------------------------------------------------------------

@@ -195,18 +195,19 @@ TAIL = 0.05  # share of the ratios that is cut off at each end, which leaves 90 
 PARTS = 101  # quantiles that replace the kernels of an operator, so that operators have equal weight
 
 
-def learn_uncertainty(rows: TrainingSet, kernels: Iterable[Kernel], left_out: Mapping[str, Sequence[LeftOutOperator]],
-                      forms_left_out: Mapping[str, Sequence[LeftOutForm]]) -> Uncertainty:
-    """The ranges and forms in the idle rows of a dataset, from left-out operators and forms of each label."""
+def save_uncertainty(rows: TrainingSet, kernels: Iterable[Kernel], folder: Path,
+                     left_out: Mapping[str, Sequence[LeftOutOperator]],
+                     forms_left_out: Mapping[str, Sequence[LeftOutForm]]) -> None:
+    """Writes the ranges and forms in the idle rows of a dataset, from left-out operators and forms of each label."""
     by_id = {kernel.id: kernel for kernel in kernels}
     forms: dict[str, set[str]] = {}
     for name in set(rows.ids.tolist()):
         forms.setdefault(by_id[name].type, set()).add(kernel_form(by_id[name]))
-    return Uncertainty(dataset_sha256=rows.sha256, forms={name: tuple(sorted(forms[name])) for name in sorted(forms)},
-                       ranges={label: ranges_of(operators, DEFAULT_LAUNCHES if label == LAUNCHES else DEFAULT_RANGES,
-                                                LEAST_OPERATORS) for label, operators in left_out.items()},
-                       form_ranges={label: ranges_of(label_forms, {}, LEAST_FORMS)
-                                    for label, label_forms in forms_left_out.items()})
+    files.write_json(target_files.UNCERTAINTY.path(folder), Uncertainty(
+        dataset_sha256=rows.sha256, forms={name: tuple(sorted(forms[name])) for name in sorted(forms)},
+        ranges={label: ranges_of(operators, DEFAULT_LAUNCHES if label == LAUNCHES else DEFAULT_RANGES, LEAST_OPERATORS)
+                for label, operators in left_out.items()},
+        form_ranges={label: ranges_of(label_forms, {}, LEAST_FORMS) for label, label_forms in forms_left_out.items()}))
 
 
 def ranges_of(left_out: Iterable[LeftOutOperator] | Iterable[LeftOutForm], defaults: Mapping[OperatorClass, Range],
@@ -227,10 +228,3 @@ def ranges_of(left_out: Iterable[LeftOutOperator] | Iterable[LeftOutForm], defau
     return ranges
 
 
-def save_uncertainty(rows: TrainingSet, kernels: Iterable[Kernel], folder: Path,
-                     left_out: Mapping[str, Sequence[LeftOutOperator]],
-                     forms_left_out: Mapping[str, Sequence[LeftOutForm]]) -> Uncertainty:
-    """Learns the uncertainty (arguments as of `learn_uncertainty`) and writes it into `folder`."""
-    uncertainty = learn_uncertainty(rows, kernels, left_out, forms_left_out)
-    files.write_json(target_files.UNCERTAINTY.path(folder), uncertainty)
-    return uncertainty
