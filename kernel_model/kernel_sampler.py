@@ -111,10 +111,8 @@ def near_batch(kernel: Kernel, batches: Sequence[int], generator: np.random.Gene
 def sample_near_errors(errors: KernelErrors, count: int, generator: np.random.Generator, batches: Sequence[int],
                        most_gflop: float, most_mib: float = MOST_MIB, without: Sequence[str] = (),
                        existing: Collection[str] = ()) -> Sampled:
-    """Like `sample_near_models`, near the kernels with the worst predictions, including sampled ones.
-
-    `seed_weights` says how often a kernel is a seed. Families held out of the training, or in `without`, seed nothing.
-    """
+    """Like `sample_near_models`, near the kernels with the worst predictions, including sampled ones. `seed_weights` says how
+    often a kernel is a seed. Families held out of the training, or in `without`, seed nothing."""
     held_out = {*errors.held_out, *without}
     seeds = [error for error in errors.kernels if not error.families or set(error.families) - held_out]
     weights = seed_weights(seeds)
@@ -131,11 +129,9 @@ def sample_near_errors(errors: KernelErrors, count: int, generator: np.random.Ge
 def sample_free(count: int, generator: np.random.Generator, batches: Sequence[int], most_gflop: float,
                 most_mib: float = MOST_MIB, existing: Collection[str] = (), kind: Kind = "networks", dtypes: Sequence[str] = (),
                 device: str = "cpu") -> Sampled:
-    """Samples up to `count` new kernels of no model (FREE).
-
-    Kernels of language models are drawn in one of the floating types `dtypes` (by default those that GPUs run them in). Except
-    for kind `networks`, only kernels that the provider of `device` supports are drawn.
-    """
+    """Samples up to `count` new kernels of no model (FREE). Kernels of language models are drawn in one of the floating types
+    `dtypes` (by default those that GPUs run them in). Except for kind `networks`, only kernels that the provider of `device`
+    supports are drawn."""
     def draw() -> Drawn:
         kernel = draw_free_kernel(int(generator.choice(batches)), generator, kind, dtypes if kind == "language" else ())
         if kind != "networks" and not (draws.on_cuda(kernel) if device == "cuda" else draws.on_cpu(kernel)):

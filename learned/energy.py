@@ -215,8 +215,8 @@ class EnergyModel(Frozen):
 
 
 class RunEnergy(NamedTuple):
-    """A run's predicted energy, kinds of work with another's coefficient, and the energy without a power limit (1: below
-    it)."""
+    """The predicted energy of a run, in J. `guessed` has the kinds of work with a coefficient of another type or class;
+    `over_limit` is the energy without a power limit as a multiple, 1 below the limit."""
 
     energy_j: float
     guessed: tuple[str, ...]

@@ -62,11 +62,9 @@ class Comparison(Frozen):
 
 
 class Summary(Frozen):
-    """Errors of a group of comparisons, with measured kernels looked up and with all predicted (`strict`).
-
-    Errors of percentiles (mean absolute ratios) are given if all predictions have distributions, those of energies where they
-    are known.
-    """
+    """Errors of a group of comparisons, with measured kernels looked up and with all predicted (`strict`). Errors of
+    percentiles (mean absolute ratios) are given if all predictions have distributions, those of energies where they are
+    known."""
 
     group: str
     level: float

@@ -109,10 +109,8 @@ class EvaluationLoads:
     probe: bool = False
 
     def check(self, fitted: Fitted, run_mode: RunMode, workspace: Workspace) -> None:
-        """Checks, before any measurement, that this machine supports all loads, and that Prometheus answers.
-
-        A started load is never taken for idle, whatever `on_failure` says.
-        """
+        """Checks, before any measurement, that this machine supports all loads, and that Prometheus answers. A started load is
+        never taken for idle, whatever `on_failure` says."""
         device = fitted.target.flavour.device
         if self.metrics_file:
             read_metrics(self.metrics_file)
@@ -174,11 +172,8 @@ class MeasuredModels:
 
 def measure_all(ready: Sequence[EvaluatedModel], fitted: Fitted, run_mode: RunMode, loads: EvaluationLoads, plan: MeasuringPlan,
                 workspace: Workspace, force: bool, failures: Failures) -> MeasuredModels:
-    """Predicts and measures models under each of `loads`.
-
-    The load is read before models of this process are part of it. Models run in a separate process: if one fails, the others
-    are still measured.
-    """
+    """Predicts and measures models under each of `loads`. The load is read before models of this process are part of it. Models
+    run in a separate process: if one fails, the others are still measured."""
     if not ready:
         return MeasuredModels()
     setting = RuntimeSetting.of(fitted.target, workspace.kernel_onnx)
@@ -222,11 +217,9 @@ def _measure_all(ready: Sequence[EvaluatedModel], worker: Worker, fitted: Fitted
 
 def measure_here(models: Sequence[EvaluatedModel], worker: Worker, device: str, run_mode: RunMode, plan: MeasuringPlan,
                  best_canary_ms: float, failures: Failures) -> None:
-    """Times every model as planned. Each round covers all models, so that drift affects all alike.
-
-    Before each model it waits a while until the machine is as fast as when the dataset was measured, by the canary. It does
-    not wait if `best_canary_ms`, the canary's time in the dataset, is 0: unknown, or the device is not idle.
-    """
+    """Times every model as planned. Each round covers all models, so that drift affects all alike. Before each model it waits a
+    while until the machine is as fast as when the dataset was measured, by the canary. It does not wait if `best_canary_ms`,
+    the canary's time in the dataset, is 0: unknown, or the device is not idle."""
     loaded = False
     for model in progress([model for _ in range(plan.rounds) for model in models], "measuring"):
         if model.failed:

@@ -226,10 +226,8 @@ def listed_models(models: Sequence[ListedModel], folder: Path, flavour: Flavour,
 
 def models_in_dataset(folder: Path, records: Mapping[str, ModelRecord], metrics: Sequence[str],
                       label: str) -> list[EvaluatedModel]:
-    """The valid measurements with `label` in a dataset: one entry for each model of `records`, load and machine.
-
-    Idle measurements on a disturbed host are left out.
-    """
+    """The valid measurements with `label` in a dataset: one entry for each model of `records`, load and machine. Idle
+    measurements on a disturbed host are left out."""
     sessions = [session for session in model_sessions(read_journal(folder)) if "latency" in session.labels]
     if not sessions:
         return []

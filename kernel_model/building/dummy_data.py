@@ -35,7 +35,8 @@ RANGE_KEEPING = ("Identity", "Cast", "Imputer")  # they do not change the range 
 
 
 def required_value(kernel: Kernel, position: int) -> np.ndarray | None:
-    """A value with which the kernel has the recorded output shape, or computes as usual (perhaps of another type); or None."""
+    """A value of an input with which the kernel has the recorded output shape, or computes as usual; None if any value will do,
+    or none is known. Its type may be another one than the input's."""
     if (sizes := attention.kernel_grouped_query_sizes(kernel)) and position in (attention.LAST_PLACES, attention.TOTAL):
         return np.full(kernel.inputs[position].shape, sizes.total - (position == attention.LAST_PLACES))
     if position == attention.TOKEN_OFFSETS.get(kernel.op_type):  # as rows have no padding, each token is at its padded position
@@ -56,11 +57,8 @@ def required_value(kernel: Kernel, position: int) -> np.ndarray | None:
 
 
 def _all_keys(sizes: attention.AttentionSizes, shape: tuple[int, ...]) -> np.ndarray | None:
-    """A mask that includes all keys of each row of a batch; None for boolean masks.
-
-    It has the end of each row's keys, perhaps followed by their starts; or, for rows stored one after another, lengths, and
-    then the starts of queries and keys.
-    """
+    """A mask that includes all keys of each row of a batch; None for boolean masks. It has the end of each row's keys, perhaps
+    followed by their starts; or, for rows stored one after another, lengths, and then the starts of queries and keys."""
     ends, starts = np.full(sizes.batch, sizes.total), np.arange(sizes.batch + 1)
     known: dict[tuple[int, ...], np.ndarray] = {
         (sizes.batch,): ends, (2 * sizes.batch,): np.concatenate([ends, np.zeros(sizes.batch)]),
@@ -158,7 +156,8 @@ def input_ranges(graph: onnx.GraphProto) -> dict[str, ColumnRanges]:
 
 
 def table_indices(graph: onnx.GraphProto) -> dict[str, int]:
-    """Inputs that are only indices into weight tables, with the fewest rows: reading one row again and again is faster."""
+    """The model inputs that are only indices into weight tables (such as word ids), with the number of rows of the smallest
+    table. Dummy indices should differ, since reading one row of a large table again and again is faster than reading many."""
     rows = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
     source_of = {value.name: value.name for value in graph.input if value.name not in rows}
     rows_read, otherwise = dict[str, int](), set[str]()

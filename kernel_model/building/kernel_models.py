@@ -289,8 +289,8 @@ class _CarrierBuilder:
 
 
 def build_carrier(kernels: Sequence[Kernel], device: str, with_floats: bool = True) -> Carrier:
-    """The carrier of `kernels`, in order; node i is `node_name(i)`, opsets are those of each domain's last kernel. Without
-    `with_floats`, inputs of an `Abs` that may have any value get no value."""
+    """The carrier of `kernels`, in order, for `cpu` or `cuda`. The node of kernel i is named `node_name(i)`. Opsets are those
+    of the last kernel of each domain. Without `with_floats`, inputs of an `Abs` that may have any value get no value."""
     carrier = _CarrierBuilder(device, with_floats)
     opsets: dict[str, int] = {"": 20}
     for number, kernel in enumerate(kernels):

@@ -152,10 +152,8 @@ def draw_probabilities(cliffs: Sequence[Cliff]) -> Floats:
 
 
 def kernel_between(one: Kernel, two: Kernel, share: float = 0.5) -> Kernel:
-    """Makes the kernel between two that differ only in sizes.
-
-    Each size is at `share` of the way in logarithms (0.5: geometric mean). Raises NothingBetween if there is no such kernel.
-    """
+    """Makes the kernel between two that differ only in sizes. Each size is at `share` of the way in logarithms (0.5: geometric
+    mean). Raises NothingBetween if there is no such kernel."""
     other = _size_attributes(two)
     sizes = {name: _middle(value, other[name], share) for name, value in _size_attributes(one).items()}
     attributes = without_defaults(one.attributes | sizes)

@@ -195,8 +195,8 @@ def draw_matmul(kernel: Kernel, batch: int, generator: np.random.Generator, spre
 
 
 def draw_axes(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> DrawnInputs:
-    """Any other operator: scales each axis alike for all inputs, aligned at the last axis. Sizes of 1, and an axis that is
-    joined or split, stay."""
+    """Any other operator: scales every axis by one factor for all inputs with the same size there; sizes of 1 stay. Inputs are
+    aligned at their last axis, as in broadcasting. The axis that an operator joins or splits stays."""
     inputs, attributes = list(kernel.inputs), dict(kernel.attributes)
     tensors = [tensor for tensor in inputs if tensor.present and tensor.values is None]
     rank = max((len(tensor.shape) for tensor in tensors), default=0)
@@ -367,7 +367,8 @@ def infer_outputs(kernel: Kernel, inputs: Sequence[KernelInput], attributes: dic
 
 
 def draw_kernel(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0, dtype: str = "") -> Kernel:
-    """Another batch, and sizes within 2^spread times the seed's; `dtype`: of FLOAT_TYPES, or "" for the seed's."""
+    """A kernel of the same type at another batch, with each size at most about 2^spread times larger or smaller. `dtype` is one
+    of FLOAT_TYPES, or "" for the seed's own."""
     kernel_floats = float_types(kernel)
     # The CPU provider, which infers a kernel's outputs, lacks many operators in half precision.
     seed = in_float_type(kernel, "float32") if kernel_floats == {"float16"} else kernel

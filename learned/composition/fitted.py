@@ -38,8 +38,8 @@ Mask = npt.NDArray[np.bool_]
 
 
 class Formula(Frozen):
-    """How a model's latency follows from its kernels' times. `node_ms` (γ) is only for kind `sum_nodes`, `costs` for
-    `pipeline`."""
+    """How a model's latency follows from its kernels' times under a label. `node_ms` (γ) is 0 except for kind `sum_nodes`; kind
+    `pipeline` uses `costs` in place of α, β and γ."""
 
     label: str
     kind: Kind
@@ -80,8 +80,8 @@ class FittedModel(Frozen):
 
 
 class HostIo(Frozen):
-    """The additional time of a run with numpy arrays: a constant, and a time for each MiB. `left_out`: with families held
-    out."""
+    """The additional time of a run with numpy arrays: a constant, and a time for each MiB copied in and out. `left_out`: errors
+    of latencies from predicted kernels, with families held out; None with only one family."""
 
     run_ms: float
     in_ms_per_mib: float

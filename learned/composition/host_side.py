@@ -135,7 +135,8 @@ class HostSide:
         return [HostKernel(0.0, "measured") if takes_no_time(kernel) else known[kernel.id] for kernel in kernels]
 
     def off_gpu(self, record: ModelRecord, strict: bool = True) -> NodesOffGpu | None:
-        """The work of a model's nodes off the GPU (None: no such node), by looked-up times unless `strict`. No bodies."""
+        """The work of a model's nodes off the GPU; None if all nodes run on the GPU. `strict`: don't look up measured times.
+        The model must have no bodies."""
         kernels = [record.kernel_of(node) for node in record.nodes]
         off = np.array([is_off_gpu(kernel, node.provider) for kernel, node in zip(kernels, record.nodes, strict=True)])
         waits = np.array([copies_to_host(kernel) or (not is_off and waits_for_size(kernel))

@@ -32,7 +32,8 @@ HOSTS = (0.85, 1.6)
 
 
 class ErrorRange(Frozen):
-    """An interval that contains a share COVERAGE of latencies, as multiples of predictions; `coverage`: held-out families'."""
+    """A prediction interval as multiples of the prediction, which contains the latency of a share COVERAGE of models.
+    `coverage` is that of the interval made from the other families' errors alone."""
 
     low: float = Field(ge=0, le=LARGEST_END)
     high: float = Field(ge=0, le=LARGEST_END)
@@ -40,7 +41,8 @@ class ErrorRange(Frozen):
 
 
 class Novelty(NamedTuple):
-    """How a kernel differs from those in training: `times`, by which its sizes exceed those; `doubt`, its mean log error."""
+    """How a kernel differs from those in training. `times` is the factor by which its sizes exceed those, `doubt` the mean
+    error of its time, as a logarithm (`Predictors.doubts`)."""
 
     kind: NoveltyKind
     times: float = 1.0

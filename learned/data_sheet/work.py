@@ -115,7 +115,8 @@ def ratio_of_bounds(work: Work, base_s: Floats, base: Bounds, there: Bounds, bas
 
 
 def features_of(work: Work, base_s: Floats, base: Bounds, there: Bounds, base_gpu: GpuDataSheet, gpu: GpuDataSheet) -> Floats:
-    """Features that explain how times on a card differ from what the bounds predict; `base`: on the base card."""
+    """Features that explain how kernels' times on a card differ from what the bounds predict; a row for each kernel. `base_s`
+    and `base` are times and bounds on the base card, `there` the bounds on the other."""
     ones, longest_s = np.ones(len(base_s)), there.longest_s
 
     def waves(card: GpuDataSheet) -> tuple[Floats, Floats]:

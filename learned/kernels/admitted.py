@@ -105,7 +105,8 @@ class AdmittedEstimators:
         return {name: entry for entry in self.entries if entry.label == label for name in entry.types}
 
     def predict_ms(self, entry: Admitted, kernels: Sequence[Kernel]) -> Floats:
-        """The idle times (ms) that an admitted estimator predicts. Raises UserError if that fails."""
+        """The idle times (ms) that an admitted estimator predicts. Raises UserError: its code is missing or changed, its file
+        is damaged, or it predicts no times."""
         if entry.name not in self._opened:
             self._opened[entry.name] = self._open(entry)
         estimator = self._opened[entry.name]

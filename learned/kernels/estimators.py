@@ -89,12 +89,9 @@ class OnRoofline(TimePredictor):
 @dataclass
 class KernelModel(OnRoofline):
     """Predicts the times of one label by boosters, one for each type with enough kernels, and a shared one or a random forest
-    for others.
-
-    A type that was not in training gets the booster of its class of operators, or the scaled roofline without one. Under load,
-    its time is multiplied by the slowdown that the shared booster predicts. `predictor_of` names the booster of each kernel
-    type.
-    """
+    for others. A type that was not in training gets the booster of its class of operators, or the scaled roofline without one.
+    Under load, its time is multiplied by the slowdown that the shared booster predicts. `predictor_of` names the booster of
+    each kernel type."""
 
     name = "in_use"  # other estimators are compared with it
     features: FeatureSchema = KERNEL_FEATURES

@@ -101,12 +101,10 @@ def write_measured(folder: Path, measured: Mapping[str, Mapping[str, float]]) ->
 
 
 def measured_times(workspace: Workspace, target: str) -> dict[str, dict[str, float]]:
-    """Idle times (ms) by kernel id and label, for look-up: the median over the machines that measured a kernel.
-
-    Only steady measurements count, or else the steadiest, whose drift (a ratio) is then under `drift_key` of the label.
-    `inputs_key` is 1 if the time depends on values and the inputs were realistic. Kernels of held-out families and without the
-    dataset's first label are included, since nothing is learned from a look-up.
-    """
+    """Idle times (ms) by kernel id and label, for look-up: the median over the machines that measured a kernel. Only steady
+    measurements count, or else the steadiest, whose drift (a ratio) is then under `drift_key` of the label. `inputs_key` is 1
+    if the time depends on values and the inputs were realistic. Kernels of held-out families and without the dataset's first
+    label are included, since nothing is learned from a look-up."""
     header, table = read_header(workspace.dataset(target)), read_kernel_table(workspace, target)
     idle = table[table["Status"].isin(["ok", UNFINISHED]) & (table["Level"] == 0)]
     measured: dict[str, dict[str, float]] = {}
@@ -146,8 +144,8 @@ def _times(table: pd.DataFrame, device: str) -> dict[str, Floats]:
 
 
 def _drifts(table: pd.DataFrame, labels: Iterable[str]) -> dict[str, Floats]:
-    """By label, the drift of the unsteady blocks that times come from, else 0; older tables have the canary's for all
-    labels."""
+    """By label, the drift of the unsteady blocks that the rows' times come from; 0 for the others. Older tables have no column
+    Unsteady: their column Drift is the canary's for all labels of a row."""
     labels = [label for label in labels if label != LAUNCHES]  # numbers of launches do not depend on how steady the machine is
     drifts = {label: np.zeros(len(table)) for label in (*labels, LAUNCHES)}
     if "Unsteady" not in table.columns:

@@ -68,7 +68,8 @@ CONSTANTS = {"T": True, "F": False, "Z": None}  # by UBJSON's letter
 
 
 class Saved(Frozen):
-    """The entry of an estimator in a JSON file. `features`: schema and features; `file`: its arrays (None: without)."""
+    """The entry of a fitted estimator in a JSON file. `features` are its feature schema's name and version, then the features.
+    `file` and `sha256` are of its arrays; None and "" without arrays."""
 
     name: FileName
     version: int

@@ -83,13 +83,10 @@ def calibrate(cases: Sequence[HeldOutCase]) -> CalibratedInterval | None:
 
 
 def fitted_to(interval: CalibratedInterval, cases: Sequence[HeldOutCase]) -> CalibratedInterval | None:
-    """Adapts an interval to models of another sort with few families (at least two, else None).
-
-    Two numbers are fitted: a factor for the reaches of the given interval, and the pace's reach. Both ends are equally far, at
-    the conformal quantile of the errors' sizes in scales, since few families show no tails. Families count equally; `coverage`
-    is measured on families left out of the fit. Each of `cases` was predicted without its family, at the pace that its host
-    had.
-    """
+    """Adapts an interval to models of another sort with few families (at least two, else None). Two numbers are fitted: a
+    factor for the reaches of the given interval, and the pace's reach. Both ends are equally far, at the conformal quantile of
+    the errors' sizes in scales, since few families show no tails. Families count equally; `coverage` is measured on families
+    left out of the fit. Each of `cases` was predicted without its family, at the pace that its host had."""
     families = np.array([case.family for case in cases])
     names = sorted(set(families.tolist()))
     if len(names) < 2:

@@ -290,7 +290,8 @@ def held_out_of(rows: TrainingSet, models: Sequence[MeasuredModel], measured: Ma
 
 
 def doubts_of(models: Iterable[MeasuredModel], predictors: Predictors) -> dict[str, float]:
-    """The doubts of models' kernels, by id. They are learned from errors of kernels held out alone, these among them."""
+    """The doubts of all kernels of models, by id. Doubts are learned from errors of kernels held out alone, so those of a
+    held-out model are among them."""
     return predictors.doubts(list({kernel.id: kernel for model in models for kernel in model.record.kernels.values()}.values()))
 
 
@@ -311,7 +312,8 @@ def calibrated_interval(rows: TrainingSet, models: Sequence[MeasuredModel], by_f
 
 def shared_times(out_of_fold: TimesOfModels, rows: TrainingSet, label: str, models: Sequence[MeasuredModel],
                  groups: Sequence[str], left_out: HeldOutKind) -> dict[str, dict[str, float]]:
-    """The out-of-fold times by model and kernel id; measured ones of kernels that another group has, or no model."""
+    """The out-of-fold times by model and kernel id, or measured times of kernels that are not the group's alone. Those are
+    kernels that another group has, or that were sampled near no model."""
     times = {str(name): (float(time), owners) for name, time, owners, idle in zip(
         rows.ids, rows.times_ms[label], owners_of(rows, left_out), rows.idle, strict=True) if idle and np.isfinite(time)}
     shared: dict[str, dict[str, float]] = {}

@@ -132,12 +132,10 @@ def tracks_of(models: Sequence[MeasuredModel], times: Mapping[str, TimesOfModels
 
 
 def kernels_overlap(models: Sequence[MeasuredModel], measured: TimesOfModels) -> bool:
-    """Whether the profile of some model shows that its kernels overlap; False without the labels PROFILED.
-
-    A profile has the time of each node (`kernel_time`) and the time until the next node starts (`node_span`). If nodes run one
-    after another, as in ONNX Runtime's default execution (on a CPU and in a CUDA stream), none takes longer than its span, so
-    the times add up to no more than the spans.
-    """
+    """Whether the profile of some model shows that its kernels overlap; False without the labels PROFILED. A profile has the
+    time of each node (`kernel_time`) and the time until the next node starts (`node_span`). If nodes run one after another, as
+    in ONNX Runtime's default execution (on a CPU and in a CUDA stream), none takes longer than its span, so the times add up to
+    no more than the spans."""
     for model in models:
         profiled = [times for node in model.record.nodes if (times := measured.get(node.kernel_id, {})).keys() >= set(PROFILED)]
         time_ms, span_ms = (sum(times[label] for times in profiled) for label in PROFILED)

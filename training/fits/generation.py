@@ -128,7 +128,7 @@ class _FittedCosts(NamedTuple):
 def fit_generation(target: str, steps: Sequence[MeasuredStep], costs: PipelineCosts, energy: EnergyModel | None,
                    predictors_created: str, calibrated: CalibratedInterval | None = None) -> LearnedGeneration:
     """Fits the costs of generation on a GPU, with each family held out in turn for its errors. Without `energy` (of language
-    models) no power limit is fitted, without `calibrated` (of other models) no intervals."""
+    models), no power limit is fitted; without `calibrated` (the interval of other models), no intervals."""
     counted = [step for step in steps if step.counted]
 
     def predict_left_out(kept: Mask, held_out: Mask) -> Floats:

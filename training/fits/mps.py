@@ -122,8 +122,8 @@ def host_slowdown(ways: Sequence[MeasuredWay]) -> float:
 
 
 def measured_widths(ways: Sequence[MeasuredWay]) -> dict[str, float]:
-    """How wide each kernel is: the share of the threads above which it gets no faster, by its times with fewer. Raises
-    UserError: no way gave the kernels all threads, or none gave them fewer."""
+    """How wide each kernel is, by id: the share of the threads above which it gets no faster, from its times with fewer
+    threads. Raises UserError: no way gave the kernels all threads, or none gave them fewer."""
     unlimited = [way for way in ways if way.sharing.mps and way.sharing.percent == ALL_THREADS]
     limited = {way.sharing.percent / ALL_THREADS: way for way in ways if way.sharing.percent < ALL_THREADS}
     if not unlimited or not limited:
@@ -223,12 +223,10 @@ class MpsFit:
         return np.array([self._ways[case.way].sharing.percent < ALL_THREADS for case in self.cases])
 
     def fit(self, jobs: int) -> tuple[MpsRules, dict[str, SharingErrors], dict[str, SharingErrors]]:
-        """The best rules for all cases, and the held-out errors for GPU-bound models and for others.
-
-        Each case is predicted by the best rules for GPU-bound models of other families beside other models. The best rules have
-        the smallest mean error, in which cases with and without shares count equally. Raises UserError: no model was measured
-        beside a model in a loop.
-        """
+        """The best rules for all cases, and the held-out errors for GPU-bound models and for others. Each case is predicted by
+        the best rules for GPU-bound models of other families beside other models. The best rules have the smallest mean error,
+        in which cases with and without shares count equally. Raises UserError: no model was measured beside a model in a
+        loop."""
         if not self.cases:
             raise UserError("no model was measured under MPS beside a model in a loop that never pauses: add backgrounds of "
                             "kind model and level 1 to the collector's config")

@@ -245,7 +245,8 @@ class Pairs:
         return int(errors.argmin())
 
     def left_out(self) -> Floats:
-        """Predictions, shape (cases, 3), by a switch fitted without the looped model and the other's family."""
+        """Predictions, shape (cases, 3), with a switch fitted without the looped model and the other model's family. Fitted to
+        all cases if that leaves none."""
         predicted = []
         for index, (background, family) in enumerate(self._left_out):
             others = [i for i, (looped, other) in enumerate(self._left_out) if looped != background and other != family]

@@ -111,8 +111,8 @@ def family_folds(groups: Sequence[frozenset[str]], in_models: Mask, count: int) 
 
 def task_for(workspace: Workspace, rows: TrainingSet, label: str, wanted: Callable[[str], bool], hold_out: HoldOut | None,
              config: TrainingConfig) -> Task:
-    """Chooses a target's kernels and the folds. A fold holds out families, or kernels if fewer than two families have such
-    kernels, unless `hold_out` says so."""
+    """Chooses a target's kernels to compare estimators on, and the folds. `hold_out` selects what a fold holds out; by default
+    families, or kernels if models of fewer than two families have such kernels."""
     target = rows.header.target.name
     rows = rows.rows(np.isfinite(rows.times_ms[label]))
     is_wanted = {name: wanted(name) for name in sorted(set(rows.types.tolist()))}
@@ -208,7 +208,8 @@ def environment_error(estimator: type[Estimator], rows: TrainingSet) -> str:
 
 
 def admit(folder: Path, estimator: Estimator, about: Mapping[str, object]) -> Admitted:
-    """Saves and lists a fitted estimator, in place of others for its types; `about` has the rest of `Admitted`."""
+    """Saves a fitted estimator and lists it. It replaces the estimators that predicted its types before. `about` has the fields
+    of `Admitted` that are not of `Saved`."""
     saved = save_estimator(folder, f"{ESTIMATOR_PREFIX}{estimator.name}", estimator)
     entry = Admitted.model_validate({**about, **dict(saved)})
     others = []

@@ -95,12 +95,10 @@ def cross_validate(rows: TrainingSet, label: str, candidates: Sequence[str], con
 
 def choose_predictors(rows: TrainingSet, label: str, left_out: HeldOutTimes, candidates: Sequence[str],
                       config: TrainingConfig) -> dict[str, str]:
-    """Chooses the predictors of kernel types (see `fit_kernel_model`) by their errors on held-out idle rows.
-
-    In the order shared, dedicated and random forest, one replaces the one before if its error is clearly smaller. Types with
-    few kernels all get the forest, or none of them. Without xgboost in the settings the forest predicts all types. `candidates`
-    are the types with enough kernels.
-    """
+    """Chooses the predictors of kernel types (see `fit_kernel_model`) by their errors on held-out idle rows. In the order
+    shared, dedicated and random forest, one replaces the one before if its error is clearly smaller. Types with few kernels all
+    get the forest, or none of them. Without xgboost in the settings the forest predicts all types. `candidates` are the types
+    with enough kernels."""
     types = sorted(set(rows.types.tolist()))
     if "xgboost" not in config.estimators:
         return dict.fromkeys(types, FOREST)

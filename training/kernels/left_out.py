@@ -107,7 +107,8 @@ def leave_operators_out(rows: TrainingSet, label: str, config: TrainingConfig,
 
 
 def steady_classes(left_out: Sequence[LeftOutOperator]) -> frozenset[str]:
-    """The classes closer to their median ratio than to their boosters, by means of left-out operators' median errors."""
+    """The classes whose left-out operators are clearly closer to the class's median ratio than to its boosters. Compared by
+    means over operators of their median errors."""
     means: dict[str, list[tuple[float, float]]] = {}
     for operator in left_out:
         means.setdefault(PREFIX + operator.kind, []).append((median_error(operator.steady), median_error(operator.by_sizes)))

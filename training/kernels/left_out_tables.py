@@ -154,7 +154,8 @@ def cross_validated(workspace: Workspace, target: str, rows: TrainingSet, label:
 
 
 def operator_report(workspace: Workspace, target: str, config: TrainingConfig, page: Path | None, show: Show) -> dict[str, Any]:
-    """The tables of a target, each operator left out; also `page`, with the CUDA provider's unmeasured ones."""
+    """The tables of one target, each measured operator left out of everything in turn; also writes them to `page`. The page
+    also lists the operators of the CUDA provider that are in no dataset."""
     rows = read_training_set(workspace, target)
     kernels = {entry.kernel.id: entry.kernel for entry in read_kernels(workspace.dataset(target))}
     label = GPU_LABEL if GPU_LABEL in rows.times_ms else next(iter(rows.times_ms))
