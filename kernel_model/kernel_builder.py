@@ -33,10 +33,8 @@ python kernel_model/kernel_builder.py --record ort_analysis/ort_kernel_record/*/
 
 
 def build_all(source: Path, workspace: Workspace, check: bool, force: bool) -> tuple[list[dict[str, Any]], list[str]]:
-    """Builds the kernels in a file that `kernels_in_file` reads; with `check`, runs each once on dummy inputs.
-
-    Returns a row for each kernel that now exists, and the ids of those that can't be built.
-    """
+    """Builds the kernels in a file that `kernels_in_file` reads; with `check`, runs each once on dummy inputs. Returns a row
+    for each kernel that now exists, and the ids of those that can't be built."""
     built: list[dict[str, Any]] = []
     failed: list[str] = []
     flavour, kernels = kernels_in_file(source)

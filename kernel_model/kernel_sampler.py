@@ -27,18 +27,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hase.kernel_model.building.kernel_models import write_kernel
+from hase.kernel_model.sampling import draws
 from hase.kernel_model.sampling.cliffs import Cliff, draw_probabilities, find_cliffs, kernel_between, timed_kernels
-from hase.kernel_model.sampling.draws import (
-    FLOAT_TYPES,
-    SEED_FILE,
-    Families,
-    Seeds,
-    draw_kernel,
-    footprint_mib,
-    on_cpu,
-    on_cuda,
-    read_seeds,
-)
 from hase.kernel_model.sampling.free_shapes.table import TABLES, Kind, draw_free_kernel
 from hase.kernel_model.sampling.usefulness import KernelErrors, read_errors, seed_weights
 from hase.records.dataset_files import read_header
@@ -56,9 +46,9 @@ from hase.utils.processes import process_pool
 
 log = get_logger("sampler")
 MOST_MIB = 256
-FREE: Families = ()  # of a kernel that was not drawn near one of a model
+FREE: draws.Families = ()  # of a kernel that was not drawn near one of a model
 NEAR_SPREAD = 0.5  # of sizes near a badly predicted kernel; 1 near kernels of models
-TYPES = (*FLOAT_TYPES, "bfloat16")  # bfloat16 only for kernels of language models
+TYPES = (*draws.FLOAT_TYPES, "bfloat16")  # bfloat16 only for kernels of language models
 MAX_TRIES = 20  # draws for each wanted kernel
 EXAMPLES = """
 python kernel_model/kernel_sampler.py --count 1000 --batch-sizes 1,2,4,8,16
@@ -72,12 +62,12 @@ python kernel_model/kernel_sampler.py --cliffs nvidia-h200-cuda-ort1.31-all --co
 """
 
 
-Drawn = tuple[Kernel, Families]  # a kernel, and the families that hold its seed, the kernel that it was drawn near
+Drawn = tuple[Kernel, draws.Families]  # a kernel, and the families that hold its seed, the kernel that it was drawn near
 Sampled = tuple[dict[str, Drawn], Counter[str]]  # new kernels by id, and how many draws were refused, by reason
 Sampler = Callable[[int, np.random.Generator], Sampled]  # takes the number of kernels
 
 
-def _families_without(names: Iterable[str], without: Collection[str]) -> Families:
+def _families_without(names: Iterable[str], without: Collection[str]) -> draws.Families:
     return tuple(sorted(set(names).difference(without)))
 
 
@@ -105,7 +95,7 @@ def sample_near_models(entries: Sequence[Drawn], count: int, generator: np.rando
         type_seeds = seeds[str(generator.choice(types, p=weights / weights.sum()))]
         kernel, families = type_seeds[int(generator.integers(len(type_seeds)))]
         dtype = str(generator.choice(dtypes)) if dtypes else ""
-        return draw_kernel(kernel, batch, generator, dtype=dtype), families
+        return draws.draw_kernel(kernel, batch, generator, dtype=dtype), families
 
     known = {kernel.id for kernel, _ in entries} | set(existing)
     return collect_draws(draw, count if seeds else 0, most_gflop, most_mib, known)
@@ -121,17 +111,15 @@ def near_batch(kernel: Kernel, batches: Sequence[int], generator: np.random.Gene
 def sample_near_errors(errors: KernelErrors, count: int, generator: np.random.Generator, batches: Sequence[int],
                        most_gflop: float, most_mib: float = MOST_MIB, without: Sequence[str] = (),
                        existing: Collection[str] = ()) -> Sampled:
-    """Like `sample_near_models`, near the kernels with the worst predictions, including sampled ones.
-
-    `seed_weights` says how often a kernel is a seed. Families held out of the training, or in `without`, seed nothing.
-    """
+    """Like `sample_near_models`, near the kernels with the worst predictions, including sampled ones. `seed_weights` says how
+    often a kernel is a seed. Families held out of the training, or in `without`, seed nothing."""
     held_out = {*errors.held_out, *without}
     seeds = [error for error in errors.kernels if not error.families or set(error.families) - held_out]
     weights = seed_weights(seeds)
 
     def draw() -> Drawn:
         seed = seeds[int(generator.choice(len(seeds), p=weights))]
-        drawn = draw_kernel(seed.kernel, near_batch(seed.kernel, batches, generator), generator, NEAR_SPREAD)
+        drawn = draws.draw_kernel(seed.kernel, near_batch(seed.kernel, batches, generator), generator, NEAR_SPREAD)
         return drawn, _families_without(seed.families, held_out)
 
     known = {error.kernel.id for error in errors.kernels} | set(existing)
@@ -141,14 +129,12 @@ def sample_near_errors(errors: KernelErrors, count: int, generator: np.random.Ge
 def sample_free(count: int, generator: np.random.Generator, batches: Sequence[int], most_gflop: float,
                 most_mib: float = MOST_MIB, existing: Collection[str] = (), kind: Kind = "networks", dtypes: Sequence[str] = (),
                 device: str = "cpu") -> Sampled:
-    """Samples up to `count` new kernels of no model (FREE).
-
-    Kernels of language models are drawn in one of the floating types `dtypes` (by default those that GPUs run them in). Except
-    for kind `networks`, only kernels that the provider of `device` supports are drawn.
-    """
+    """Samples up to `count` new kernels of no model (FREE). Kernels of language models are drawn in one of the floating types
+    `dtypes` (by default those that GPUs run them in). Except for kind `networks`, only kernels that the provider of `device`
+    supports are drawn."""
     def draw() -> Drawn:
         kernel = draw_free_kernel(int(generator.choice(batches)), generator, kind, dtypes if kind == "language" else ())
-        if kind != "networks" and not (on_cuda(kernel) if device == "cuda" else on_cpu(kernel)):
+        if kind != "networks" and not (draws.on_cuda(kernel) if device == "cuda" else draws.on_cpu(kernel)):
             raise UserError(f"{kernel.id}: the provider of {device} lacks it")
         return kernel, FREE
 
@@ -168,7 +154,7 @@ def collect_draws(draw: Callable[[], Drawn], count: int, most_gflop: float, most
             log.debug("%s", error)  # random sizes often do not fit together
             refused["sizes do not fit"] += 1
             continue
-        if drawn.flops > most_gflop * 1e9 or footprint_mib(drawn) > most_mib:
+        if drawn.flops > most_gflop * 1e9 or draws.footprint_mib(drawn) > most_mib:
             refused["too large"] += 1
         elif drawn.id in known or drawn.id in kept:
             refused["built already"] += 1
@@ -192,7 +178,8 @@ def sample_between_cliffs(cliffs: Sequence[Cliff], count: int, generator: np.ran
     return collect_draws(draw, count if cliffs else 0, most_gflop, most_mib, existing)
 
 
-def draw_and_build(sampler: Sampler, count: int, generator: np.random.Generator, folder: Path) -> tuple[Seeds, Counter[str]]:
+def draw_and_build(sampler: Sampler, count: int, generator: np.random.Generator,
+                   folder: Path) -> tuple[draws.Seeds, Counter[str]]:
     """Samples and builds `count` kernels; returns the families of their seeds by id, and refused draws by reason."""
     drawn, refused = sampler(count, generator)
     for kernel, _ in progress(list(drawn.values()), "building"):
@@ -201,11 +188,11 @@ def draw_and_build(sampler: Sampler, count: int, generator: np.random.Generator,
 
 
 def sample_in_parallel(sampler: Sampler, count: int, seed: Sequence[int], folder: Path,
-                       jobs: int) -> tuple[Seeds, Counter[str]]:
+                       jobs: int) -> tuple[draws.Seeds, Counter[str]]:
     """Runs `draw_and_build` in `jobs` processes with different seeds; a kernel that several found counts once."""
     if jobs == 1:
         return draw_and_build(sampler, count, np.random.default_rng(seed), folder)
-    seeds: Seeds = {}
+    seeds: draws.Seeds = {}
     refused: Counter[str] = Counter()
     with process_pool(jobs) as pool:
         parts = [pool.submit(draw_and_build, sampler, (count + job) // jobs, np.random.default_rng([*seed, job]), folder)
@@ -224,7 +211,7 @@ def indexed_kernels(path: Path) -> tuple[Flavour, list[Drawn]]:
     index = read_index(path)
     cuda = index.flavour.device == "cuda"
     return index.flavour, [(entry.kernel, index.groups_of(entry)) for entry in index.entries()
-                           if not cuda or on_cuda(entry.kernel)]
+                           if not cuda or draws.on_cuda(entry.kernel)]
 
 
 class DrawStep(NamedTuple):
@@ -236,7 +223,7 @@ class DrawStep(NamedTuple):
 
 
 def draw_steps(args: argparse.Namespace, source: KernelErrors | Sequence[Cliff] | None, entries: Sequence[Drawn], folder: Path,
-               seeds: Seeds, device: str) -> list[DrawStep]:
+               seeds: draws.Seeds, device: str) -> list[DrawStep]:
     """What to draw for one flavour.
 
     Args:
@@ -256,7 +243,7 @@ def draw_steps(args: argparse.Namespace, source: KernelErrors | Sequence[Cliff] 
     return [DrawStep("sampled", near, args.count - (len(seeds) - free_before)), DrawStep("free", free, args.free - free_before)]
 
 
-def sample_flavour(folder: Path, seeds: Seeds, steps: Iterable[DrawStep], seed: int, jobs: int) -> dict[str, Any]:
+def sample_flavour(folder: Path, seeds: draws.Seeds, steps: Iterable[DrawStep], seed: int, jobs: int) -> dict[str, Any]:
     """Draws and builds kernels in a flavour's folder, and adds them to `seeds` and its file; returns a table row."""
     row: dict[str, Any] = {"flavour": folder.name, "sampled": 0, "free": 0, "there_before": len(seeds)}
     refusals: Counter[str] = Counter()
@@ -265,7 +252,7 @@ def sample_flavour(folder: Path, seeds: Seeds, steps: Iterable[DrawStep], seed: 
             continue
         drawn, refused = sample_in_parallel(sampler, wanted, [seed, len(seeds), kind == "free"], folder, jobs)
         seeds |= drawn
-        files.write_json(folder / SEED_FILE, seeds)
+        files.write_json(folder / draws.SEED_FILE, seeds)
         row[kind] = len(drawn)
         refusals += refused
         if len(drawn) < wanted:
@@ -339,7 +326,7 @@ def main() -> int:
         parser.error("--cliffs and --dtypes don't go together: a kernel between two others is drawn in their type")
     if (args.errors and args.cliffs) or ((args.errors or args.cliffs) and args.free):
         parser.error("--errors, --cliffs and --free don't go together: call the sampler once for each")
-    if args.count and set(args.dtypes) - set(FLOAT_TYPES):
+    if args.count and set(args.dtypes) - set(draws.FLOAT_TYPES):
         parser.error("--dtypes bfloat16 is for kernels of language models: give --count 0 and --free-kind language")
     workspace = cli.start(args)
     source: KernelErrors | list[Cliff] | None = None
@@ -358,7 +345,7 @@ def main() -> int:
     with sole_writer(workspace.kernel_onnx):
         for flavour, entries in flavours:
             folder = workspace.kernel_onnx / flavour.name
-            seeds = read_seeds(folder)
+            seeds = draws.read_seeds(folder)
             steps = draw_steps(args, source, entries, folder, seeds, flavour.device)
             rows.append(sample_flavour(folder, seeds, steps, args.seed, args.jobs))
     cli.print_rows(rows, args.json, "sampled kernels")

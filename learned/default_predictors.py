@@ -32,10 +32,8 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")  # all, since without tra
 
 
 def default_composition(device: str) -> Composition:
-    """The composition for `cpu` or `cuda` without measurements of this machine.
-
-    On a GPU, the costs of a run are those of the shipped one, which is a guess.
-    """
+    """The composition for `cpu` or `cuda` without measurements of this machine. On a GPU, the costs of a run are those of the
+    shipped one, which is a guess."""
     on_gpu = device == "cuda"
     return Composition(
         label=GPU_LABEL if on_gpu else CPU_LABEL, kind="pipeline" if on_gpu else "sum", alpha=1.0, beta_ms=0.0,

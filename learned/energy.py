@@ -126,8 +126,7 @@ class FittedEnergy(Frozen):
 
 
 class EnergyCandidate(Frozen):
-    """Kinds of work that were fitted together, and the errors as ratios. `cv_mape`: with families held out (None with only
-    one). `fit_mape`: of the models in the fit."""
+    """Kinds of work, and the errors: with families held out (None: only one), and of the models in the fit."""
 
     name: str
     cv_mape: float | None
@@ -191,8 +190,7 @@ class EnergyModel(Frozen):
         return self.idle_w + self._coefficient(RUN, self.learned_from)
 
     def part_j(self, part: Part) -> tuple[float, float, bool]:
-        """The energy that a kernel adds to a run without a power limit. Returns the part due to its time, the rest, and whether
-        it was guessed."""
+        """A kernel's energy without a power limit: due to its time, the rest, and whether it was guessed."""
         work, known = work_of_run([part], busy_time_ms([part])), {without_type(name) for name in self.learned_from}
         timed_j = fixed_j = 0.0
         for name, amount in without_types(work).items():

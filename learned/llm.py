@@ -40,9 +40,8 @@ class GenerationLoop(Frozen):
 
     def time_ms(self, phase: Phase, sequences: int, vocabulary: int, layers: int, pace: float = 1.0,
                 other_logits: int = 0) -> float:
-        """The loop's time in one step. `sequences` get one token each, `vocabulary` is the number of its tokens, `layers` are
-        those with a cache, `pace` is the host's time as a multiple of its usual time, and `other_logits` are written but not
-        used to choose a token."""
+        """The loop's time in a step: `sequences` get a token each, `layers` have a cache, `pace` is relative to usual, and from
+        `other_logits` no token is chosen."""
         host_ms = self.step_ms + sequences * self.sequence_ms
         if phase == "first":
             host_ms += self.first_ms + layers * self.first_layer_ms + sequences * self.first_sequence_ms
@@ -63,9 +62,7 @@ class CapturedTokens(Frozen):
 
 
 class PowerLimit(Frozen):
-    """How a device slows down if it would exceed its power limit: it keeps its clocks for `hold_ms`, then lowers them.
-    `limit_w` is the predicted mean power above which it does so. Time after `hold_ms` grows by (power / limit) to the
-    `exponent`."""
+    """How a device slows down at its power limit: after `hold_ms`, time grows by (power / limit) to the `exponent`."""
 
     hold_ms: float = Field(ge=0)
     limit_w: float = Field(gt=0)

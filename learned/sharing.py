@@ -47,8 +47,7 @@ GPU_BOUND = 0.8  # a model is GPU-bound if its kernels take this share of its la
 
 
 class SharingErrors(Frozen):
-    """Errors (ratios) of the mean, p50 and p95 that are predicted for models that share the GPU. The model's family and the
-    background, or the other model, are held out."""
+    """Errors (ratios) of the mean, p50 and p95 beside others, with the family and the background or other model held out."""
 
     cases: int
     mean: float
@@ -108,8 +107,7 @@ def co_runner_probed(reading: ProbeReading, alone_ms: Mapping[str, float]) -> Co
 
 
 def co_runner_summarised(summary: ProbeSummary, alone_ms: Mapping[str, float]) -> CoRunner:
-    """The co-runner that the summary of a probe's reading shows. Uses quantiles in place of all waits, so it may differ
-    slightly from `co_runner_probed`. Raises UserError: the GPU was shared in a mode that was not measured."""
+    """As `co_runner_probed`, from a summary, whose quantiles stand for all waits. Raises UserError: a mode not measured."""
     if summary.sharing is not None:
         check_sharing_mode(summary.sharing)
     alone = alone_ms["long"]
@@ -248,9 +246,8 @@ class ServingHost(Frozen):
         return float(np.median(self.paces))
 
     def host(self, stalls: Stalls | None = None) -> Host:
-        """The host for a simulation of runs that are predicted at `median_pace`. `stalls` are those that the host's probe saw
-        on an idle machine. They only count if more frequent than the learned ones: a host that never stalled when idle stalled
-        once a second while it served."""
+        """The host for a simulation, at `median_pace`. `stalls`, seen on an idle machine, only count if more frequent than the
+        learned ones: one that never stalled when idle stalled once a second."""
         learned = Stalls(self.stalls_per_s, self.stalls_ms)
         per_s, lengths_ms = max(learned, stalls or learned, key=lambda which: which.per_s)
         return Host(np.array(self.paces) / self.median_pace, self.lasts_ms, np.array(self.idle_ms), np.array(self.slower),

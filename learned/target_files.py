@@ -46,9 +46,8 @@ MEASURE_ENERGY = "energy_s: 3 in the collector's config"
 
 @dataclass(frozen=True)
 class LearnedFile(Generic[Record]):
-    """A versioned JSON file in the folder of a target. `holds` is its class, as `module:name`; the module, in `hase.learned`,
-    is imported at the first read. For errors: `writer` is the command that writes the file, `absent` the message if it is
-    needed but missing."""
+    """A target's versioned JSON file; `holds` is its class, as `module:name` in `hase.learned`, imported at the first read.
+    Errors name `writer`, the command that writes it, or say `absent`."""
 
     name: str
     holds: str

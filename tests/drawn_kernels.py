@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hase.kernel_model.kernel_sampler import footprint_mib
-from hase.kernel_model.sampling.draws import on_cpu
+from hase.kernel_model.sampling.draws import footprint_mib, on_cpu
 from hase.kernel_model.sampling.free_shapes.table import Draw
 from hase.records.kernel_record import Kernel
 from hase.utils.errors import UserError

@@ -29,20 +29,7 @@ from hase.learned.kernels.interface import TrainingConfig, TrainingSet
 from hase.learned.kernels.sidecar import Sidecar, read_sidecar
 from hase.records.measurement import GPU_LABEL, LAUNCHES
 from hase.training.estimators.in_use import InUseEstimator
-from hase.training.kernels.checking import (
-    BEFORE,
-    ROOFLINE,
-    Floats,
-    Task,
-    about_admitted,
-    admit,
-    environment_error,
-    error_rows,
-    in_use_ms,
-    remove,
-    task_for,
-    why_not,
-)
+from hase.training.kernels import checking
 from hase.training.kernels.targets import add_training_config, trained_targets
 from hase.training.kernels.training_set import read_training_set
 from hase.utils import cli
@@ -51,6 +38,7 @@ from hase.utils.errors import UserError
 from hase.utils.locks import sole_writer
 from hase.utils.logger import get_logger, progress
 from hase.utils.paths import Workspace
+from hase.utils.timing import Floats
 
 log = get_logger("estimators")
 EXAMPLES = """
@@ -118,24 +106,25 @@ def check_types(types: Sequence[str], candidates: Sequence[KnownEstimator], rows
             raise UserError(f"--types {kernel_type}: estimator {names} is not for it")
 
 
-def held_out(task: Task, candidates: Sequence[KnownEstimator], in_use: Floats) -> dict[str, Floats]:
+def held_out(task: checking.Task, candidates: Sequence[KnownEstimator], in_use: Floats) -> dict[str, Floats]:
     """The held-out times by name: of the predictors in use, the roofline, and each estimator."""
-    times_ms = {BEFORE: in_use}
-    others = (known.estimator for known in candidates if known.estimator.name != ROOFLINE)
-    for estimator in progress([find_estimator(ROOFLINE).estimator, *others], "checking"):
+    times_ms = {checking.BEFORE: in_use}
+    others = (known.estimator for known in candidates if known.estimator.name != checking.ROOFLINE)
+    for estimator in progress([find_estimator(checking.ROOFLINE).estimator, *others], "checking"):
         types = [name for name in task.types if estimator.is_for(name)]
         if types and estimator.name != InUseEstimator.name:
             times_ms[estimator.name] = task.held_out_ms(estimator, types)
     return times_ms
 
 
-def check(workspace: Workspace, target: str, args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, str], Task]:
+def check(workspace: Workspace, target: str,
+          args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, str], checking.Task]:
     """The table of errors; for a single estimator also why it is not admitted, by kernel type ("": it is)."""
     folder, config = workspace.predictors(target), read_config(args.config, TrainingConfig, args.changes)
     sidecar, rows = read_sidecar(folder), read_training_set(workspace, target)
     candidates = [find_estimator(args.name, args.estimators)] if args.name else [
-        known for known in find_estimators(args.estimators).values() if not environment_error(known.estimator, rows)]
-    if args.name and (error := environment_error(candidates[0].estimator, rows)):
+        known for known in find_estimators(args.estimators).values() if not checking.environment_error(known.estimator, rows)]
+    if args.name and (error := checking.environment_error(candidates[0].estimator, rows)):
         raise UserError(error)
     if args.name == InUseEstimator.name:
         raise UserError(f"estimator {InUseEstimator.name}: it is in use already; others are compared with it")
@@ -144,18 +133,18 @@ def check(workspace: Workspace, target: str, args: argparse.Namespace) -> tuple[
     if start := sidecar.labels[label].start:
         log.warning("the predictors of %s correct those of %s; here they are compared as if they were trained without them",
                     target, start)
-    task = task_for(workspace, rows, label, partial(wanted_by, candidates, args.types), args.hold_out, config)
+    task = checking.task_for(workspace, rows, label, partial(wanted_by, candidates, args.types), args.hold_out, config)
     predictors = partial(InUseEstimator, chosen=sidecar.labels[label].chosen)
     admitted = [entry for entry in read_entries(folder) if entry.name != args.name]
-    times_ms = held_out(task, candidates, in_use_ms(task, predictors, admitted, args.estimators))
-    reasons = why_not(task, times_ms[args.name], times_ms[BEFORE]) if args.name else {}
+    times_ms = held_out(task, candidates, checking.in_use_ms(task, predictors, admitted, args.estimators))
+    reasons = checking.why_not(task, times_ms[args.name], times_ms[checking.BEFORE]) if args.name else {}
     types = [name for name, reason in reasons.items() if args.force or not reason]
     if types and not args.dry_run:
         estimator, now = task.fitted_to_all(candidates[0].estimator), datetime.now(UTC).isoformat(timespec="seconds")
         with sole_writer(folder):
             forced = args.force and any(reasons.values())
-            admit(folder, estimator, about_admitted(task, candidates[0], times_ms, types, forced, now))
-    return error_rows(task, times_ms), reasons, task
+            checking.admit(folder, estimator, checking.about_admitted(task, candidates[0], times_ms, types, forced, now))
+    return checking.error_rows(task, times_ms), reasons, task
 
 
 def report(name: str, reasons: Mapping[str, str], force: bool, dry_run: bool) -> int:
@@ -189,7 +178,7 @@ def main() -> int:
     target = only_target(workspace, args.target)
     if args.remove:
         with sole_writer(workspace.predictors(target)):
-            remove(workspace.predictors(target), args.remove)
+            checking.remove(workspace.predictors(target), args.remove)
         return 0
     if args.list:
         cli.print_rows(estimator_table(workspace, target, args.estimators), args.json)

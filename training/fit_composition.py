@@ -53,8 +53,7 @@ def candidate_table(composition: Composition) -> list[dict[str, Any]]:
     return [{"label": tried.label, "composition": tried.kind, "CV_MAPE_%": percent(tried.cv_mape),
              "CV_max_%": percent(tried.cv_max), "alpha": tried.alpha, "beta_ms": tried.beta_ms, "node_us": 1000 * tried.node_ms,
              "fit_MAPE_%": percent(tried.fit_mape), "plain_MAPE_%": percent(tried.plain_mape),
-             "alone_MAPE_%": percent(tried.measured_cv_mape), "used": used(tried)}
-            for tried in composition.candidates]
+             "alone_MAPE_%": percent(tried.measured_cv_mape), "used": used(tried)} for tried in composition.candidates]
 
 
 def main() -> int:

@@ -23,15 +23,7 @@ import numpy.typing as npt
 from hase.learned.data_sheet.ratios import BASE, FOLDER, OWN, CardRatios, SheetRange
 from hase.learned.data_sheet.work import Floats, Work, peaks_flop_s
 from hase.records.devices import GpuDataSheet
-from hase.training.fits.data_sheets import (
-    Table,
-    adjust_ratios,
-    card,
-    fit_card_ratios,
-    most_useful,
-    read_card_tables,
-    write_sheet,
-)
+from hase.training.fits import data_sheets
 from hase.utils import cli
 from hase.utils.errors import UserError
 from hase.utils.logger import progress
@@ -73,10 +65,10 @@ def naive_ratio(work: Work, base: GpuDataSheet, gpu: GpuDataSheet) -> Floats:
     return np.asarray(roofline_s(gpu) / roofline_s(base))
 
 
-def predicted(table: Table, gpu: GpuDataSheet, ratios: CardRatios, counts: Sequence[int] = ()) -> LeftOutCard:
+def predicted(table: data_sheets.Table, gpu: GpuDataSheet, ratios: CardRatios, counts: Sequence[int] = ()) -> LeftOutCard:
     """Predicts a card's kernels from the base card in the same table, without and with `counts` measured kernels. The kernels
     to measure are chosen by their work and their times on the base card."""
-    base = card(BASE)
+    base = data_sheets.card(BASE)
     both = np.isfinite(table.ms[BASE]) & np.isfinite(table.ms[gpu.slug])
     work, base_ms, measured_ms = table.work.rows(both), table.ms[BASE][both], table.ms[gpu.slug][both]
     replayed = {}
@@ -84,9 +76,10 @@ def predicted(table: Table, gpu: GpuDataSheet, ratios: CardRatios, counts: Seque
     for count in counts:
         chosen = np.zeros(len(base_ms), dtype=bool)
         chosen[to_measure[:count]] = True
-        adjusted = adjust_ratios(ratios, work.rows(chosen), base_ms[chosen], measured_ms[chosen], base, gpu, table.name)
-        replayed[count] = Replayed(measured_ms[~chosen], adjusted.times_ms(work.rows(~chosen), base_ms[~chosen], base, gpu,
-                                                                          table.name))
+        adjusted = data_sheets.adjust_ratios(ratios, work.rows(chosen), base_ms[chosen], measured_ms[chosen], base, gpu,
+                                             table.name)
+        others_ms = adjusted.times_ms(work.rows(~chosen), base_ms[~chosen], base, gpu, table.name)
+        replayed[count] = Replayed(measured_ms[~chosen], others_ms)
     return LeftOutCard(table.name, gpu, measured_ms, ratios.times_ms(work, base_ms, base, gpu, table.name),
                    base_ms * naive_ratio(work, base, gpu), replayed)
 
@@ -95,7 +88,7 @@ def _to_measure(work: Work, base_ms: Floats, base: GpuDataSheet, count: int) -> 
     """The indices of the kernels to measure, the most useful first, from a random selection."""
     pool = np.random.default_rng(0).choice(len(base_ms), min(POOL, len(base_ms) // 2), replace=False)
     pool_work = work.rows(pool), base_ms[pool]
-    return np.asarray(pool[most_useful(*pool_work, *pool_work, base, count)])
+    return np.asarray(pool[data_sheets.most_useful(*pool_work, *pool_work, base, count)])
 
 
 def row(left_out: LeftOutCard, others: Sequence[LeftOutCard]) -> dict[str, Any]:
@@ -157,24 +150,24 @@ def main() -> int:
                              "is written (default: card)")
     args = parser.parse_args()
     cli.start(args)
-    tables = read_card_tables(args.tables)
+    tables = data_sheets.read_card_tables(args.tables)
     names = sorted({name for table in tables if BASE in table.ms for name in table.ms} - {BASE})
     if not names:
         raise UserError(f"{args.tables}: no table has {BASE} and another card")
     results: list[LeftOutCard] = []
     all_names = {name for table in tables for name in table.ms} - {BASE}
     for name in progress(names, "cards left out"):
+        gpu = data_sheets.card(name)
         same_generation = [other for other in all_names
-                           if args.by == "generation" and card(other).generation == card(name).generation]
-        ratios = fit_card_ratios(tables, without=(name, *same_generation))
-        results += [predicted(table, card(name), ratios, args.replay) for table in tables
-                  if BASE in table.ms and name in table.ms]
+                           if args.by == "generation" and data_sheets.card(other).generation == gpu.generation]
+        ratios = data_sheets.fit_card_ratios(tables, without=(name, *same_generation))
+        results += [predicted(table, gpu, ratios, args.replay) for table in tables if {BASE, name} <= set(table.ms)]
     own_names = tuple(sorted({BASE, *(name for table in tables if table.name == OWN for name in table.ms)}))
-    capabilities = {card(name).compute_capability for name in own_names}
+    capabilities = {data_sheets.card(name).compute_capability for name in own_names}
     ranges = [range_of([result for result in results if (result.gpu.compute_capability in capabilities) == known])
               for known in (True, False)]
     if args.by == "card":
-        write_sheet(args.out, fit_card_ratios(tables), BASE_TARGET, (*names, BASE), own_names, *ranges)
+        data_sheets.write_sheet(args.out, data_sheets.fit_card_ratios(tables), BASE_TARGET, (*names, BASE), own_names, *ranges)
     results.sort(key=lambda result: (result.table == OWN, result.table))
     cli.print_rows([row(result, results) for result in results], args.json,
                    f"errors of each {args.by} left out; nine of ten times within {ranges[0].low:.2f} to {ranges[0].high:.2f} "

@@ -40,10 +40,8 @@ log = get_logger("generation")
 
 def fit_energies(steps: list[MeasuredStep], predictors: Predictors, composition: Composition, folder: Path, models: Workspace,
                  generation: LearnedGeneration | None = None) -> EnergyModel:
-    """Fits the energy of language models together with that of the models in workspace `models`.
-
-    With `generation`, the result also has errors for predicted latencies.
-    """
+    """Fits the energy of language models together with that of the models in workspace `models`. With `generation`, the result
+    also has errors for predicted latencies."""
     name, learned = predictors.sidecar.target.name, target_files.ENERGY.needed(folder)
     others = measured_energies(models, name, predictors, composition)
     return fit_energy(name, [*others, *measured_step_energies(steps, generation)], learned.models_sha256, learned.limit_w)
@@ -66,10 +64,8 @@ def learned_rows(fitted: LearnedGeneration) -> list[dict[str, Any]]:
 
 
 def error_rows(fitted: LearnedGeneration) -> list[dict[str, Any]]:
-    """Errors (per cent) of steps with their family held out: of all, and of those with a measured pace of the host.
-
-    The latter also have the share of steps inside the interval that was fitted without their family (`held_%`).
-    """
+    """Errors (per cent) of steps with their family held out: of all, and of those with a measured pace of the host. The latter
+    also have the share of steps inside the interval that was fitted without their family (`held_%`)."""
     rows = []
     for phase, errors in fitted.left_out.items():
         rows.append({"step": phase, "pace": "all", **errors.columns(), "held_%": None})
@@ -120,8 +116,7 @@ def main() -> int:
     steps = [step for paths, counted in ((args.generations, True), (args.loops, False)) for path in paths
              for step in measured_steps(Workspace(path), predictors, composition.probe_us, counted)]
     energy = fit_energies(steps, predictors, composition, folder, Workspace(args.energy)) if args.energy else None
-    fitted = fit_generation(args.target, steps, composition.costs, energy, predictors.sidecar.created,
-                            composition.calibrated)
+    fitted = fit_generation(args.target, steps, composition.costs, energy, predictors.sidecar.created, composition.calibrated)
     captured = [step for path in args.captured
                 for step in measured_steps(Workspace(path), predictors, composition.probe_us, captured=True)]
     if captured and composition.cuda_graph is not None:

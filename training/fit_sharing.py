@@ -31,30 +31,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hase.learned import target_files
 from hase.learned.kernels.interface import TrainingConfig
 from hase.learned.sharing import Sharing, co_runner_guessed
 from hase.records.dataset_files import collected_targets, read_header, read_journal
 from hase.records.measurement import Background
-from hase.training.fits.time_slices import (
-    STATISTICS,
-    Pairs,
-    SharedRuns,
-    Simulated,
-    SimulatedModels,
-    alone_ms,
-    errors_of,
-    looped_models,
-    measured_elsewhere,
-    measured_under_load,
-    shared_runs,
-    simulated_models,
-    statistics_of,
-    summed_ms,
-    typical,
-)
+from hase.training.fits import time_slices
 from hase.training.kernels.targets import Show, add_options, for_each_target, trained_targets
 from hase.utils import cli, files
 from hase.utils.config import read_config
@@ -62,9 +45,9 @@ from hase.utils.errors import UserError
 from hase.utils.locks import sole_writer
 from hase.utils.logger import get_logger, progress
 from hase.utils.paths import Workspace
+from hase.utils.timing import Floats
 
 log = get_logger("sharing")
-Floats = npt.NDArray[np.float64]
 SLICES_MS = (1.6, 1.8, 1.9, 2.0, 2.1, 2.2, 2.4)  # candidates; on an H200, 2.2 is best
 LEAST_LEFT = 0.05  # least share of time that a co-runner leaves, as a divisor: a GPU that is always busy leaves none
 PROBED, FROM_METRICS, PAIRED = "a probe", "metrics alone", "the looped model's prediction"
@@ -80,22 +63,23 @@ class SharingEvaluation:
     """Measured runs with backgrounds, and their predictions with the family and the background held out. `measured` has the
     runs' statistics, shape (runs, 3)."""
 
-    def __init__(self, runs: Sequence[SharedRuns], models: SimulatedModels, alone: Mapping[str, float]) -> None:
+    def __init__(self, runs: Sequence[time_slices.SharedRuns], models: time_slices.SimulatedModels,
+                 alone: Mapping[str, float]) -> None:
         """Simulates every run with every slice length in SLICES_MS; `alone` as from `alone_ms`."""
         self.runs = [run for run in runs if run.model in models.strict]
         if not self.runs:
             raise UserError("no model that was measured with a background is in the composition's fit")
         self._strict, self._alone = models.strict, alone
         self._family = [models.groups[run.model] for run in self.runs]
-        self.measured = np.array([statistics_of(run.samples_ms) for run in self.runs])
+        self.measured = np.array([time_slices.statistics_of(run.samples_ms) for run in self.runs])
         self._as_measured = np.array([[
             self._calibrated(models.known[run.model], run).next_to(run.co_runner, slice_ms) for slice_ms in SLICES_MS]
             for run in progress(self.runs, "simulating")])
 
     @staticmethod
-    def _calibrated(model: Simulated, run: SharedRuns) -> Simulated:
+    def _calibrated(model: time_slices.Simulated, run: time_slices.SharedRuns) -> time_slices.Simulated:
         """The model with its measured idle latency, so that only the sharing can be wrong."""
-        return Simulated(model.tracks, model.costs, run.idle_ms - model.idle_ms())
+        return time_slices.Simulated(model.tracks, model.costs, run.idle_ms - model.idle_ms())
 
     def fit_slice(self, kept: Sequence[int]) -> int:
         """The index in SLICES_MS of the slice with the smallest error of the means of the runs `kept`."""
@@ -110,7 +94,7 @@ class SharingEvaluation:
                 others = [i for i, other in enumerate(self.runs)
                           if other.background != run.background and self._family[i] != family] or list(range(len(self.runs)))
                 slice_index = self.fit_slice(others)
-                learned = typical([self.runs[i] for i in others], SLICES_MS[slice_index], self._alone)
+                learned = time_slices.typical([self.runs[i] for i in others], SLICES_MS[slice_index], self._alone)
                 fit_of[run.background, family] = slice_index, learned
         return [fit_of[run.background, family] for run, family in zip(self.runs, self._family, strict=True)]
 
@@ -135,7 +119,7 @@ class SharingEvaluation:
             log.warning("a slice of %g ms gives the smallest error, and is the edge of those tried (%g to %g ms): the GPU's "
                         "slice may lie beyond; extend SLICES_MS in training/fit_sharing.py", slice_ms, SLICES_MS[0],
                         SLICES_MS[-1])
-        return typical(self.runs, slice_ms, self._alone)
+        return time_slices.typical(self.runs, slice_ms, self._alone)
 
 
 def tables(evaluation: SharingEvaluation, left_out: Mapping[str, Floats]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -144,8 +128,8 @@ def tables(evaluation: SharingEvaluation, left_out: Mapping[str, Floats]) -> tup
     measured = evaluation.measured
 
     def errors(predicted: Floats, kept: Floats, prefix: str = "") -> dict[str, float]:
-        mean_errors = errors_of(predicted[kept], measured[kept])
-        return {f"{prefix}{name}_%": 100 * getattr(mean_errors, name) for name in STATISTICS}
+        mean_errors = time_slices.errors_of(predicted[kept], measured[kept])
+        return {f"{prefix}{name}_%": 100 * getattr(mean_errors, name) for name in time_slices.STATISTICS}
 
     def row(name: Mapping[str, Any], predicted: Floats, kept: Floats) -> dict[str, Any]:
         within = np.abs(predicted[kept, 0] / measured[kept, 0] - 1.0) <= 0.1
@@ -165,18 +149,18 @@ def fit_target(workspace: Workspace, workspaces: Sequence[Workspace], target: st
     backgrounds = backgrounds_of(workspaces, target)
     datasets = [measured_in.dataset(target) for measured_in in workspaces]
     blocks = [block for dataset in datasets for block in read_journal(dataset)]
-    alone = alone_ms(blocks)
-    runs = shared_runs(blocks, alone)
+    alone = time_slices.alone_ms(blocks)
+    runs = time_slices.shared_runs(blocks, alone)
     if not runs:
         raise UserError(f"{', '.join(map(str, datasets))}: no model was measured with a background "
                         "with the sharing probe read before it; add levels and stress.backgrounds to the collector's config")
-    models = simulated_models(workspace, target, config)
+    models = time_slices.simulated_models(workspace, target, config)
     evaluation = SharingEvaluation(runs, models, alone)
     fits, measured = evaluation.fits(), evaluation.measured
     left_out = evaluation.left_out(fits)
     learned = evaluation.learned()
-    pairs = Pairs(evaluation.runs, measured, models.strict, models.groups, looped_models(backgrounds, models.strict),
-                  [fit for _, fit in fits])
+    looped = time_slices.looped_models(backgrounds, models.strict)
+    pairs = time_slices.Pairs(evaluation.runs, measured, models.strict, models.groups, looped, [fit for _, fit in fits])
     if pairs.cases:
         left_out[PAIRED] = np.full_like(measured, np.nan)
         left_out[PAIRED][pairs.cases] = pairs.left_out()
@@ -185,9 +169,9 @@ def fit_target(workspace: Workspace, workspaces: Sequence[Workspace], target: st
         log.warning("%s: no model was measured next to another one in a loop, so the cost of a switch between processes is "
                     "assumed to be %g ms, as on an H200", target, learned.switch_ms)
     left_out |= {BASELINE: baseline_ms(evaluation, workspaces, target, models, config),
-                 ELSEWHERE: measured_elsewhere(evaluation.runs)}
+                 ELSEWHERE: time_slices.measured_elsewhere(evaluation.runs)}
     left_out = {what: predicted for what, predicted in left_out.items() if np.isfinite(predicted).any()}
-    errors = {field: errors_of(left_out[what], measured) for field, what in (
+    errors = {field: time_slices.errors_of(left_out[what], measured) for field, what in (
         ("probed", PROBED), ("from_metrics", FROM_METRICS), ("paired", PAIRED)) if what in left_out}
     return learned.model_copy(update=errors), *tables(evaluation, left_out)
 
@@ -204,14 +188,14 @@ def backgrounds_of(workspaces: Sequence[Workspace], target: str) -> dict[str, Ba
     return backgrounds
 
 
-def baseline_ms(evaluation: SharingEvaluation, workspaces: Sequence[Workspace], target: str, models: SimulatedModels,
-                config: TrainingConfig) -> Floats:
+def baseline_ms(evaluation: SharingEvaluation, workspaces: Sequence[Workspace], target: str,
+                models: time_slices.SimulatedModels, config: TrainingConfig) -> Floats:
     """The baseline "kernels measured under load" (ms), from the first dataset that can predict the run. Shape (runs, 3), with
     one number for all three statistics."""
     predicted_ms = np.full(len(evaluation.runs), np.nan)
     for workspace in workspaces:
-        if rows := measured_under_load(workspace, target):
-            summed = summed_ms(rows, evaluation.runs, models.records, models.groups, config)
+        if rows := time_slices.measured_under_load(workspace, target):
+            summed = time_slices.summed_ms(rows, evaluation.runs, models.records, models.groups, config)
             predicted_ms = np.where(np.isfinite(predicted_ms), predicted_ms, summed)
     return np.repeat(predicted_ms[:, None], evaluation.measured.shape[1], axis=1)
 

@@ -34,14 +34,7 @@ from hase.learned.kernels.estimators import KernelModel
 from hase.learned.kernels.interface import TrainingConfig, TrainingSet
 from hase.learned.kernels.measured import measured_times
 from hase.learned.kernels.predictors import StartFrom
-from hase.learned.kernels.sidecar import (
-    Carried,
-    Sidecar,
-    TypeErrors,
-    installed_packages,
-    read_sidecar,
-    save_predictors,
-)
+from hase.learned.kernels.sidecar import Carried, Sidecar, TypeErrors, installed_packages, read_sidecar, save_predictors
 from hase.records.dataset_files import collected_targets, read_kernels
 from hase.records.kernel_record import Kernel
 from hase.records.measurement import GPU_LABEL, LAUNCHES
@@ -110,8 +103,7 @@ def save(workspace: Workspace, learned: TrainingSet | WithCarried, trained: list
     description: Mapping[str, Any] = {
         "target": header.target, "created": datetime.now(UTC).isoformat(timespec="seconds"), "dataset_sha256": rows.sha256,
         "metrics": rows.metrics, "idle_load": rows.idle_load, "load_range": load_range, "dtypes": rows.dtypes,
-        "loaded_rows": int((~rows.idle).sum()), "held_out": header.held_out,
-        "machines": tuple(header.machines.values()),
+        "loaded_rows": int((~rows.idle).sum()), "held_out": header.held_out, "machines": tuple(header.machines.values()),
         "feature_range": tuple(zip(rows.features.min(axis=0).tolist(), rows.features.max(axis=0).tolist(), strict=True)),
         "config": config.model_dump(mode="json"), "carried": carried.about if carried else None}
     return save_predictors(workspace.predictors(header.target.name), {result.label: result.model for result in trained},

@@ -149,11 +149,8 @@ def longest_path(dag: nx.DiGraph, latency_ms: Mapping[Any, float]) -> tuple[floa
 
 def calculate_latency(dag: nx.DiGraph, latency_ms: Mapping[Any, float],
                       composition: Literal["sum", "critical_path"] = "sum") -> float:
-    """The time of a run in ms, from the time of each node.
-
-    It is the sum (one kernel after another, as in ONNX Runtime's stream) or the longest path (all independent kernels at the
-    same time). Arguments and errors as for `longest_path`.
-    """
+    """The time of a run in ms, from the time of each node. It is the sum (one kernel after another, as in ONNX Runtime's
+    stream) or the longest path (all independent kernels at the same time). Arguments and errors as for `longest_path`."""
     if composition == "critical_path":
         return longest_path(dag, latency_ms)[0]
     return sum(_time_of(latency_ms, node) for node in dag)

@@ -19,19 +19,17 @@ from hase.records.kernel_record import Kernel
 from hase.records.operators import operator_row
 from hase.records.traces import PREDICTED, TraceSpan, document, process_events
 from hase.utils.config import Frozen
+from hase.utils.timing import Floats
 
-Floats = npt.NDArray[np.float64]
 Kinds = npt.NDArray[np.int_]  # the NodeKind of each node
 
 
 class NodeKind(IntEnum):
-    """The cost class of a node for the host that dispatches it.
-
-    It renames a tensor (VIEW), runs one of ONNX Runtime's own kernels (OWN), calls cuDNN for a convolution (CONVOLUTION) or a
-    recurrent layer (RECURRENT), calls cuBLAS for a matrix product (PRODUCT), reduces or normalises, with cuDNN or without
-    (REDUCING), attends with cuDNN or flash attention (ATTENTION), or plans and calls a product for any indices (EINSUM). For
-    some products cuBLAS uses a kernel that is slow to launch (SLOW_PRODUCT; in a recurrent layer's steps SLOW_RECURRENT).
-    """
+    """The cost class of a node for the host that dispatches it. It renames a tensor (VIEW), runs one of ONNX Runtime's own
+    kernels (OWN), calls cuDNN for a convolution (CONVOLUTION) or a recurrent layer (RECURRENT), calls cuBLAS for a matrix
+    product (PRODUCT), reduces or normalises, with cuDNN or without (REDUCING), attends with cuDNN or flash attention
+    (ATTENTION), or plans and calls a product for any indices (EINSUM). For some products cuBLAS uses a kernel that is slow to
+    launch (SLOW_PRODUCT; in a recurrent layer's steps SLOW_RECURRENT)."""
 
     VIEW = 0
     OWN = 1
@@ -275,12 +273,10 @@ def _host_times(steps: Steps, start_ms: Floats) -> HostTimes:
 
 
 def latencies_ms(steps: Steps, hosts: HostCosts) -> Floats:
-    """The latency of each run, ms. The host dispatches node after node, and the GPU does their work in that order.
-
-    The GPU begins the work of a launch when the host has launched it and the work before it is done. So for every launch the
-    run ends no earlier than this launch plus all work from this one on. The latest of these bounds is the GPU's end. `steps`
-    are runs × nodes with a host for each run, or hosts × runs × nodes.
-    """
+    """The latency of each run, ms. The host dispatches node after node, and the GPU does their work in that order. The GPU
+    begins the work of a launch when the host has launched it and the work before it is done. So for every launch the run ends
+    no earlier than this launch plus all work from this one on. The latest of these bounds is the GPU's end. `steps` are runs ×
+    nodes with a host for each run, or hosts × runs × nodes."""
     start, end = (hosts[name] if steps.before_ms.ndim == 2 else hosts[name][..., None] for name in ("start_ms", "end_ms"))
     if not steps.before_ms.shape[-1]:
         return np.broadcast_to((start + end)[..., 0], steps.before_ms.shape[:-1])
@@ -319,9 +315,7 @@ def launch_ms(tracks: Tracks, costs: PipelineCosts) -> Floats:
 
 class GpuWork(NamedTuple):
     """The GPU's work in a run, in order; all ms. Each node with work has two entries: all launches but the last, and the last.
-
-    `ready_ms` is when the GPU can begin it, from the start of the run; `work_ms` includes the pauses between launches.
-    """
+    `ready_ms` is when the GPU can begin it, from the start of the run; `work_ms` includes the pauses between launches."""
 
     ready_ms: Floats
     work_ms: Floats
@@ -351,8 +345,7 @@ class Runs:
 
     def __init__(self, runs: Sequence[tuple[Tracks, float, OffGpu | None]]) -> None:
         """Groups runs of similar length. Each run has tracks, its host's pace (`PipelineCosts.at_pace`), and the host's work
-        off the GPU.
-        """
+        off the GPU."""
         self._count, self._groups = len(runs), list[_PaddedRuns]()
         lengths = [len(tracks.kinds) for tracks, *_ in runs]
         groups: dict[tuple[bool, int], list[int]] = {}
@@ -395,8 +388,7 @@ def _filled(rows: Sequence[npt.NDArray[Any]], with_value: int = 0) -> npt.NDArra
 
 class NodeSpan(NamedTuple):
     """When the host dispatches a node and when the GPU works on it, in ms from the start of a run. `gpu` is None for a node
-    without work for the GPU.
-    """
+    without work for the GPU."""
 
     host: tuple[float, float]
     gpu: tuple[float, float] | None
@@ -430,8 +422,8 @@ def timeline(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = None
 
 def chrome_trace(names: Sequence[str], spans: Sequence[NodeSpan]) -> dict[str, Any]:
     """A timeline in Chrome's trace-event format (see records/traces.py): one track for the host, one for the GPU. Time 0 is the
-    start of the run.
-    """
+    start of the run."""
+
     def track(index: int) -> list[TraceSpan]:
         return [TraceSpan(name, 1000 * when[0], 1000 * (when[1] - when[0]))
                 for name, span in zip(names, spans, strict=True) if (when := span[index]) is not None]

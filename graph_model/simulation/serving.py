@@ -147,9 +147,8 @@ def served(cases: Sequence[Case], generator: np.random.Generator, requests: int 
 
 
 def _rates(case: Case) -> Floats:
-    """The rates in requests per ms. Those of a model that is hardly ever busy are raised until its busy share is LEAST_BUSY,
-    so that some of its requests are simulated.
-    """
+    """The rates in requests per ms. Those of a model that is hardly ever busy are raised until its busy share is LEAST_BUSY, so
+    that some of its requests are simulated."""
     return np.maximum(np.array(case.rates_per_s) / 1e3, [LEAST_BUSY / float(np.median(run_ms)) for run_ms in case.runs_ms])
 
 
@@ -274,18 +273,15 @@ class _Simulated:
             known = np.append(answered, np.full(requests - answered.size, late_ms))
             results.append(Served(
                 mean_ms=float(known.mean()), percentiles_ms=tuple(known[np.maximum(ranks, 0)].tolist()), run_ms=run_ms,
-                busy=float(inside[case_runs].sum()) / (self.repetitions * (end_ms - begin_ms)),
-                offered=offered))
+                busy=float(inside[case_runs].sum()) / (self.repetitions * (end_ms - begin_ms)), offered=offered))
         return results
 
 
 def busy_share(rate_per_s: float, run_ms: float, batch: int) -> float:
-    """The busy share of a server (a ratio), if every run takes the same time.
-
-    By the Markov chain of the queue length when a run ends (Bailey 1954, "On queueing processes with bulk service", with
-    servers that don't wait for a full batch): with no request waiting, the server is idle for 1/rate on average, and then runs
-    one. 1 if more requests arrive than it can serve.
-    """
+    """The busy share of a server (a ratio), if every run takes the same time. By the Markov chain of the queue length when a
+    run ends (Bailey 1954, "On queueing processes with bulk service", with servers that don't wait for a full batch): with no
+    request waiting, the server is idle for 1/rate on average, and then runs one. 1 if more requests arrive than it can
+    serve."""
     offered = rate_per_s * run_ms / 1e3  # requests that arrive in a run
     if offered >= batch:
         return 1.0

@@ -89,8 +89,7 @@ def _ungrouped_stages(tracks: Tracks, costs: PipelineCosts) -> _Stages:
 
 def _grouped_stages(tracks: Tracks, costs: PipelineCosts) -> _Stages:
     """The launches of a run in at most MAX_STAGES groups of neighbours. A group begins so late that its work never waits for a
-    dispatch: pauses of the GPU within the group are moved before it.
-    """
+    dispatch: pauses of the GPU within the group are moved before it."""
     ready, work, dispatched = _ungrouped_stages(tracks, costs)
     done = np.cumsum(work)
     slack = ready - (done - work)  # the latest start of all work with which no node waits for its dispatch
@@ -164,12 +163,9 @@ def _waits(co_runner: CoRunner, generator: np.random.Generator, callers: int) ->
         yield from waits[generator.integers(0, len(waits), (DRAWN_AT_ONCE, callers))]
 
 
-def _end_of_work(work: float, start: Floats, used: Floats, slice_ms: float,
-                 others: _CoRunnerByCaller) -> tuple[Floats, Floats]:
+def _end_of_work(work: float, start: Floats, used: Floats, slice_ms: float, others: _CoRunnerByCaller) -> tuple[Floats, Floats]:
     """When `work` (ms) that begins at `start` is done for each caller, and how much of the caller's slice is used by then.
-
-    `used` of the slice was used before. After `slice_ms` it is the other process's turn, if it has work.
-    """
+    `used` of the slice was used before. After `slice_ms` it is the other process's turn, if it has work."""
     now, left, used_after = start, np.asarray(work), used + work
     while np.count_nonzero(over := used_after > slice_ms):
         room = slice_ms - used
@@ -186,13 +182,11 @@ def gpu_work_ms(tracks: Tracks, costs: PipelineCosts) -> float:
 
 
 def turns_ms(tracks: Tracks, costs: PipelineCosts, longest_ms: float, away_ms: float, runs: int = LOOPED_RUNS) -> Floats:
-    """How long each turn on the GPU lasts (ms) for a model in a loop while another process also uses the GPU.
-
-    A turn ends when all dispatched work is done, as at the end of each run, or after `longest_ms` (positive). The host goes on
-    dispatching during the other process's turn of `away_ms` (with the time for switching), so the next turn is longer. A first
-    run, in which the processes are not yet in step, is simulated before `runs` others. A model without work for the GPU has no
-    turns.
-    """
+    """How long each turn on the GPU lasts (ms) for a model in a loop while another process also uses the GPU. A turn ends when
+    all dispatched work is done, as at the end of each run, or after `longest_ms` (positive). The host goes on dispatching
+    during the other process's turn of `away_ms` (with the time for switching), so the next turn is longer. A first run, in
+    which the processes are not yet in step, is simulated before `runs` others. A model without work for the GPU has no
+    turns."""
     ready, work, dispatched_all = _ungrouped_stages(tracks, costs)
     turns: list[float] = []
     begin = free = used = 0.0
@@ -314,10 +308,8 @@ class _Process:
         self.bandwidth = 0.0  # demand of running blocks, as a share of the memory's
 
     def change_running(self, room: float) -> float:
-        """Changes the room of running blocks by `room`; returns the change in their demand for bandwidth.
-
-        The demand is all of the kernel's bandwidth, or less if fewer blocks run than would fit.
-        """
+        """Changes the room of running blocks by `room`; returns the change in their demand for bandwidth. The demand is all of
+        the kernel's bandwidth, or less if fewer blocks run than would fit."""
         before, self.running = self.bandwidth, self.running + room
         if self.running < MIN_ROOM:
             self.running = self.bandwidth = 0.0
@@ -342,11 +334,9 @@ class _Process:
 
 def mps_runs_ms(model: MpsProcess, co_runners: Sequence[MpsProcess], rules: MpsRules, generator: np.random.Generator,
                 runs: int = MPS_RUNS) -> Floats:
-    """Latencies (ms) of `runs` consecutive runs while other processes run their models through MPS.
-
-    The model must have work for the GPU; co-runners without are left out. WARMUP_RUNS more runs come before, and are dropped.
-    `generator` draws when the others begin.
-    """
+    """Latencies (ms) of `runs` consecutive runs while other processes run their models through MPS. The model must have work
+    for the GPU; co-runners without are left out. WARMUP_RUNS more runs come before, and are dropped. `generator` draws when the
+    others begin."""
     others = [process for process in co_runners if np.any(process.tracks.launches > 0)]
     processes = [_Process(process, rules, not others) for process in (model, *others)]
     events: list[tuple[float, int, _Process, float]] = []  # time, number, process, released room (0: a launch is queued)

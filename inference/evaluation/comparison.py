@@ -62,11 +62,9 @@ class Comparison(Frozen):
 
 
 class Summary(Frozen):
-    """Errors of a group of comparisons, with measured kernels looked up and with all predicted (`strict`).
-
-    Errors of percentiles (mean absolute ratios) are given if all predictions have distributions, those of energies where they
-    are known.
-    """
+    """Errors of a group of comparisons, with measured kernels looked up and with all predicted (`strict`). Errors of
+    percentiles (mean absolute ratios) are given if all predictions have distributions, those of energies where they are
+    known."""
 
     group: str
     level: float
@@ -169,8 +167,7 @@ def summarise_comparisons(comparisons: Sequence[Comparison]) -> tuple[Summary, .
                 lookup=error_statistics([c.predicted_ms for c in members], [c.measured_ms for c in members]),
                 strict=error_statistics([c.strict_ms for c in members], [c.measured_ms for c in members]),
                 p50=_mean_absolute([c.p50_error for c in members]), p95=_mean_absolute([c.p95_error for c in members]),
-                energy=_energy_errors(members))
-        for (load, group), members in groups.items()
+                energy=_energy_errors(members)) for (load, group), members in groups.items()
         if group == "all models" or len(members) < len(groups[load, "all models"]))
 
 

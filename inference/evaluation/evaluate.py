@@ -49,7 +49,6 @@ from hase.inference.prediction.under_load import co_runner_from_probe, co_runner
 from hase.learned import target_files
 from hase.records.dataset_files import header_path, model_table_path, read_header
 from hase.records.dataset_tables import read_model_table
-from hase.records.kernel_record import ModelRecord
 from hase.records.kernel_record_files import read_model_records
 from hase.records.measurement import COMPUTE, Background, Effort
 from hase.runtimes.protocol import Reply, Request, RuntimeSetting, Worker
@@ -110,10 +109,8 @@ class EvaluationLoads:
     probe: bool = False
 
     def check(self, fitted: Fitted, run_mode: RunMode, workspace: Workspace) -> None:
-        """Checks, before any measurement, that this machine supports all loads, and that Prometheus answers.
-
-        A started load is never taken for idle, whatever `on_failure` says.
-        """
+        """Checks, before any measurement, that this machine supports all loads, and that Prometheus answers. A started load is
+        never taken for idle, whatever `on_failure` says."""
         device = fitted.target.flavour.device
         if self.metrics_file:
             read_metrics(self.metrics_file)
@@ -175,11 +172,8 @@ class MeasuredModels:
 
 def measure_all(ready: Sequence[EvaluatedModel], fitted: Fitted, run_mode: RunMode, loads: EvaluationLoads, plan: MeasuringPlan,
                 workspace: Workspace, force: bool, failures: Failures) -> MeasuredModels:
-    """Predicts and measures models under each of `loads`.
-
-    The load is read before models of this process are part of it. Models run in a separate process: if one fails, the others
-    are still measured.
-    """
+    """Predicts and measures models under each of `loads`. The load is read before models of this process are part of it. Models
+    run in a separate process: if one fails, the others are still measured."""
     if not ready:
         return MeasuredModels()
     setting = RuntimeSetting.of(fitted.target, workspace.kernel_onnx)
@@ -223,11 +217,9 @@ def _measure_all(ready: Sequence[EvaluatedModel], worker: Worker, fitted: Fitted
 
 def measure_here(models: Sequence[EvaluatedModel], worker: Worker, device: str, run_mode: RunMode, plan: MeasuringPlan,
                  best_canary_ms: float, failures: Failures) -> None:
-    """Times every model as planned. Each round covers all models, so that drift affects all alike.
-
-    Before each model it waits a while until the machine is as fast as when the dataset was measured, by the canary. It does
-    not wait if `best_canary_ms`, the canary's time in the dataset, is 0: unknown, or the device is not idle.
-    """
+    """Times every model as planned. Each round covers all models, so that drift affects all alike. Before each model it waits a
+    while until the machine is as fast as when the dataset was measured, by the canary. It does not wait if `best_canary_ms`,
+    the canary's time in the dataset, is 0: unknown, or the device is not idle."""
     loaded = False
     for model in progress([model for _ in range(plan.rounds) for model in models], "measuring"):
         if model.failed:
@@ -288,11 +280,6 @@ def recorded_canary_ms(workspace: Workspace, target: str, device: str) -> float:
     return float(idle_rows["Canary_ms"].min()) if len(idle_rows) else 0.0
 
 
-def name_missing(records: Mapping[str, ModelRecord], measured: set[str], folder: Path, failures: Failures) -> None:
-    """Adds a failure for each model that has a record but no measurement in the dataset in `folder`."""
-    for name in sorted(set(records) - measured):
-        failures.add(name, UserError(f"{name}: {folder} holds no good measurement of it; measure it with: "
-                                     "python benchmark/collector.py"))
 
 
 def held_out_of_fits(workspace: Workspace, target: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -404,20 +391,14 @@ def recorded_models(workspace: Workspace, paths: Sequence[Path], dims: Mapping[s
         shipped = ROOT / "recipes" / "h200" / f"{fitted.target.name}.tar.xz"
         raise UserError(f"{folder}: no dataset of target {fitted.target.name} to compare with; " + (
             f"unpack the one that comes with Hase: python recipes/h200/dataset_archives.py unpack --workspace {workspace.root}"
-            if shipped.exists() else
-            "measure it on such a machine: python benchmark/collector.py"))
-    records = recorded_records(workspace, paths, dims, fitted, failures, static)
-    models = models_in_dataset(folder, records, fitted.predictors.sidecar.metrics, run_mode.label)
-    if paths:  # without paths, only models in the dataset are wanted
-        name_missing(records, {model.record.model for model in models}, folder, failures)
-    return models
-
-
-def recorded_records(workspace: Workspace, paths: Sequence[Path], dims: Mapping[str, Sequence[int]], fitted: Fitted,
-                     failures: Failures, static: bool) -> dict[str, ModelRecord]:
-    """Records by name: of the models in `paths`, else all records of the target's flavour."""
+            if shipped.exists() else "measure it on such a machine: python benchmark/collector.py"))
     flavour = fitted.target.flavour
-    if paths:
-        models = models_in_files(paths, dims, flavour, failures, static)
-        return {model.record.model: model.record for model in models}
-    return {record.model: record for record in read_model_records(workspace, flavour)}
+    wanted = [model.record for model in models_in_files(paths, dims, flavour, failures, static)] if paths else (
+        read_model_records(workspace, flavour))
+    records = {record.model: record for record in wanted}
+    models = models_in_dataset(folder, records, fitted.predictors.sidecar.metrics, run_mode.label)
+    missing = set(records) - {model.record.model for model in models} if paths else set[str]()  # else the dataset's are wanted
+    for name in sorted(missing):
+        failures.add(name, UserError(f"{name}: {folder} holds no good measurement of it; measure it with: "
+                                     "python benchmark/collector.py"))
+    return models

@@ -226,10 +226,8 @@ def listed_models(models: Sequence[ListedModel], folder: Path, flavour: Flavour,
 
 def models_in_dataset(folder: Path, records: Mapping[str, ModelRecord], metrics: Sequence[str],
                       label: str) -> list[EvaluatedModel]:
-    """The valid measurements with `label` in a dataset: one entry for each model of `records`, load and machine.
-
-    Idle measurements on a disturbed host are left out.
-    """
+    """The valid measurements with `label` in a dataset: one entry for each model of `records`, load and machine. Idle
+    measurements on a disturbed host are left out."""
     sessions = [session for session in model_sessions(read_journal(folder)) if "latency" in session.labels]
     if not sessions:
         return []
@@ -270,8 +268,7 @@ def predict_model(model: EvaluatedModel, target: str, run_mode: RunMode, workspa
         model.with_lookup, model.strict = (
             predict(source, dims=sizes, static=sizes is not None and record.static, target=target, strict=strict,
                     load=model.load, run_mode=run_mode, workspace=workspace, force=force, co_runner=model.co_runner,
-                    host_pace=model.host_pace)
-            for strict in (False, True))
+                    host_pace=model.host_pace) for strict in (False, True))
         if with_energy and model.energies_j:
             model.energy = Predictor(workspace, target, force=force).energy(model.record, run_mode=run_mode,
                                                                             host_pace=model.host_pace)

@@ -66,9 +66,7 @@ def evaluation_page(evaluation: Evaluation) -> Page:
          PageSection("Errors by group", [PageTable(summary_table(evaluation.summaries))]),
          PageSection("Model by model", [PageTable(comparison_table(shown), "Latencies", most=30)], left_out),
          *([PageSection("Without a comparison", [PageTable(failures)])] if failures else [])],
-        warnings,
-        {"target": evaluation.target,
-         "measured": MEASURED[evaluation.source],
+        warnings, {"target": evaluation.target, "measured": MEASURED[evaluation.source],
          "run": evaluation.way, "load": evaluation.load if isinstance(evaluation.load, str) else ", ".join(
              f"{name}={value:g}" for name, value in evaluation.load.items())})
 
@@ -159,8 +157,7 @@ def _number_points(axes: Axes, named: Sequence[Comparison], rows: Sequence[Compa
         outward = (3 if row.error > 0 else -1) * math.pi / 4
         turns = sorted(range(DIRECTIONS), key=lambda turn: min(turn, DIRECTIONS - turn))
         around = [(ring * size * math.cos(outward + turn * math.tau / DIRECTIONS),
-                   ring * size * math.sin(outward + turn * math.tau / DIRECTIONS))
-                  for ring in RINGS for turn in turns]
+                   ring * size * math.sin(outward + turn * math.tau / DIRECTIONS)) for ring in RINGS for turn in turns]
         dx, dy = next(((dx, dy) for dx, dy in around if all(
             math.dist((x + dx, y + dy), other) > CLEARANCE * size for other in occupied)), around[0])
         occupied.append((x + dx, y + dy))

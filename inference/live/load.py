@@ -89,10 +89,8 @@ class LoadReading:
 
 def current_load(config: InferenceConfig, metrics_file: Path | None = None, fields: Collection[str] = (),
                  probe: bool = False, pace: bool = False) -> LoadReading:
-    """The load to predict for: from `metrics_file`, else from the config's Prometheus, else idle.
-
-    Prometheus is asked for `fields`, and if wanted for the sharing probe (`probe`) and the host's pace (`pace`).
-    """
+    """The load to predict for: from `metrics_file`, else from the config's Prometheus, else idle. Prometheus is asked for
+    `fields`, and if wanted for the sharing probe (`probe`) and the host's pace (`pace`)."""
     if metrics_file is not None:
         return LoadReading(read_metrics(metrics_file))
     if config.prometheus.url is None:

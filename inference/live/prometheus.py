@@ -312,10 +312,8 @@ def quoted(text: str) -> str:
 @functools.cache
 def _timed_session() -> type[requests.Session]:
     """A session class whose timeout covers the whole answer (status, headers and body); later, reading raises DeadlineExceeded.
-
     It follows no redirect, since requests would first read the whole body of the redirect. Defined in a function, so that
-    requests is imported only when a server is asked.
-    """
+    requests is imported only when a server is asked."""
     # urllib3 logs a traceback for headers that it can't read; here the answer's content decides
     logging.getLogger("urllib3.connection").setLevel(logging.ERROR)
 

@@ -128,11 +128,9 @@ def one_device_series(series: Sequence[MetricSeries]) -> list[MetricSeries]:
 
 
 def latest_of_one_exporter(server: PrometheusServer, names: Collection[str], fields: Collection[str]) -> list[MetricSeries]:
-    """The newest series called `names` of the device that the config names; may be empty.
-
-    Series that an exporter no longer serves, or whose exporter is down, are gone after the next scrape. `fields` are queried
-    too: if they belong to another device, the choice of device is ambiguous.
-    """
+    """The newest series called `names` of the device that the config names; may be empty. Series that an exporter no longer
+    serves, or whose exporter is down, are gone after the next scrape. `fields` are queried too: if they belong to another
+    device, the choice of device is ambiguous."""
     queried = [*names, *(name for field in fields for name in metric_names(field))]
     answer = [series_of(entry, {*names, *NAMES}) for entry in server.query(selector(server, queried), "vector")]
     if not any(entry.name in names for entry in answer):
@@ -143,10 +141,8 @@ def latest_of_one_exporter(server: PrometheusServer, names: Collection[str], fie
 
 
 def one_exporter_series(server: PrometheusServer, series: Sequence[MetricSeries]) -> tuple[list[MetricSeries], float]:
-    """The series of the one exporter that is up, and the server's time (seconds since 1970).
-
-    A server that gets its metrics from another server may not know the exporter; then only the age of the samples tells.
-    """
+    """The series of the one exporter that is up, and the server's time (seconds since 1970). A server that gets its metrics
+    from another server may not know the exporter; then only the age of the samples tells."""
     exporters = sorted({entry.exporter for entry in series})
     queries = [f"up{{job={quoted(job)},instance={quoted(instance)}}}" for job, instance in exporters]
     answer = server.query(" or ".join([*queries, "vector(time())"]), "vector")
@@ -177,11 +173,9 @@ def _described(exporters: Collection[tuple[str, str]]) -> str:
 
 
 class PrometheusSource(MetricSource):
-    """A metric source for the device that a server's config names.
-
-    A window's samples are those scraped while it was open. `latest` and `stop` raise `PrometheusError` if there is no answer,
-    there are several devices or only MIG instances, or samples are missing, too old, impossible, or of a dead exporter.
-    """
+    """A metric source for the device that a server's config names. A window's samples are those scraped while it was open.
+    `latest` and `stop` raise `PrometheusError` if there is no answer, there are several devices or only MIG instances, or
+    samples are missing, too old, impossible, or of a dead exporter."""
 
     name = "Prometheus"
     minimum_window_s = 0.001  # Prometheus counts in milliseconds
@@ -239,10 +233,8 @@ def _newest(series: Sequence[MetricSeries], field: str) -> MetricSeries | None:
 
 
 def _values(series: Sequence[MetricSeries], name: str) -> list[float]:
-    """All samples under a name, in the unit of FIELDS, by time.
-
-    A GPU that changes users (Kubernetes pods) has a series for each; several users at once have the same samples.
-    """
+    """All samples under a name, in the unit of FIELDS, by time. A GPU that changes users (Kubernetes pods) has a series for
+    each; several users at once have the same samples."""
     samples = {when: value for part in series if part.name == name for when, value in part.samples}
     return [in_field_unit(name, samples[when]) for when in sorted(samples)]
 

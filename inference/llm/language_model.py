@@ -62,12 +62,9 @@ class LanguageModel:
 
 def language_model(model: Path, decode: Path | None = None, dims: Mapping[str, int] | None = None,
                    workspace: Workspace | None = None) -> LanguageModel:
-    """Finds a language model.
-
-    `model` is a folder with genai_config.json; a folder with a decoder's ONNX file, or with two of which one takes a cache; or
-    such a file itself. `decode` is the file that runs further tokens, if `model` is a file that runs prompts only. `dims` are
-    sizes of dimensions by name, if their role does not determine them.
-    """
+    """Finds a language model. `model` is a folder with genai_config.json; a folder with a decoder's ONNX file, or with two of
+    which one takes a cache; or such a file itself. `decode` is the file that runs further tokens, if `model` is a file that
+    runs prompts only. `dims` are sizes of dimensions by name, if their role does not determine them."""
     folder = model.parent if model.name == GENAI_CONFIG else model
     if (folder / GENAI_CONFIG).is_file():
         if decode is not None:
@@ -208,10 +205,8 @@ class GenaiConfig(GenaiSection):
 
     @property
     def shares_cache(self) -> bool:
-        """Whether one buffer of `max_length` tokens is the cache of all runs.
-
-        With several beams, caches are separate (onnxruntime-genai's kv_cache.cpp: DefaultKeyValueCache).
-        """
+        """Whether one buffer of `max_length` tokens is the cache of all runs. With several beams, caches are separate
+        (onnxruntime-genai's kv_cache.cpp: DefaultKeyValueCache)."""
         return self.search.past_present_share_buffer and self.search.num_beams == 1
 
 
@@ -318,10 +313,8 @@ def _caches(tensors: Mapping[str, OpenTensor], templates: tuple[str, ...]) -> tu
 
 
 def _cache_axes(name: str, tensor: OpenTensor, set_by_model: Mapping[str, int]) -> list[InputAxis]:
-    """The axes of a cache that have a role; none if it has fewer than three axes.
-
-    Keys and values in one tensor are [2, batch, heads, length, head size].
-    """
+    """The axes of a cache that have a role; none if it has fewer than three axes. Keys and values in one tensor are [2, batch,
+    heads, length, head size]."""
     if len(tensor.shape) < 3:
         return []
     first = len(tensor.shape) - 4 if tensor.shape[0] == 2 and len(tensor.shape) == 5 else 0

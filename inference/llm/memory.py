@@ -97,12 +97,9 @@ def largest_batch(memory: LlmMemory, batch: int, runs: tuple[DecoderRun, ...], s
 
 
 def longest_context(left_mib: Callable[[int], float], fewest: int, most: int) -> int:
-    """The most tokens of prompt and answer that fit, to within TOLERANCE; 0: not even `fewest`.
-
-    `left_mib` gives the memory that is left at a number of tokens (MiB), negative if they do not fit. The search is the
-    Illinois algorithm (regula falsi in which an end that is kept twice counts half), since memory may grow with the square of
-    the tokens.
-    """
+    """The most tokens of prompt and answer that fit, to within TOLERANCE; 0: not even `fewest`. `left_mib` gives the memory
+    that is left at a number of tokens (MiB), negative if they do not fit. The search is the Illinois algorithm (regula falsi in
+    which an end that is kept twice counts half), since memory may grow with the square of the tokens."""
     (low, low_left), (high, high_left) = ((tokens, left_mib(tokens)) for tokens in (fewest, most))
     if low_left < 0:
         return 0
@@ -132,10 +129,8 @@ class TakenMemory(NamedTuple):
 
 
 def taken_by_generation(record: ModelRecord, file: DecoderFile, shares_cache: bool, times: float = 1.0) -> TakenMemory:
-    """The arenas' memory after a run with `times` as many sequences as in the record.
-
-    The session's arena has weights and intermediate tensors, onnxruntime-genai's has caches, other inputs and logits.
-    """
+    """The arenas' memory after a run with `times` as many sequences as in the record. The session's arena has weights and
+    intermediate tensors, onnxruntime-genai's has caches, other inputs and logits."""
     session, genai, excluded = Arena(), Arena(), {*file.caches, *file.presents}
     for size in gpu_weight_bytes(record).values():
         session.allocate(size)

@@ -264,8 +264,7 @@ def _prediction(analysed: AnalysedModel, request: LlmRequest, runs: RequestRuns,
         largest_batch=None if device_mib is None else largest_batch(
             memory, request.batch, analysed.runs(request), model.shares_cache, device_mib),
         longest_context=longest, context_length=model.context_length, energy=energy,
-        prompt_share=runs.prompt.prediction.time_share,
-        token_share=runs.middle.prediction.time_share if runs.middle else None,
+        prompt_share=runs.prompt.prediction.time_share, token_share=runs.middle.prediction.time_share if runs.middle else None,
         host_pace=runs.prompt.prediction.host_pace, host_pace_source=runs.prompt.prediction.host_pace_source,
         rough_estimate=any(run.prediction.rough_estimate for run in runs.all_runs), warnings=tuple(dict.fromkeys(warnings)))
 

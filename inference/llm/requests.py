@@ -79,10 +79,8 @@ def request_at_point(model: LanguageModel, point: Generation | GenerationMemory,
 
 
 def request_for(model: LanguageModel, batch: int, prompt: int, generate: int, max_length: int | None = None) -> LlmRequest:
-    """A request, checked against the model.
-
-    `max_length` defaults to the model's config, and without one to the number of tokens needed.
-    """
+    """A request, checked against the model. `max_length` defaults to the model's config, and without one to the number of
+    tokens needed."""
     for name, count in (("batch", batch), ("prompt", prompt), ("generate", generate), ("max_length", max_length)):
         if count is not None and (not isinstance(count, int) or count < 1):
             raise UserError(f"{name}={count!r}: a whole number, 1 or more, is expected")
@@ -101,8 +99,7 @@ def request_for(model: LanguageModel, batch: int, prompt: int, generate: int, ma
 
 def interpolate_tokens(request: LlmRequest, lengths: Sequence[int], values: Sequence[float]) -> Floats:
     """A value for each token after the first, interpolated linearly between `values` at `lengths` of the cache. `lengths` are
-    ascending and include the first and the last of the generation.
-    """
+    ascending and include the first and the last of the generation."""
     return np.interp(np.asarray(request.cache_lengths, dtype=float), lengths, values)
 
 

@@ -134,11 +134,9 @@ class Arena:
 
 
 class TensorBlock:
-    """The block in which a session lays out a run's tensors in advance, from the second run of a shape on.
-
-    Each tensor is placed in the smallest gap between live tensors that is large enough, else at the end
-    (onnxruntime/core/framework/mem_pattern_planner.h).
-    """
+    """The block in which a session lays out a run's tensors in advance, from the second run of a shape on. Each tensor is
+    placed in the smallest gap between live tensors that is large enough, else at the end
+    (onnxruntime/core/framework/mem_pattern_planner.h)."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -179,8 +177,7 @@ def scratch_bytes(kernel: Kernel, device: str = "cpu") -> int:
 
 def _cpu_scratch_bytes(kernel: Kernel) -> int:
     """Scratch on a CPU: a transposed convolution holds the columns of one image before it adds them up (ONNX Runtime's
-    conv_transpose.cc: col_buffer); a Gelu with a bias holds a copy (bias_gelu.cc: tmp_data).
-    """
+    conv_transpose.cc: col_buffer); a Gelu with a bias holds a copy (bias_gelu.cc: tmp_data)."""
     if kernel.op_type in COPYING:
         return kernel.outputs[0].bytes
     if kernel.op_type != "ConvTranspose" or len(kernel.inputs) < 2 or len(kernel.inputs[1].shape) < 3:
@@ -279,11 +276,8 @@ def _loading_bytes(kernel: Kernel) -> float:
 
 
 class NodeBuffers(NamedTuple):
-    """The buffers that a node of a run creates, and those that are dead after it.
-
-    `created` are intermediate ones with their bytes; `caller_bytes` those of graph outputs that it writes, which belong to the
-    caller.
-    """
+    """The buffers that a node of a run creates, and those that are dead after it. `created` are intermediate ones with their
+    bytes; `caller_bytes` those of graph outputs that it writes, which belong to the caller."""
 
     created: list[tuple[str, int]]
     caller_bytes: int
@@ -304,8 +298,7 @@ def buffers_of_run(record: ModelRecord, layouts: Mapping[str, Layout], excluded:
 def lay_out(store: Arena | TensorBlock, run: Sequence[NodeBuffers], scratch_bytes: Sequence[int] | None = None,
             factor: float = 1.0) -> None:
     """Allocates and frees the buffers of a run, node by node, with their sizes multiplied by `factor`. Scratch is only taken
-    from an arena.
-    """
+    from an arena."""
     handles: dict[str, tuple[int, int]] = {}
     for (created, _, freed), scratch in zip(run, scratch_bytes or [0] * len(run), strict=True):
         for name, size in created:
@@ -393,10 +386,8 @@ def layouts_of(record: ModelRecord, device: str = "cpu") -> dict[str, Layout]:
 
 
 def live_activations(record: ModelRecord, run: Sequence[NodeBuffers], excluded: Collection[str] = ()) -> Activations:
-    """The bytes of live tensors in a run; `excluded` as for `buffers_of_run`.
-
-    Inputs and outputs of the graph belong to the caller: inputs live throughout, outputs from the node that writes them.
-    """
+    """The bytes of live tensors in a run; `excluded` as for `buffers_of_run`. Inputs and outputs of the graph belong to the
+    caller: inputs live throughout, outputs from the node that writes them."""
     caller_bytes = sum(tensor.bytes for name, tensor in record.inputs.items() if name not in excluded)
     live_bytes = peak_bytes = caller_bytes
     sizes: dict[str, int] = {}

@@ -81,17 +81,14 @@ class Memory(Frozen):
     @property
     def least_mib(self) -> float:
         """The least memory with which a run succeeds: in need, the arena takes smaller regions (ONNX Runtime's bfc_arena.cc:
-        Extend).
-        """
+        Extend)."""
         return self.weights_mib + self.activations_mib + (self.workspace_mib or 0.0)
 
 
 def peak_memory(record: ModelRecord, workspace_mib: float | None = None, layouts: Mapping[str, Layout] | None = None,
                 excluded: Collection[str] = ()) -> Memory:
-    """Predicts the peak memory of a model's session.
-
-    By default, `workspace_mib` is estimated and `layouts` are computed. `excluded` is as for `buffers_of_run`.
-    """
+    """Predicts the peak memory of a model's session. By default, `workspace_mib` is estimated and `layouts` are computed.
+    `excluded` is as for `buffers_of_run`."""
     if layouts is None:
         layouts = layouts_of(record, record.flavour.device)
     run = buffers_of_run(record, layouts, excluded, keeps_dead=runtime_named(record.flavour.runtime).keeps_arena)
@@ -114,8 +111,7 @@ def _surplus_bytes(record: ModelRecord, activations: Activations, run: Sequence[
         taken = gpu_arena_bytes(record, run, node_layouts) + inputs
         return max(taken - record.weight_bytes - activations.peak_bytes, 0.0), LIBRARIES_MIB * MIB, 0.0
     used = activations.caller_bytes + cpu_arena_bytes(run, [layout.scratch_bytes for layout in node_layouts])
-    return (max(used - activations.peak_bytes, 0),
-            SESSION_BYTES + NODE_BYTES * len(record.nodes),
+    return (max(used - activations.peak_bytes, 0), SESSION_BYTES + NODE_BYTES * len(record.nodes),
             LOADED_BASE_BYTES + sum(layout.loading_bytes for layout in node_layouts))
 
 
@@ -154,10 +150,8 @@ def memory_warnings(memory: Memory, device_mib: float | None) -> tuple[str, ...]
 
 
 def gpu_weight_bytes(record: ModelRecord) -> Mapping[str, int]:
-    """Bytes of each constant that nodes read from the GPU's memory, in order of first use.
-
-    A recurrent layer also keeps a copy in cuDNN's order.
-    """
+    """Bytes of each constant that nodes read from the GPU's memory, in order of first use. A recurrent layer also keeps a copy
+    in cuDNN's order."""
     weights: dict[str, int] = {}
     kernel_weights = {name: cached(_weights, name, partial(_kernel_weights, kernel), KEPT_KERNELS)
                       for name, kernel in record.kernels.items()}
@@ -182,12 +176,10 @@ def _kernel_weights(kernel: Kernel) -> tuple[tuple[int, int, bool], ...]:
 
 
 def gpu_arena_bytes(record: ModelRecord, run: Sequence[NodeBuffers], layouts: Sequence[Layout]) -> float:
-    """Bytes that a session's arena takes from a GPU for its weights and two runs.
-
-    The first run allocates tensor by tensor, the second one in one block. The session allocates its outputs, and those of the
-    previous run stay until a run ends. Weights are loaded in the order of a hash table, which differs between sessions and
-    changes what fits into a region. So the result is the median of several orders.
-    """
+    """Bytes that a session's arena takes from a GPU for its weights and two runs. The first run allocates tensor by tensor, the
+    second one in one block. The session allocates its outputs, and those of the previous run stay until a run ends. Weights are
+    loaded in the order of a hash table, which differs between sessions and changes what fits into a region. So the result is
+    the median of several orders."""
     weights = [chunk_bytes(size) for size in gpu_weight_bytes(record).values()]
     block = TensorBlock()
     lay_out(block, run)

@@ -30,8 +30,7 @@ NAME, SCORE = "model", "score"  # the columns that a table of scores needs; tabl
 
 class SearchLimits(NamedTuple):
     """The limits of a candidate; None where there is none. `least_chance`: the required probability of keeping to them, 0 to 1;
-    at 0.5 the predicted numbers themselves must keep to the limits.
-    """
+    at 0.5 the predicted numbers themselves must keep to the limits."""
 
     latency_ms: float | None = None
     memory_mib: float | None = None

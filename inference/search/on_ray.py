@@ -87,10 +87,8 @@ class RemoteEvaluator:
 
 def evaluated_on_ray(evaluator: Evaluator, skipped: int, size: int, address: str,
                      processes: int | None = None) -> Generator[SearchCandidate]:
-    """The candidates of a space, in order, evaluated on a cluster in batches of `size`.
-
-    The first `skipped` candidates are left out. `address` is HOST:PORT, or `auto`; `processes` is by default one for each CPU.
-    """
+    """The candidates of a space, in order, evaluated on a cluster in batches of `size`. The first `skipped` candidates are left
+    out. `address` is HOST:PORT, or `auto`; `processes` is by default one for each CPU."""
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # otherwise Ray warns about each actor of Ray Data
     with connected(address, CODE, PACKAGES):
         cpus = int(ray.cluster_resources().get("CPU", 0))

@@ -199,8 +199,7 @@ class SharingQuestion:
 
     def plans(self) -> list[SharingPlan]:
         """Every way with every choice of shares. Each batch is the smallest with enough capacity for the requests, else the
-        largest.
-        """
+        largest."""
         return [SharingPlan(way, sharing, tuple(self._first_batch(way, index, sharing) for index in range(len(self.models))))
                 for way, times in self.ways.items() for sharing in times.choices(len(self.models))]
 
@@ -210,12 +209,10 @@ class SharingQuestion:
                      if batch >= per_ms * self.alone_ms(way, index, batch, sharing.percent_of(index))), max(self.runs[index]))
 
     def case(self, plan: SharingPlan, end: int | None = None, adding: bool = False) -> Case:
-        """A plan as a case to simulate.
-
-        All runs are at the lower (`end` 0) or the upper (1) end of their intervals, or as predicted (None). `adding`
-        approximates the effect of several co-runners by the sum of their single effects at the host's usual pace. That saves
-        simulating each set; under MPS the true effects are larger beside models that fill the GPU.
-        """
+        """A plan as a case to simulate. All runs are at the lower (`end` 0) or the upper (1) end of their intervals, or as
+        predicted (None). `adding` approximates the effect of several co-runners by the sum of their single effects at the
+        host's usual pace. That saves simulating each set; under MPS the true effects are larger beside models that fill the
+        GPU."""
         planned = [PlannedModel(index, batch, plan.sharing.percent_of(index)) for index, batch in enumerate(plan.batches)]
         runs_ms = []
         for index, batch, percent in planned:
@@ -246,17 +243,14 @@ class SharingQuestion:
 
     def between_ms(self, low: Served, high: Served, way: str) -> tuple[float, float]:
         """The 90 % interval of the latency that has an objective, wider for a `way` that was never measured. `low` and `high`
-        are results with all runs at the lower and at the upper ends of their intervals.
-        """
+        are results with all runs at the lower and at the upper ends of their intervals."""
         spread, way_span = SPREADS[self.disturbed], MIG_SPAN if way == MIG else CERTAIN
         return (low.percentile_ms(self.percentile) / spread * way_span.low,
                 high.percentile_ms(self.percentile) * spread * way_span.high)
 
     def merit(self, results: Sequence[Served]) -> tuple[float, ...]:
-        """The sort key of a plan, larger is better: the models' headrooms, ascending.
-
-        Last comes the negative offered load, which compares plans in which requests are not answered.
-        """
+        """The sort key of a plan, larger is better: the models' headrooms, ascending. Last comes the negative offered load,
+        which compares plans in which requests are not answered."""
         headrooms = sorted(1.0 - result.percentile_ms(self.percentile) / model.slo_ms
                            for result, model in zip(results, self.models, strict=True))
         return (*headrooms, -max(result.offered for result in results))
@@ -271,8 +265,7 @@ class SharingQuestion:
 
     def _slowdowns(self, way: str, model: PlannedModel, others: tuple[PlannedModel, ...], pace: float) -> Floats:
         """SAMPLES equally likely ratios of a run's time while the others run in loops to its time alone. `pace` is relative to
-        the usual one of a host that serves.
-        """
+        the usual one of a host that serves."""
         (run, percent), *beside = ((self.serving[one.number][one.batch].at_pace(pace), one.percent) for one in (model, *others))
         alone_ms, under_load = self.ways[way].beside(run, percent, beside)
         return under_load.slowdowns(alone_ms)
@@ -281,15 +274,12 @@ class SharingQuestion:
 def advise_sharing(predictor: RunPredictor, models: Sequence[ServedModel], batches: Sequence[Sequence[int]],
            percentile: float = PERCENTILE, host_pace: float | HostPace | None = None) -> SharingAdvice:
     """Finds the way of sharing the target's GPU in which models meet their objectives, and the best of the given `batches`.
-
     `percentile` is the percentage of requests that must meet them. The models' own `batch` is not read. Raises UserError if a
-    model can't be predicted at a batch, and NotShared if no way of sharing was learned for the target.
-    """
+    model can't be predicted at a batch, and NotShared if no way of sharing was learned for the target."""
     if len(models) > MOST_MODELS:
         raise UserError(f"{len(models)} models: advice is for {MOST_MODELS} at most; leave some out")
     runs = [{batch: predictor.run(model.model, dims={**model.dims, BATCH: batch}, host_pace=host_pace)
-             for batch in sorted(set(sizes))}
-            for model, sizes in zip(models, batches, strict=True)]
+             for batch in sorted(set(sizes))} for model, sizes in zip(models, batches, strict=True)]
     measured = host_pace.measured if isinstance(host_pace, HostPace) else None
     question = SharingQuestion(predictor.fitted, models, runs, percentile, measured.stalls if measured else None)
     plans = _search(question)
@@ -324,10 +314,8 @@ def advise_sharing(predictor: RunPredictor, models: Sequence[ServedModel], batch
 
 
 def _search(question: SharingQuestion) -> list[SharingPlan]:
-    """The plans of all ways and shares with the best batches found.
-
-    Batches are chosen for one model at a time, with the others fixed, until nothing changes.
-    """
+    """The plans of all ways and shares with the best batches found. Batches are chosen for one model at a time, with the others
+    fixed, until nothing changes."""
     plans = question.plans()
     for _ in range(SEARCH_ROUNDS):
         before = list(plans)
@@ -382,8 +370,7 @@ def advice_rows(advice: SharingAdvice) -> list[dict[str, Any]]:
               "beside (ms)": model.run_ms, "mean (ms)": model.mean_ms, latency: model.latency_ms, "SLO (ms)": model.slo_ms,
               "headroom": "none" if model.headroom is None else f"{model.headroom:.0%}", "busy": f"{model.busy:.0%}",
               "within SLO": model.chance_in_words, "note": "never measured" if way.way == MIG else (
-                  "a rough estimate" if model.rough_estimate else "")}
-             for way in advice.ways for model in way.models]
+                  "a rough estimate" if model.rough_estimate else "")} for way in advice.ways for model in way.models]
     return table + [{"way": name, "note": "not learned for this target"} for name in advice.not_learned]
 
 

@@ -196,12 +196,10 @@ class SloUnderLoad(Slo):
 
 def highest_busy_share(model: SharedModel, limit_ms: float, percentile: float = PERCENTILE,
                        like: CoRunner | None = None) -> float | None:
-    """The largest busy share of a co-runner (a ratio) at which an objective is met; None if even an idle device misses it.
-
-    The objective: `percentile` % of the runs take at most `limit_ms`. Found by bisection, to PRECISION, over co-runners with
-    the waits and phases of the measured ones, or of `like`. All shares use the same simulated runs, so percentiles increase
-    with the share. High percentiles depend on few runs.
-    """
+    """The largest busy share of a co-runner (a ratio) at which an objective is met; None if even an idle device misses it. The
+    objective: `percentile` % of the runs take at most `limit_ms`. Found by bisection, to PRECISION, over co-runners with the
+    waits and phases of the measured ones, or of `like`. All shares use the same simulated runs, so percentiles increase with
+    the share. High percentiles depend on few runs."""
     check_percentile(percentile)
 
     def met(share: float) -> bool:

@@ -38,8 +38,7 @@ NEVER_MEASURED = ("instances (MIG) were never measured: their times follow from 
 
 class WayTimes(Protocol):
     """Run times under one way of sharing a target's GPU. `percent` is a model's share of the GPU's threads, 100 if the way has
-    no shares; `others` are models with their shares.
-    """
+    no shares; `others` are models with their shares."""
 
     def choices(self, models: int) -> list[SetSharing]:
         """The shares that this number of models may get; one choice if the way has no shares."""
@@ -100,12 +99,10 @@ def times_under(fitted: Fitted, sharing: SetSharing) -> WayTimes:
 
 
 def pair_of(first: PredictedRun, second: PredictedRun, sharing: SetSharing | None = None) -> Pair:
-    """Two models on one GPU, each run in its own process without a pause.
-
-    Without `sharing`: as this machine's GPU is shared now if it is the target, else in time slices. Raises NotShared,
-    NotThroughMps: nothing was learned of how the target is shared in this way; UserError: `sharing` has shares for another
-    number of models, or this machine's GPU is shared through MIG.
-    """
+    """Two models on one GPU, each run in its own process without a pause. Without `sharing`: as this machine's GPU is shared
+    now if it is the target, else in time slices. Raises NotShared, NotThroughMps: nothing was learned of how the target is
+    shared in this way; UserError: `sharing` has shares for another number of models, or this machine's GPU is shared through
+    MIG."""
     fitted = first.fitted
     sharing = sharing or local_sharing(fitted)
     if not sharing.fits(2):

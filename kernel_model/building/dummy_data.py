@@ -17,16 +17,7 @@ import numpy as np
 
 from hase.ort_analysis.graph.bodies import PASSED_ON, captured
 from hase.ort_analysis.graph.nodes import attribute_value, bodies_of, first_known_word
-from hase.records.attention import (
-    KEY_MASKS,
-    LAST_PLACES,
-    OPERATOR,
-    TOKEN_OFFSETS,
-    TOTAL,
-    AttentionSizes,
-    kernel_attention_sizes,
-    kernel_grouped_query_sizes,
-)
+from hase.records import attention
 from hase.records.kernel_record import Kernel, numpy_dtype
 from hase.records.operators import operator_row
 
@@ -46,13 +37,13 @@ RANGE_KEEPING = ("Identity", "Cast", "Imputer")  # they do not change the range 
 def required_value(kernel: Kernel, position: int) -> np.ndarray | None:
     """A value of an input with which the kernel has the recorded output shape, or computes as usual; None if any value will do,
     or none is known. Its type may be another one than the input's."""
-    if (sizes := kernel_grouped_query_sizes(kernel)) and position in (LAST_PLACES, TOTAL):
-        return np.full(kernel.inputs[position].shape, sizes.total - (position == LAST_PLACES))
-    if position == TOKEN_OFFSETS.get(kernel.op_type):  # as rows have no padding, each token is at its padded position
+    if (sizes := attention.kernel_grouped_query_sizes(kernel)) and position in (attention.LAST_PLACES, attention.TOTAL):
+        return np.full(kernel.inputs[position].shape, sizes.total - (position == attention.LAST_PLACES))
+    if position == attention.TOKEN_OFFSETS.get(kernel.op_type):  # as rows have no padding, each token is at its padded position
         return np.arange(kernel.inputs[position].elements).reshape(kernel.inputs[position].shape)
-    if position - 1 == TOKEN_OFFSETS.get(kernel.op_type):  # the first token of each row, and how many there are
+    if position - 1 == attention.TOKEN_OFFSETS.get(kernel.op_type):  # the first token of each row, and how many there are
         return np.arange(kernel.inputs[position].elements) * kernel.inputs[position - 1].shape[-1]
-    if position == KEY_MASKS.get(kernel.op_type) and (sizes := kernel_attention_sizes(kernel)):
+    if position == attention.KEY_MASKS.get(kernel.op_type) and (sizes := attention.kernel_attention_sizes(kernel)):
         return _all_keys(sizes, kernel.inputs[position].shape)
     if kernel.domain == ML and kernel.op_type in TREES and not position:
         rows = random_floats(kernel.inputs[0].shape, "float32")
@@ -65,12 +56,9 @@ def required_value(kernel: Kernel, position: int) -> np.ndarray | None:
     return make(kernel) if make else None
 
 
-def _all_keys(sizes: AttentionSizes, shape: tuple[int, ...]) -> np.ndarray | None:
-    """A mask that includes all keys of each row of a batch; None for boolean masks.
-
-    It has the end of each row's keys, perhaps followed by their starts; or, for rows stored one after another, lengths, and
-    then the starts of queries and keys.
-    """
+def _all_keys(sizes: attention.AttentionSizes, shape: tuple[int, ...]) -> np.ndarray | None:
+    """A mask that includes all keys of each row of a batch; None for boolean masks. It has the end of each row's keys, perhaps
+    followed by their starts; or, for rows stored one after another, lengths, and then the starts of queries and keys."""
     ends, starts = np.full(sizes.batch, sizes.total), np.arange(sizes.batch + 1)
     known: dict[tuple[int, ...], np.ndarray] = {
         (sizes.batch,): ends, (2 * sizes.batch,): np.concatenate([ends, np.zeros(sizes.batch)]),
@@ -111,8 +99,7 @@ def _repeated(kernel: Kernel) -> np.ndarray | None:
 
 
 def _boxes(kernel: Kernel) -> np.ndarray | None:
-    """Boxes of which as many are kept as recorded: one in each grid cell, since those of a cell coincide. None for several
-    images or classes."""
+    """Boxes, of which as many are kept as recorded: one in each grid cell. None for several images or classes."""
     batch, boxes, _ = kernel.inputs[0].shape
     if batch != 1 or kernel.inputs[1].shape[1] != 1:
         return None
@@ -265,7 +252,8 @@ def dummy_tensor(kernel: Kernel, position: int, seed: int = 0) -> np.ndarray:
 
 def is_initializer(kernel: Kernel, position: int) -> bool:
     """Whether a built kernel contains an input's value: a constant, or an attention's lengths (to avoid a copy to the host)."""
-    return kernel.inputs[position].constant or (kernel.op_type == OPERATOR and position in (LAST_PLACES, TOTAL))
+    return kernel.inputs[position].constant or (
+        kernel.op_type == attention.OPERATOR and position in (attention.LAST_PLACES, attention.TOTAL))
 
 
 def input_name(position: int) -> str:

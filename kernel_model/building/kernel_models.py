@@ -18,16 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hase.kernel_model.building.dummy_data import (
-    dummy_inputs,
-    dummy_tensor,
-    input_name,
-    is_initializer,
-    output_name,
-    random_bytes,
-    random_floats,
-    required_value,
-)
+from hase.kernel_model.building import dummy_data
 from hase.ort_analysis.graph.sizes import CACHES
 from hase.ort_analysis.graph.source import KERNEL_KEY, built_kernel
 from hase.records.attention import PAST, kernel_grouped_query_sizes
@@ -79,24 +70,23 @@ def repeated_numbers(tensor: KernelInput) -> np.ndarray:
     least, most = REPEATED_ELEMENTS
     count = next((count for count in range(most, least - 1, -1) if tensor.elements % count == 0), 0)
     if np.issubdtype(dtype := numpy_dtype(tensor.dtype), np.integer):
-        return random_bytes((count,), dtype)
-    return random_floats((count,), tensor.dtype)
+        return dummy_data.random_bytes((count,), dtype)
+    return dummy_data.random_floats((count,), tensor.dtype)
 
 
 def add_weights(graph: onnx.GraphProto, kernel: Kernel, weights: Mapping[int, np.ndarray] | None = None,
                 repeated: bool = True) -> None:
-    """Adds a kernel's constants to a graph: those in `weights` (by input index), else random ones. With `repeated`, nodes
-    generate large random ones; otherwise their values are in the graph."""
+    """Adds a kernel's constants: `weights` (by input index), else random ones, which nodes generate if large and `repeated`."""
     generators: list[onnx.NodeProto] = []
     given = weights or {}
     for position, tensor in enumerate(kernel.inputs):
-        name, prefix = input_name(position), f"{WEIGHT_PREFIX}{position}_"
-        if not tensor.present or not is_initializer(kernel, position):
+        name, prefix = dummy_data.input_name(position), f"{WEIGHT_PREFIX}{position}_"
+        if not tensor.present or not dummy_data.is_initializer(kernel, position):
             continue
         by_nodes = repeated and is_large_weight(tensor) and position not in given
         numbers = repeated_numbers(tensor) if by_nodes else np.zeros(0)
         if not len(numbers):
-            value = given[position] if position in given else dummy_tensor(kernel, position)
+            value = given[position] if position in given else dummy_data.dummy_tensor(kernel, position)
             graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(value, order="C"), name))
             continue
         constants = {"random": numbers, "times": np.array([tensor.elements // len(numbers)]), "shape": np.array(tensor.shape)}
@@ -117,8 +107,8 @@ def take_weights(model: onnx.ModelProto, kernel: Kernel) -> dict[str, np.ndarray
         kept = [member for member in members if not member.name.startswith(WEIGHT_PREFIX)]
         del members[:]
         members.extend(kept)
-    return {input_name(position): np.resize(repeated_numbers(tensor), tensor.shape)
-            for position, tensor in enumerate(kernel.inputs) if input_name(position) in generated}
+    return {dummy_data.input_name(position): np.resize(repeated_numbers(tensor), tensor.shape)
+            for position, tensor in enumerate(kernel.inputs) if dummy_data.input_name(position) in generated}
 
 
 def read_built(path: Path) -> tuple[onnx.ModelProto, Kernel]:
@@ -150,12 +140,12 @@ def open_kernel(path: Path, device: str, kernel: Kernel, **options: Any) -> onnx
 
 def build_model(kernel: Kernel, weights: Mapping[int, np.ndarray] | None = None, repeated: bool = False) -> onnx.ModelProto:
     """A kernel as a model of one node: inputs `x<i>`, constants (see `add_weights`), outputs `y<i>`."""
-    names = [input_name(i) if tensor.present else "" for i, tensor in enumerate(kernel.inputs)]
-    outs = [output_name(i) if tensor.present else "" for i, tensor in enumerate(kernel.outputs)]
+    names = [dummy_data.input_name(i) if tensor.present else "" for i, tensor in enumerate(kernel.inputs)]
+    outs = [dummy_data.output_name(i) if tensor.present else "" for i, tensor in enumerate(kernel.outputs)]
     graph = onnx.helper.make_graph(
         [kernel_node(kernel, names, outs, kernel.type)], "kernel",
         [onnx.helper.make_tensor_value_info(names[i], type_code(t.dtype), t.shape)
-         for i, t in enumerate(kernel.inputs) if t.present and not is_initializer(kernel, i)],
+         for i, t in enumerate(kernel.inputs) if t.present and not dummy_data.is_initializer(kernel, i)],
         [onnx.helper.make_tensor_value_info(outs[i], type_code(t.dtype), t.shape)
          for i, t in enumerate(kernel.outputs) if t.present])
     add_weights(graph, kernel, weights, repeated)
@@ -185,11 +175,11 @@ def check_kernel(path: Path, kernel: Kernel, device: str) -> None:
     session = open_kernel(path, device, kernel)
     with model_errors(str(path)):
         if any(tensor.dtype == "bfloat16" for tensor in (*kernel.inputs, *kernel.outputs)):  # which numpy lacks
-            values = {name: ort_value(value) for name, value in dummy_inputs(kernel).items()}
+            values = {name: ort_value(value) for name, value in dummy_data.dummy_inputs(kernel).items()}
             results = session.run_with_ort_values(None, values)
             outputs = [value.numpy() for value in results if value.data_type() != "tensor(bfloat16)"]
         else:
-            outputs = session.run(None, dummy_inputs(kernel))
+            outputs = session.run(None, dummy_data.dummy_inputs(kernel))
     if any(np.issubdtype(out.dtype, np.floating) and np.isnan(out).any() for out in map(np.asarray, outputs)):
         raise UserError(f"{path}: gives NaN on its dummy inputs")
 
@@ -260,7 +250,7 @@ class _CarrierBuilder:
 
     def _add_constant(self, name: str, kernel: Kernel, position: int, number: int) -> None:
         """Adds a constant input of a kernel; a large one is stored outside the graph."""
-        value = np.asarray(dummy_tensor(kernel, position, number), order="C")
+        value = np.asarray(dummy_data.dummy_tensor(kernel, position, number), order="C")
         if value.nbytes <= INLINE_BYTES or value.dtype == object:
             self.constants.append(onnx.numpy_helper.from_array(value, name))
             return
@@ -270,7 +260,7 @@ class _CarrierBuilder:
     def _written(self, kernel: Kernel) -> list[int]:
         """The inputs of a kernel that an `Abs` writes: the floating-point ones, or else, on a GPU, an integer one."""
         read = [position for position, tensor in enumerate(kernel.inputs)
-                if tensor.present and not is_initializer(kernel, position) and not is_cache(kernel, position)]
+                if tensor.present and not dummy_data.is_initializer(kernel, position) and not is_cache(kernel, position)]
         floating = [position for position in read if kernel.inputs[position].dtype in self._written_types]
         whole = [position for position in read if kernel.inputs[position].dtype in WRITTEN_IF_NO_FLOATS]
         return floating or (whole[:1] if self._device == "cuda" else [])
@@ -278,23 +268,23 @@ class _CarrierBuilder:
     def _add_input(self, number: int, kernel: Kernel, position: int, written: Collection[int]) -> str:
         """Adds an input of a kernel: a constant, the output of an `Abs` (`written`), or a graph input. Returns its name."""
         name, tensor = f"k{number}_x{position}", kernel.inputs[position]
-        if is_initializer(kernel, position):
+        if dummy_data.is_initializer(kernel, position):
             self._add_constant(name, kernel, position, number)
         elif is_cache(kernel, position):
             self.inputs[name] = onnx.helper.make_tensor_value_info(name, type_code(tensor.dtype), tensor.shape)
             self.caches.append(name)
             if self._with_floats or "float" not in tensor.dtype:
-                self.values[name] = dummy_tensor(kernel, position, number)
+                self.values[name] = dummy_data.dummy_tensor(kernel, position, number)
         elif position in written:
-            value_matters = "float" not in tensor.dtype or required_value(kernel, position) is not None
+            value_matters = "float" not in tensor.dtype or dummy_data.required_value(kernel, position) is not None
             shared = f"in_{name}" if value_matters else f"in_{tensor.dtype}_{'x'.join(map(str, tensor.shape))}"
             self.inputs[shared] = onnx.helper.make_tensor_value_info(shared, type_code(tensor.dtype), tensor.shape)
             if (value_matters or self._with_floats) and shared not in self.values:
-                self.values[shared] = dummy_tensor(kernel, position, number)
+                self.values[shared] = dummy_data.dummy_tensor(kernel, position, number)
             self.nodes.append(onnx.helper.make_node(WRITER_OP, [shared], [name], name=f"{WRITER}{number}_{position}"))
         else:
             self.inputs[name] = onnx.helper.make_tensor_value_info(name, type_code(tensor.dtype), tensor.shape)
-            self.values[name] = dummy_tensor(kernel, position, number)
+            self.values[name] = dummy_data.dummy_tensor(kernel, position, number)
         return name
 
 

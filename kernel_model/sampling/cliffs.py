@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from hase.kernel_model.sampling.draws import Families, infer_outputs, on_cuda
 from hase.records.dataset_files import idle_rows, read_kernels
@@ -26,13 +25,13 @@ from hase.records.operators import operator_row
 from hase.utils.errors import UserError
 from hase.utils.lazy import sklearn
 from hase.utils.paths import Workspace
+from hase.utils.timing import Floats
 
 LEAST_HEIGHT = 3.0  # of a cliff; noise and tile sizes cause smaller jumps
 LEAST_MS = 0.02  # of the slower kernel; shorter times are mostly the cost of a launch
 CAPPED_QUANTILE = 0.95  # of the slower kernels' times; longer ones count as this one
 NEIGHBOURS = 4  # with which each kernel is compared
 SIZES = ("kernel_shape", "strides", "dilations", "pads", "group", "hidden_size", "num_groups")  # attributes that are sizes
-Floats = npt.NDArray[np.float64]
 
 
 class NothingBetween(UserError):
@@ -153,10 +152,8 @@ def draw_probabilities(cliffs: Sequence[Cliff]) -> Floats:
 
 
 def kernel_between(one: Kernel, two: Kernel, share: float = 0.5) -> Kernel:
-    """Makes the kernel between two that differ only in sizes.
-
-    Each size is at `share` of the way in logarithms (0.5: geometric mean). Raises NothingBetween if there is no such kernel.
-    """
+    """Makes the kernel between two that differ only in sizes. Each size is at `share` of the way in logarithms (0.5: geometric
+    mean). Raises NothingBetween if there is no such kernel."""
     other = _size_attributes(two)
     sizes = {name: _middle(value, other[name], share) for name, value in _size_attributes(one).items()}
     attributes = without_defaults(one.attributes | sizes)

@@ -30,6 +30,7 @@ from hase.utils import files
 from hase.utils.config import Frozen
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import Target
+from hase.utils.timing import Floats
 
 AXES = 4  # number of axes of a tensor that count, the last ones
 COORDINATES = 3 * AXES + 4
@@ -38,7 +39,6 @@ LEAST_WEIGHT = 0.05  # of a kernel near perfectly predicted ones; near the worst
 NEIGHBOURS = 3  # number of measured kernels that tell how well the neighbourhood is predicted
 BATCH_SHARE = 0.1  # share of the kernels drawn so far to draw at once, regardless of each other
 CHUNK_ROWS = 4096  # rows of a matrix of distances
-Floats = npt.NDArray[np.float64]
 ERRORS_VERSION = 2
 MOST_LOG_ERROR = 0.5  # that counts in seed_weights: 65 % too long, or 39 % too short
 TIME_CAP_QUANTILE = 0.95  # quantile at which times are capped: 0.3 ms on an H200
@@ -113,10 +113,8 @@ def _wanted_by_kind(candidates: KernelPoints, measured: KernelPoints, count: int
 
 def draw_apart(points: Floats, measured: Floats, weights: Floats, count: int, generator: np.random.Generator) -> list[int]:
     """The indices of `count` points, drawn one after another by weight × √(distance to the nearest `measured` or drawn point).
-
     k-means++ (Arthur and Vassilvitskii, 2007) seeds like this, but with squared distances, and so prefers outliers. For 200
-    kernels of the H200's dataset, distances themselves gave a larger error than their roots.
-    """
+    kernels of the H200's dataset, distances themselves gave a larger error than their roots."""
     distances = nearest_distances(points, measured) if len(measured) else np.full(len(points), np.inf)
     drawn: list[int] = []
     left = weights > 0
@@ -207,12 +205,10 @@ def read_errors(path: Path) -> KernelErrors:
 
 
 def seed_weights(errors: Sequence[KernelError]) -> npt.NDArray[np.float64]:
-    """How often kernels are sampled near each of these, as shares of 1; all zero without errors.
-
-    A weight is the squared log error times the measured time, both limited, so that neither outliers nor a few giants dominate.
-    For 3,000 kernels picked from the rest of the H200's dataset, this reduced the plain error of kernels, and the time-weighted
-    one of those of models, as much as the best of ten weights, and more than chance.
-    """
+    """How often kernels are sampled near each of these, as shares of 1; all zero without errors. A weight is the squared log
+    error times the measured time, both limited, so that neither outliers nor a few giants dominate. For 3,000 kernels picked
+    from the rest of the H200's dataset, this reduced the plain error of kernels, and the time-weighted one of those of models,
+    as much as the best of ten weights, and more than chance."""
     if not errors:
         return np.zeros(0)
     times = np.array([error.measured_ms for error in errors])

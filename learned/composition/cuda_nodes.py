@@ -57,10 +57,7 @@ ROWS_AT_ONCE = 132  # multiprocessors of an H200
 
 
 def is_slow(kernel: Kernel) -> bool:
-    """Whether the CPU provider computes a kernel slowly, element by element.
-
-    Most standard operators that CUDA lacks are slow: they choose, sort or transform, or are functions of many steps.
-    """
+    """Whether the CPU provider computes it element by element, as most standard operators that CUDA lacks."""
     row = operator_row(kernel.op_type)
     return not kernel.domain and (row.operator_class == "other" if row.slow_on_cpu is None else row.slow_on_cpu)
 
@@ -102,10 +99,7 @@ def waits_for_size(kernel: Kernel) -> bool:
 
 
 def loops_with_gpu_condition(record: ModelRecord) -> set[str]:
-    """The ids of the Loops at which the host waits after each trip, to read their condition from the GPU.
-
-    Their bodies compute the condition there, as a single boolean that no node of the body reads.
-    """
+    """The Loops (ids) whose condition the host reads from the GPU after each trip: a boolean that no node of the body reads."""
     reading = set()
     for loop in record.nodes:
         if record.kernel_of(loop).op_type != "Loop":

@@ -27,14 +27,13 @@ from hase.records.measurement import LONGEST_MS, Milliseconds, ModelMilliseconds
 from hase.utils import files
 from hase.utils.config import Frozen
 from hase.utils.errors import UserError
-from hase.utils.timing import ErrorStatistics
+from hase.utils.timing import ErrorStatistics, Floats
 
 COMPOSITION_VERSION = 4  # 4: intervals follow from how long the host works
 Kind = Literal["sum", "sum_nodes", "critical_path", "pipeline"]
 KINDS: tuple[Kind, ...] = ("sum", "sum_nodes", "critical_path")  # the kinds that are a line over Σ or the longest path
 NEARLY_ALL = 0.95  # share of measured kernel time from which on errors are as with all kernels measured
 LEAST_SHARE = 0.1  # of α·Σ: the shortest latency that a negative γ can lead to
-Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
 
@@ -72,8 +71,7 @@ class Candidate(Formula):
 
 
 class FittedModel(Frozen):
-    """A model of the fit, with its measured and predicted latency. For the prediction its group was held out, unless it is the
-    only model."""
+    """A model of the fit, with measured and predicted latency; for the latter its group was held out (if not the only one)."""
 
     model: str
     group: str
@@ -142,9 +140,8 @@ class Composition(Formula):
 
 
 def read_composition(folder: Path, trained_on: str | None = None) -> Composition:
-    """Reads the composition from the folder of a target's predictors. `trained_on` is the hash of the predictors' dataset, by
-    default read from their sidecar. Raises UserError: the file is missing or damaged, or the predictors have since been trained
-    on other data."""
+    """Reads a target's composition. `trained_on`: the hash of the predictors' dataset, by default from their sidecar. Raises
+    UserError: missing or damaged, or the predictors were trained on other data since."""
     composition = target_files.COMPOSITION.needed(folder)
     if trained_on is None:
         trained_on = files.read_json(target_files.PREDICTORS.path(folder)).get("dataset_sha256")

@@ -38,10 +38,10 @@ from hase.records.kernel_record import Kernel, ModelRecord
 from hase.records.measurement import UNPROFILED
 from hase.utils import files
 from hase.utils.config import Frozen
+from hase.utils.timing import Floats
 
 FOLDER = "host"
 HOST_LABEL = UNPROFILED  # the time of a kernel in a graph, without what the profiler adds
-Floats = npt.NDArray[np.float64]
 HOST_VERSION = 1
 
 
@@ -61,8 +61,7 @@ class CopyCurve(Frozen):
         return self
 
     def at(self, size: float) -> float:
-        """The time of a copy of `size` bytes (ms): linear between measured sizes, constant below them, proportional beyond
-        them."""
+        """The time of a copy (ms): linear between measured sizes, constant below, proportional beyond."""
         if size > self.bytes[-1]:
             return self.ms[-1] * size / self.bytes[-1]
         return float(np.interp(size, self.bytes, self.ms))
@@ -156,8 +155,7 @@ class HostSide:
 
         host_times_ms = np.array([host_ms(kernel, is_off) for kernel, is_off in zip(kernels, off, strict=True)])
         return NodesOffGpu(off, np.array([self.copy_ms(kernel) if copies_to_host(kernel) else 0.0 for kernel in kernels]),
-                           np.array([float(is_copy(kernel)) for kernel in kernels]),
-                           OffGpu(host_times_ms, waits))
+                           np.array([float(is_copy(kernel)) for kernel in kernels]), OffGpu(host_times_ms, waits))
 
 
 NOTHING_MEASURED = HostSide()

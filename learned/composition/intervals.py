@@ -15,13 +15,10 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal, NamedTuple, Self
 
-import numpy as np
-import numpy.typing as npt
 from pydantic import Field
 
 from hase.utils.config import Frozen
 
-Floats = npt.NDArray[np.float64]
 NoveltyKind = Literal["known", "unmeasured", "other form", "beyond"]
 COVERAGE = 0.9  # of a prediction interval
 LARGEST_LOG = 100.0  # of an interval's end: larger ones are useless and would overflow

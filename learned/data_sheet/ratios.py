@@ -56,8 +56,7 @@ class CardRatios:
     booster: Any = field(repr=False)
 
     def times_ms(self, work: Work, base_ms: Floats, base: GpuDataSheet, gpu: GpuDataSheet, table: str = OWN) -> Floats:
-        """The times of kernels on card `gpu`, from `base_ms`, those on the card `base`. `table` (a key of SHORTEST_US) says how
-        they were measured."""
+        """Times on card `gpu`, from those on card `base`; `table` (in SHORTEST_US): how they were measured."""
         if base.slug == gpu.slug:
             return base_ms
         if gpu.tensor_share < 1.0:

@@ -14,8 +14,8 @@ import numpy.typing as npt
 from hase.records.devices import GpuDataSheet
 from hase.records.kernel_record import Kernel
 from hase.records.operators import operator_row
+from hase.utils.timing import Floats
 
-Floats = npt.NDArray[np.float64]
 KINDS = ("product", "convolution", "attention", "elementwise", "normalisation", "reduction", "movement", "other")
 PRODUCTS = ("product", "convolution", "attention")  # computed by tensor cores, if the card has them for the type
 DTYPES = ("float32", "float16", "bfloat16", "plain float32")  # the last one: products of float32 without TF32
@@ -28,9 +28,8 @@ TILE = 128 * 128  # numbers of a result that a block of threads computes
 
 
 class Work(NamedTuple):
-    """The work of kernels on a GPU; each array has an entry for each kernel. `moved_bytes` are the least bytes read and
-    written, `outputs` the numbers of output elements, `kinds` and `dtypes` indices in KINDS and DTYPES, and `launches` those of
-    CUDA kernels."""
+    """The work of kernels on a GPU, an entry for each: least bytes read and written, numbers of output elements, indices in
+    KINDS and DTYPES, CUDA kernels' launches."""
 
     flops: Floats
     moved_bytes: Floats
@@ -104,9 +103,8 @@ def bounds_of(work: Work, gpu: GpuDataSheet, shortest_us: float = LAUNCH_US) -> 
 
 def ratio_of_bounds(work: Work, base_s: Floats, base: Bounds, there: Bounds, base_gpu: GpuDataSheet,
                     gpu: GpuDataSheet) -> Floats:
-    """The ratio of kernels' times on a card to those on the base card, from their bounds alone. Each bound is weighted by its
-    squared share of the time on the base card. The rest scales with the clock, and with the number of SMs for kernels that fill
-    the card."""
+    """The ratio of times on a card to those on the base card, by bounds alone, weighted by squared shares of the base's time.
+    The rest scales with the clock, and with the SMs for kernels that fill the card."""
     shares = [np.minimum(bound / base_s, 1.0) for bound in base]
     rest = np.clip(1.0 - np.maximum.reduce(shares), 0.0, 1.0)
     filled = np.clip(work.outputs / TILE / base_gpu.sms, 0.0, 1.0)

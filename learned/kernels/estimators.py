@@ -22,11 +22,11 @@ from hase.records.kernel_types import operator_in_type
 from hase.records.operators import OperatorClass, OperatorKind, operator_row
 from hase.utils.config import Config
 from hase.utils.lazy import xgboost
+from hase.utils.timing import Floats
 
 if TYPE_CHECKING:
     from hase.records.kernel_record import Kernel
 
-Floats = npt.NDArray[np.float64]
 Matrix = npt.NDArray[np.float32]
 TABLES = "tables"  # the roofline's feature: how many tables a kernel copies to the GPU
 SHARED = "shared"  # the booster of all types without one of their own
@@ -54,8 +54,7 @@ class Roofline(Config):
 
     def bound_ms(self, flops: Floats, bytes_moved: Floats, tables: Floats | float = 0.0) -> Floats:
         """The lower bound (ms) of each kernel's time."""
-        return (np.maximum(flops / self.flops_per_ms, bytes_moved / self.bytes_per_ms) + self.floor_ms
-                + self.table_ms * tables)
+        return (np.maximum(flops / self.flops_per_ms, bytes_moved / self.bytes_per_ms) + self.floor_ms + self.table_ms * tables)
 
 
 FLAT = Roofline(flops_per_ms=1e300, bytes_per_ms=1e300, floor_ms=1.0, scale=1.0)  # 1 for every kernel
@@ -63,8 +62,7 @@ LEAST_LAUNCHES = FLAT.model_copy(update={"table_ms": 1.0})  # one launch for the
 
 
 class OnRoofline(TimePredictor):
-    """A roofline times a learned ratio; a subclass learns its logarithm. `type_codes`: kernel types as numbers, in the order of
-    their median log(time / roofline)."""
+    """A roofline times a ratio learned as its logarithm. `type_codes`: types in the order of their median ratios."""
 
     features = KERNEL_FEATURES
     saved_classes = (Roofline,)
@@ -91,12 +89,9 @@ class OnRoofline(TimePredictor):
 @dataclass
 class KernelModel(OnRoofline):
     """Predicts the times of one label by boosters, one for each type with enough kernels, and a shared one or a random forest
-    for others.
-
-    A type that was not in training gets the booster of its class of operators, or the scaled roofline without one. Under load,
-    its time is multiplied by the slowdown that the shared booster predicts. `predictor_of` names the booster of each kernel
-    type.
-    """
+    for others. A type that was not in training gets the booster of its class of operators, or the scaled roofline without one.
+    Under load, its time is multiplied by the slowdown that the shared booster predicts. `predictor_of` names the booster of
+    each kernel type."""
 
     name = "in_use"  # other estimators are compared with it
     features: FeatureSchema = KERNEL_FEATURES
@@ -135,8 +130,8 @@ class KernelModel(OnRoofline):
         return log_ratios
 
     def saved(self) -> dict[str, Any]:
-        class_boosters = filter(is_class, self.boosters)
-        used = sorted({*self.predictor_of.values(), *class_boosters} | ({SHARED} & set(self.boosters)))
+        of_classes = [name for name in self.boosters if name.startswith(PREFIX)]
+        used = sorted({*self.predictor_of.values(), *of_classes} | ({SHARED} & set(self.boosters)))
         return super().saved() | {
             "predictor_of": dict(self.predictor_of), "idle_load": list(self.idle_load),
             "boosters": {name: self.boosters[name] for name in used}}
@@ -179,9 +174,6 @@ def kind_code(kernel_type: str) -> float:
     return CODES[operator_row(operator_in_type(kernel_type)).kind_or_class]
 
 
-def is_class(name: str) -> bool:
-    """Whether a booster is that of a class, and not of a type."""
-    return name.startswith(PREFIX)
 
 
 def _not_alone(kernel: Kernel) -> NoReturn:
@@ -192,8 +184,7 @@ def _not_alone(kernel: Kernel) -> NoReturn:
 # kernel copies, so their number is an ordinary feature here.
 CORRECTION_FEATURES = FeatureSchema("correction", 1, {
     **{group: tuple("table_copies" if name == TABLES else name for name in names)
-       for group, names in KERNEL_FEATURES.groups.items()},
-    "other device": ("log_above_roofline",)}, _not_alone)
+       for group, names in KERNEL_FEATURES.groups.items()}, "other device": ("log_above_roofline",)}, _not_alone)
 
 
 class OtherPredictors(NamedTuple):
@@ -205,8 +196,7 @@ class OtherPredictors(NamedTuple):
 
 @dataclass
 class Transferred(TimePredictor):
-    """Predicts the times of one label here from those of another device. `correction` predicts time here / time there, from
-    CORRECTION_FEATURES."""
+    """Predicts a label's times from another device's; `correction` predicts their ratio from CORRECTION_FEATURES."""
 
     name = "in_use_from_another_device"
     features = KERNEL_FEATURES

@@ -22,16 +22,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from hase.ort_analysis.cuda.kernel_choice import (
-    ALGORITHMS,
-    H200,
-    Gpu,
-    group_size,
-    language_algorithm,
-    product_rows,
-    splits,
-    thread_blocks,
-)
+from hase.ort_analysis.cuda import kernel_choice
 from hase.records.attention import MASKS, kernel_attention_sizes, kernel_grouped_query_sizes
 from hase.records.kernel_costs import (
     MatrixProduct,
@@ -44,9 +35,9 @@ from hase.records.kernel_costs import (
 from hase.records.kernel_record import DTYPE_BYTES, Kernel, KernelInput, Tensor, input_at
 from hase.records.kernel_types import channels_last, worked_axes
 from hase.records.operators import operator_row
+from hase.utils.timing import Floats
 
 T = TypeVar("T")
-Floats = npt.NDArray[np.float64]
 SLACK = 1e-6  # how far a feature may exceed its range, for rounding
 
 
@@ -117,8 +108,7 @@ class KernelRows:
 
 
 def times_beyond(schema: FeatureSchema, features: Floats, low: Floats, high: Floats) -> Floats:
-    """The factor by which each kernel exceeds the range of the training, the largest over its features; 1 within the range.
-    `features` are kernels × the schema's features; `low` and `high` are the training's range of each feature."""
+    """The factor by which each kernel exceeds the training's range (`low`, `high`), the largest over its features; 1 within."""
     sized = np.array([name not in schema.codes for name in schema.names], dtype=bool)
     beyond = sized & ((features < low - SLACK) | (features > high + SLACK))
     sizes, least, most = (np.where(schema.logarithmic, values, np.log2(1.0 + np.abs(values)))
@@ -211,30 +201,30 @@ LANGUAGE_GROUPS: Mapping[str, tuple[str, ...]] = {
     "experts": ("log_experts", "experts_per_token", "gated")}
 
 
-def language_features(kernel: Kernel, gpu: Gpu = H200) -> list[float]:
+def language_features(kernel: Kernel, gpu: kernel_choice.Gpu = kernel_choice.H200) -> list[float]:
     """The values of LANGUAGE_GROUPS, in its order; 0 where they do not apply."""
-    algorithm = language_algorithm(kernel, gpu)
+    algorithm = kernel_choice.language_algorithm(kernel, gpu)
     attention, quantised, expert_values = (
         [0.0] * len(LANGUAGE_GROUPS[name]) for name in ("attention", "quantised", "experts"))
     parts = 0
     if sizes := kernel_grouped_query_sizes(kernel) or kernel_attention_sizes(kernel):
-        parts = splits(sizes, algorithm, gpu)
+        parts = kernel_choice.splits(sizes, algorithm, gpu)
         lengths = (sizes.queries, sizes.total, sizes.cache, sizes.pairs)
-        blocks = thread_blocks(sizes, algorithm, parts)
+        blocks = kernel_choice.thread_blocks(sizes, algorithm, parts)
         waves = math.ceil(blocks / gpu.multiprocessors)
-        attention = [*(math.log2(1 + length) for length in lengths), group_size(sizes), sizes.kv_heads, sizes.head_size,
-                        sizes.window, sizes.rotary, float(sizes.normed), float(sizes.shares_buffer), float(sizes.causal),
-                        float(MASKS.index(sizes.mask)), math.log2(1 + blocks), math.log2(1 + waves),
+        attention = [*(math.log2(1 + length) for length in lengths), kernel_choice.group_size(sizes), sizes.kv_heads,
+                     sizes.head_size, sizes.window, sizes.rotary, float(sizes.normed), float(sizes.shares_buffer),
+                     float(sizes.causal), float(MASKS.index(sizes.mask)), math.log2(1 + blocks), math.log2(1 + waves),
                         blocks / (gpu.multiprocessors * max(waves, 1))]
     elif kernel.op_type == "MatMulNBits":
         zeros = input_at(kernel.inputs, 3).present
         quantised = [float(kernel.attributes.get("bits", 4)), float(kernel.attributes.get("block_size", 32)), float(zeros),
-                      math.log2(1 + product_rows(kernel))]
+                      math.log2(1 + kernel_choice.product_rows(kernel))]
     elif has_unsigned_weights(kernel):
         quantised = [0.0, 0.0, 1.0, 0.0]
     elif operator_row(kernel.op_type).cost == "experts":
         quantised, expert_values = _experts(kernel)
-    return [float(ALGORITHMS.index(algorithm)), float(parts), *attention, *quantised, *expert_values]
+    return [float(kernel_choice.ALGORITHMS.index(algorithm)), float(parts), *attention, *quantised, *expert_values]
 
 
 def has_unsigned_weights(kernel: Kernel) -> bool:
@@ -246,7 +236,7 @@ def _experts(kernel: Kernel) -> tuple[list[float], list[float]]:
     """The groups `quantised` and `experts` of a mixture of experts; its rows are the mean rows per expert."""
     attributes, available = kernel.attributes, kernel.inputs[1].shape[-1] if kernel.inputs[1].shape else 1
     chosen, quantised = experts_used(attributes), kernel.op_type == "QMoE"
-    rows = product_rows(kernel) * chosen / max(available, 1)
+    rows = kernel_choice.product_rows(kernel) * chosen / max(available, 1)
     return ([float(attributes.get("expert_weight_bits", 4)) if quantised else 0.0, float(attributes.get("block_size", 0)), 0.0,
              math.log2(1 + rows)],
             [math.log2(1 + available), float(chosen), float(attributes.get("activation_type") == "swiglu")])
@@ -287,8 +277,7 @@ class KernelWindow(NamedTuple):
 
 
 def kernel_features(kernel: Kernel) -> list[float]:
-    """The values of KERNEL_FEATURES, in its order; 0 for sizes that an operation does not have. Unknown operations are
-    described by their tensors and costs."""
+    """The values of KERNEL_FEATURES; 0 for sizes that an operation lacks. Unknown ones: by tensors and costs."""
     inputs = [tensor for tensor in kernel.inputs if tensor.dtype]
     outputs = [tensor for tensor in kernel.outputs if tensor.dtype]
     shape: tuple[int, ...] = inputs[0].shape if inputs else ()
@@ -297,16 +286,12 @@ def kernel_features(kernel: Kernel) -> list[float]:
     window = _kernel_window(kernel, sizes)
     product = _product(kernel, inputs, out, sizes, window)
     return [
-        *sizes, *window, *product,
-        *_tiles(product, 32), *_tiles(product, 128),
+        *sizes, *window, *product, *_tiles(product, 32), *_tiles(product, 128),
         alignment(sizes.channels), alignment(sizes.out_channels),
         *map(alignment, (product.m, product.n, product.k)), alignment(sizes.width),
         *_axis(kernel, shape, out), *_permutation(_permuted_blocks(kernel, shape)), _broadcast(inputs, out),
-        *_operands(kernel, shape, inputs, len(outputs)),
-        *_costs(kernel, math.prod(shape)),
-        *_operation(kernel),
-        *form_features(kernel),
-        *language_features(kernel),
+        *_operands(kernel, shape, inputs, len(outputs)), *_costs(kernel, math.prod(shape)),
+        *_operation(kernel), *form_features(kernel), *language_features(kernel),
     ]
 
 
@@ -450,8 +435,7 @@ def _axis(kernel: Kernel, shape: Sequence[int], out: Sequence[int]) -> tuple[int
 
 
 def _behind_reduced(shape: Sequence[int], out: Sequence[int]) -> int:
-    """How many elements are contiguous behind the last reduced axis; 0 if none is reduced. Reduced axes that vanish are found
-    by their sizes, from the last axis on."""
+    """The elements behind the last reduced axis; 0 if none is reduced. Vanished axes are found by size, the last first."""
     if len(shape) == len(out):
         reduced = [axis for axis, (size, kept) in enumerate(zip(shape, out, strict=True)) if size != kept]
         return math.prod(shape[reduced[-1] + 1:]) if reduced else 0
@@ -480,8 +464,7 @@ def _permuted_blocks(kernel: Kernel, shape: Sequence[int]) -> list[tuple[int, in
 
 
 def _permutation(blocks: Sequence[tuple[int, int]]) -> tuple[int, int, int, int, int]:
-    """A Transpose's number of blocks, contiguous elements, and elements of the input's last three blocks, last one first. ONNX
-    Runtime picks its CUDA kernel by these."""
+    """A Transpose's blocks, contiguous elements, and sizes of its last three blocks, by which ONNX Runtime picks kernels."""
     if not blocks:
         return 0, 0, 0, 0, 0
     sizes = [size for _, size in sorted(blocks, reverse=True)]

@@ -20,12 +20,12 @@ from hase.records.measurement import GPU_LABEL, LAUNCHES
 from hase.records.operators import OperatorClass, operator_row
 from hase.utils.config import Config, Frozen
 from hase.utils.fingerprint import Target
+from hase.utils.timing import Floats
 
 if TYPE_CHECKING:
     from hase.records.dataset_files import DatasetHeader
     from hase.records.devices import Environment
 
-Floats = npt.NDArray[np.float64]
 USUAL_ERROR = 0.1  # of a predicted time, as its logarithm: a row with a drift this large has half the weight of a steady one
 NO_FEATURES: FeatureSchema[Kernel] = FeatureSchema("none", 1, {}, lambda kernel: ())
 
@@ -171,8 +171,7 @@ class Measured(KernelRows):
 
 
 class EnvironmentPattern(Frozen):
-    """Environments that an estimator is valid for; "" stands for any. `device` is `cpu` or `cuda`, `runtime` is `ort` or `tvm`,
-    `target` a pattern such as `nvidia-h200-*`."""
+    """Environments that an estimator is valid for; "" is any. `target` is a pattern such as `nvidia-h200-*`."""
 
     device: str = ""
     runtime: str = ""
@@ -204,8 +203,7 @@ class TimePredictor(ABC):
 
     @abstractmethod
     def saved(self) -> dict[str, Any]:
-        """What was learned: numbers, text, lists, dictionaries, arrays, dictionaries of XGBoost boosters, instances of
-        `saved_classes`."""
+        """Numbers, text, lists, dictionaries, arrays, dictionaries of boosters, instances of `saved_classes`."""
 
     @abstractmethod
     def restore(self, saved: Mapping[str, Any]) -> None:

@@ -10,37 +10,27 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 
 from hase.learned.kernels.saved_form import write_hashed
 from hase.learned.target_files import TRAIN_AGAIN
 from hase.records.dataset_files import read_header, run_ms
 from hase.records.dataset_tables import UNFINISHED, read_kernel_table
-from hase.records.measurement import (
-    DRIFT_ADMITTED,
-    LABELS,
-    LAUNCHES,
-    Milliseconds,
-    drift_key,
-    inputs_key,
-    parse_unsteady,
-)
+from hase.records.measurement import DRIFT_ADMITTED, LABELS, LAUNCHES, Milliseconds, drift_key, inputs_key, parse_unsteady
 from hase.utils.errors import UserError, first_problem
 from hase.utils.lazy import pandas as pd
 from hase.utils.paths import Workspace
+from hase.utils.timing import Floats
 
 TIMES_COMPRESSION = 6  # level of gzip for measured times; low, since the user waits for it
 INDEX_AFTER = 2000  # searches for kernels after which an index of line starts is worth its 20 ms
-Floats = npt.NDArray[np.float64]
 T = TypeVar("T")
 KERNEL_SCHEMA = TypeAdapter(dict[str, Milliseconds])  # by label
 FILE_SCHEMA = TypeAdapter(dict[str, dict[str, Milliseconds]])  # by kernel and label
 
 
 class MeasuredTimes(Mapping[str, dict[str, float]]):
-    """Idle times (ms) by kernel id and label (and `drift_key`, `inputs_key`), from sorted JSON with one line per kernel. Only
-    the lines that are looked up are parsed."""
+    """Idle times (ms) by kernel id and label from sorted JSON, of which only lines that are looked up are parsed."""
 
     def __init__(self, text: bytes, path: Path | None = None) -> None:
         """The times in JSON `text`; `path` is its file, for errors."""
@@ -111,12 +101,10 @@ def write_measured(folder: Path, measured: Mapping[str, Mapping[str, float]]) ->
 
 
 def measured_times(workspace: Workspace, target: str) -> dict[str, dict[str, float]]:
-    """Idle times (ms) by kernel id and label, for look-up: the median over the machines that measured a kernel.
-
-    Only steady measurements count, or else the steadiest, whose drift (a ratio) is then under `drift_key` of the label.
-    `inputs_key` is 1 if the time depends on values and the inputs were realistic. Kernels of held-out families and without the
-    dataset's first label are included, since nothing is learned from a look-up.
-    """
+    """Idle times (ms) by kernel id and label, for look-up: the median over the machines that measured a kernel. Only steady
+    measurements count, or else the steadiest, whose drift (a ratio) is then under `drift_key` of the label. `inputs_key` is 1
+    if the time depends on values and the inputs were realistic. Kernels of held-out families and without the dataset's first
+    label are included, since nothing is learned from a look-up."""
     header, table = read_header(workspace.dataset(target)), read_kernel_table(workspace, target)
     idle = table[table["Status"].isin(["ok", UNFINISHED]) & (table["Level"] == 0)]
     measured: dict[str, dict[str, float]] = {}

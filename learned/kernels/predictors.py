@@ -56,10 +56,8 @@ def leaves_gpu_idle(kernel: Kernel, label: str) -> bool:
 
 
 def round_launches(kernel: Kernel, launches: float) -> float:
-    """Rounds predicted launches to the same whole number for each step of a long recurrent layer; others stay as they are.
-
-    A predicted number may be the mean of neighbours with two and with three launches per step, which never occurs.
-    """
+    """Rounds predicted launches to the same whole number for each step of a long recurrent layer; others stay as they are. A
+    predicted number may be the mean of neighbours with two and with three launches per step, which never occurs."""
     step_count = steps(kernel.op_type, kernel.attributes, kernel.inputs)
     if step_count < LEAST_STEPS or len(kernel.inputs) < 2 or not kernel.inputs[1].shape:
         return launches
@@ -103,10 +101,8 @@ def _cached_by_id(cache: dict[str, T], kernels: Iterable[Kernel], compute: Calla
 
 @dataclass
 class Predictors:
-    """The predictors of a target, ready to predict. A booster is read at the first prediction that needs it.
-
-    `measured` has idle times (ms) by kernel id and label, and also the values of `drift_key` and `inputs_key`.
-    """
+    """The predictors of a target, ready to predict. A booster is read at the first prediction that needs it. `measured` has
+    idle times (ms) by kernel id and label, and also the values of `drift_key` and `inputs_key`."""
 
     folder: Path
     sidecar: Sidecar
@@ -134,10 +130,8 @@ class Predictors:
         return self._models[label]
 
     def load_vector(self, load: Mapping[str, float]) -> tuple[float, ...]:
-        """The load as numbers, in the order of the sidecar's metrics. An empty `load` means an idle device.
-
-        Raises UserError if a metric is missing or is not finite, or if nothing was measured under load.
-        """
+        """The load as numbers, in the order of the sidecar's metrics. An empty `load` means an idle device. Raises UserError if
+        a metric is missing or is not finite, or if nothing was measured under load."""
         sidecar = self.sidecar
         if not load:
             return tuple(sidecar.idle_load.values())
@@ -157,10 +151,8 @@ class Predictors:
     def predict(self, kernels: Sequence[Kernel], load: Mapping[str, float], label: str | None = None,
                 strict: bool = False) -> KernelTimes:
         """The time of each kernel under a load: measured if known, else predicted. Raises UserError for an unknown label.
-
         `load` is as for `load_vector`, by DCGM field name. By default, `label` is the first that was trained. With `strict`,
-        measured times are not used.
-        """
+        measured times are not used."""
         label = label if label is not None else self.labels[0]
         vector = self.load_vector(load)
         cache: dict[str, tuple[float, str]] = files.cached(
@@ -250,10 +242,8 @@ class Predictors:
 
     def _replace_by_admitted(self, admitted: AdmittedEstimators, kernels: Sequence[Kernel], predicted: npt.NDArray[np.float64],
                              load: tuple[float, ...], label: str) -> npt.NDArray[np.float64]:
-        """Replaces the boosters' times (`predicted`, ms) of some types by those of admitted estimators.
-
-        Under a load, the latter are multiplied by the slowdown that the boosters predict.
-        """
+        """Replaces the boosters' times (`predicted`, ms) of some types by those of admitted estimators. Under a load, the
+        latter are multiplied by the slowdown that the boosters predict."""
         times, entry_of, idle_load = predicted.copy(), admitted.by_type(label), tuple(self.sidecar.idle_load.values())
         for entry in {entry.file: entry for entry in entry_of.values()}.values():
             rows = [row for row, kernel in enumerate(kernels) if entry_of.get(kernel.type) == entry and kernel.moves_data]
@@ -267,11 +257,9 @@ class Predictors:
 
 
 def read_predictors(folder: Path, estimators: Sequence[Path] = ()) -> Predictors:
-    """Reads the predictors in `folder`. `estimators` are the user's files and folders with code of estimators.
-
-    Each file is checked against the sidecar when it is read. Boosters and admitted estimators are read at the first prediction
-    that needs them, which may then raise errors.
-    """
+    """Reads the predictors in `folder`. `estimators` are the user's files and folders with code of estimators. Each file is
+    checked against the sidecar when it is read. Boosters and admitted estimators are read at the first prediction that needs
+    them, which may then raise errors."""
     sidecar = read_sidecar(folder)
     for saved in estimators_of(sidecar).values():
         if saved.file and not (folder / saved.file).is_file():
@@ -303,11 +291,9 @@ class StartFrom(NamedTuple):
         return cls(name, read_predictors(folders[0]))
 
     def for_label(self, target: str, label: str) -> OtherPredictors | None:
-        """The predictors to start from for a label of `target`: those of the same label, else of the other target's first.
-
-        None for the target itself, or if only one of the labels is a number of launches. Raises UserError if the predictors
-        themselves start from another target.
-        """
+        """The predictors to start from for a label of `target`: those of the same label, else of the other target's first. None
+        for the target itself, or if only one of the labels is a number of launches. Raises UserError if the predictors
+        themselves start from another target."""
         labels = self.predictors.labels
         other_label = label if label in labels else labels[0]
         if target == self.target or (label == LAUNCHES) != (other_label == LAUNCHES):

@@ -26,7 +26,7 @@ import struct
 import sys
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -85,8 +85,7 @@ def features_of(estimator: TimePredictor | type[TimePredictor]) -> tuple[str, ..
 
 
 def save_estimator(folder: Path, stem: str, estimator: TimePredictor) -> Saved:
-    """Writes the arrays of a fitted estimator to `<stem>-<hash>.npz` in `folder`; returns its entry. Raises UserError if it
-    holds something that can't be saved, or an instance of a class that it does not list."""
+    """Saves a fitted estimator; returns its entry. Raises UserError if it holds what can't be saved, or is not in its list."""
     arrays: dict[str, Array] = {}
     learned = _encoded(estimator.saved(), estimator, estimator.name, arrays)
     file, sha256 = write_hashed(folder, stem, "npz", _packed(arrays)) if arrays else (None, "")
@@ -95,9 +94,8 @@ def save_estimator(folder: Path, stem: str, estimator: TimePredictor) -> Saved:
 
 
 def open_estimator(saved: Saved, kind: type[E], folder: Path, remedy: str) -> E:
-    """Reads the estimator that `save_estimator` saved; `remedy` is the advice in errors. Raises UserError if it is of another
-    estimator, version or feature schema, if a file is missing or damaged, or if it holds a class that the estimator does not
-    list."""
+    """Reads an estimator. Raises UserError (with the `remedy`) if it is another, or of another version or feature schema, a
+    file is missing or damaged, or it holds a class that it does not list."""
     path = folder / (saved.file or "")
     for what, saved_value, value in (("name", saved.name, kind.name), ("version", saved.version, kind.version),
                                     ("features", saved.features, features_of(kind))):
@@ -195,7 +193,7 @@ class _FormReader:
             if value.get("version") != BOOSTER_VERSION:
                 raise UserError(f"{self.path}: boosters of version {value.get('version')}, this Hase reads version "
                                 f"{BOOSTER_VERSION}; {self.remedy}")
-            return SavedBoosters(value[BOOSTERS], partial(self.booster, value[BOOSTERS], prefix))
+            return LazyBoosters(value[BOOSTERS], partial(self.booster, value[BOOSTERS], prefix))
         if CLASS in value:
             return self.instance(value[CLASS], value.get(FIELDS))
         return {key: self.decoded(member, f"{prefix}/{key}") for key, member in value.items()}
@@ -238,9 +236,8 @@ def import_xgboost() -> ModuleType:
 
 
 def booster_to_arrays(booster: xgboost.Booster) -> tuple[dict[str, float], dict[str, Array]]:
-    """Splits a booster into numbers (`base_score`, `features`) and the arrays that the module describes; the opposite of
-    `booster_from_arrays`. Raises UserError if its trees were not grown level by level, split by categories, or don't predict a
-    sum of leaves."""
+    """Splits a booster into numbers and the module's arrays (see `booster_from_arrays`). Raises UserError if its trees were not
+    grown level by level, split by categories, or don't predict a sum of leaves."""
     learner = read_ubjson(bytes(booster.save_raw("ubj")))["learner"]
     trees = learner["gradient_booster"]["model"]["trees"]
     left, right, features, cuts, missing_left, categorical = (
@@ -258,8 +255,7 @@ def booster_to_arrays(booster: xgboost.Booster) -> tuple[dict[str, float], dict[
 
 
 def booster_from_forest(forest: Any) -> xgboost.Booster:
-    """Converts scikit-learn's random forest to a booster, whose predictions are equal up to `LEAF_STEP`. The mean over trees
-    becomes a sum of leaves that were divided by the number of trees."""
+    """Converts scikit-learn's random forest to a booster with equal predictions (up to LEAF_STEP), a sum of divided leaves."""
     trees = [tree.tree_ for tree in forest.estimators_]
     starts = np.cumsum([0, *(tree.node_count for tree in trees)])
     by_level = np.concatenate([start + _by_level(tree.children_left, tree.children_right)
@@ -320,10 +316,10 @@ def booster_from_arrays(numbers: Mapping[str, float], arrays: Mapping[str, Array
     return booster
 
 
-class SavedBoosters(Mapping[str, "xgboost.Booster"]):
-    """Boosters by name, each read at its first look-up."""
+class LazyBoosters(Mapping[str, "xgboost.Booster"]):
+    """Boosters by name, each read or trained at its first look-up."""
 
-    def __init__(self, names: Mapping[str, Any], read: Callable[[str], xgboost.Booster]) -> None:
+    def __init__(self, names: Iterable[str], read: Callable[[str], xgboost.Booster]) -> None:
         self._names, self._read = tuple(names), read
         self._opened: dict[str, xgboost.Booster] = {}
 
@@ -371,8 +367,7 @@ def _left_children(tree_nodes: Array, is_leaf: Bits) -> Array:
 
 
 def _cut_table(features: Array, cuts: Array) -> tuple[Array, Array, Array]:
-    """The distinct cuts, sorted by feature and value, as their features and values; and the index of each of `cuts` among the
-    cuts of its feature."""
+    """The distinct cuts by feature and value, as features and values, and each cut's index within its feature."""
     order = np.lexsort((cuts, features))
     is_new = np.ones(len(order), dtype=bool)
     by_feature, sorted_cuts = features[order], cuts[order]
@@ -459,8 +454,7 @@ def _read_array(data: memoryview, at: int) -> tuple[Any, int]:
 
 
 def write_ubjson(value: Any) -> bytes:
-    """The opposite of `read_ubjson`, for texts, whole numbers, dictionaries, lists, and big-endian one-dimensional numpy
-    arrays."""
+    """The opposite of `read_ubjson`: texts, whole numbers, dictionaries, lists, big-endian one-dimensional arrays."""
     parts: list[bytes] = []
     _write(value, parts)
     return b"".join(parts)

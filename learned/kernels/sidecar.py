@@ -20,14 +20,7 @@ from pydantic import Field, model_validator
 from hase.learned import target_files
 from hase.learned.kernels.estimators import FOREST, KernelModel, Transferred
 from hase.learned.kernels.measured import MeasuredTimes, write_measured
-from hase.learned.kernels.saved_form import (
-    ESTIMATOR_PREFIX,
-    MPS_PREFIX,
-    Saved,
-    features_of,
-    read_checked,
-    save_estimator,
-)
+from hase.learned.kernels.saved_form import ESTIMATOR_PREFIX, MPS_PREFIX, Saved, features_of, read_checked, save_estimator
 from hase.learned.target_files import TRAIN_AGAIN
 from hase.records.measurement import drift_key, inputs_key
 from hase.utils import files
@@ -62,9 +55,8 @@ class TypeErrors(Frozen):
 
 
 class LabelPredictors(Saved):
-    """The predictors of one label: `KernelModel`, or `Transferred` if they correct another target's (`start`). `own_types` and
-    `forest_types` have a dedicated booster or the random forest. `errors` are of held-out kernels; empty for a guessed
-    roofline."""
+    """The predictors of one label: `KernelModel`, or `Transferred` with a `start`. `own_types` have a dedicated booster,
+    `forest_types` the random forest; `errors` are of held-out kernels."""
 
     own_types: tuple[str, ...] = ()
     forest_types: tuple[str, ...] = ()
@@ -78,8 +70,7 @@ class LabelPredictors(Saved):
 
 
 class Carried(Frozen):
-    """Kernels converted from another card, for forms that were not measured on this one. `dataset_sha256` is of the other
-    card's kernel table."""
+    """Kernels converted from another card, for forms that were not measured; `dataset_sha256`: of that card's kernels."""
 
     card: str
     kernels: int = Field(ge=0)
@@ -164,8 +155,7 @@ def check_features(path: Path, label: str, saved: Saved) -> None:
     raise UserError(f"{path}: made by another version of Hase: the predictors of label {label} read feature schema "
                     f"{saved.features[0] if saved.features else 'none'}, this one {installed[0]} (they differ in: "
                     f"{', '.join(different[:3]) or 'what the values mean, or their order'}"
-                    f"{', …' if len(different) > 3 else ''}); "
-                    f"{TRAIN_AGAIN}")
+                    f"{', …' if len(different) > 3 else ''}); {TRAIN_AGAIN}")
 
 
 def save_predictors(folder: Path, models: Mapping[str, KernelModel | Transferred], errors: Mapping[str, Sequence[TypeErrors]],
@@ -197,8 +187,7 @@ def read_measured(folder: Path, sidecar: Sidecar) -> MeasuredTimes:
 
 
 def renew_measured(folder: Path, measured: Mapping[str, Mapping[str, float]]) -> Sidecar:
-    """Adds measured idle times (ms) by kernel id and label for look-up; they replace existing ones. The predictors and the hash
-    of their dataset stay, so that the next training sees that the dataset is newer."""
+    """Adds (or replaces) idle times (ms) for look-up. Hash and predictors stay, so the next training sees a newer dataset."""
     sidecar = read_sidecar(folder)
     times = read_measured(folder, sidecar).whole()
     for kernel, new_times in measured.items():

@@ -11,8 +11,6 @@ other forms, the interval of a prediction is wider; its width is learned by leav
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
 from pydantic import Field
 
 from hase.records.kernel_record import Kernel
@@ -22,12 +20,10 @@ from hase.records.operators import OperatorClass, operator_row
 from hase.utils.config import Frozen
 
 UNCERTAINTY_VERSION = 2  # 2: forms have groups, windows and axes
-Floats = npt.NDArray[np.float64]
 
 
 class Range(Frozen):
-    """The plausible range of a true time, as multiples of its estimate. `operators`: how many operators (or forms) it was
-    learned from; 0: a default."""
+    """The range of a true time, as multiples of its estimate, and how many operators or forms it is from (0: default)."""
 
     low: float = Field(ge=0, le=1e9)
     high: float = Field(ge=0, le=1e9)

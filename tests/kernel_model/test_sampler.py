@@ -18,8 +18,17 @@ from drawn_kernels import small_draws
 from hase.benchmark.ort.runner import bind, open_runner
 from hase.kernel_model.building.dummy_data import dummy_inputs, dummy_tensor
 from hase.kernel_model.building.kernel_models import build_carrier, build_model, carrier_bytes, check_kernel, write_kernel
-from hase.kernel_model.kernel_sampler import FREE, MOST_MIB, Drawn, footprint_mib, sample_free, sample_near_models
-from hase.kernel_model.sampling.draws import FLOAT_TYPES, SEED_FILE, draw_kernel, in_float_type, on_cpu, on_cuda, read_seeds
+from hase.kernel_model.kernel_sampler import FREE, MOST_MIB, Drawn, sample_free, sample_near_models
+from hase.kernel_model.sampling.draws import (
+    FLOAT_TYPES,
+    SEED_FILE,
+    draw_kernel,
+    footprint_mib,
+    in_float_type,
+    on_cpu,
+    on_cuda,
+    read_seeds,
+)
 from hase.kernel_model.sampling.free_shapes import language, on_host
 from hase.kernel_model.sampling.free_shapes.sizes import ABSENT, CONTRIB, indices, numbers, tensor
 from hase.kernel_model.sampling.free_shapes.sizes import kernel as kernel_of

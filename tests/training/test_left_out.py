@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from made_up_dataset import TARGET, conv, draw_kernels, relu, write_dataset
 
-from hase.kernel_model.kernel_sampler import footprint_mib
+from hase.kernel_model.sampling.draws import footprint_mib
 from hase.kernel_model.sampling.free_shapes.elementwise import unary
 from hase.kernel_model.sampling.free_shapes.layers import reduction
 from hase.kernel_model.sampling.free_shapes.sizes import Generator

@@ -24,11 +24,11 @@ from hase.learned.composition.intervals import (
     PACE,
     CalibratedInterval,
     ErrorRange,
-    Floats,
     Sources,
     scale_of_error,
 )
 from hase.utils.lazy import scipy
+from hase.utils.timing import Floats
 
 LEAST_FOR_RANGE = 20  # held-out models; with fewer, the largest error is no 95th percentile
 LEAST_FAMILIES = 8  # with fewer, the largest error is no 95th percentile by far
@@ -83,13 +83,10 @@ def calibrate(cases: Sequence[HeldOutCase]) -> CalibratedInterval | None:
 
 
 def fitted_to(interval: CalibratedInterval, cases: Sequence[HeldOutCase]) -> CalibratedInterval | None:
-    """Adapts an interval to models of another sort with few families (at least two, else None).
-
-    Two numbers are fitted: a factor for the reaches of the given interval, and the pace's reach. Both ends are equally far, at
-    the conformal quantile of the errors' sizes in scales, since few families show no tails. Families count equally; `coverage`
-    is measured on families left out of the fit. Each of `cases` was predicted without its family, at the pace that its host
-    had.
-    """
+    """Adapts an interval to models of another sort with few families (at least two, else None). Two numbers are fitted: a
+    factor for the reaches of the given interval, and the pace's reach. Both ends are equally far, at the conformal quantile of
+    the errors' sizes in scales, since few families show no tails. Families count equally; `coverage` is measured on families
+    left out of the fit. Each of `cases` was predicted without its family, at the pace that its host had."""
     families = np.array([case.family for case in cases])
     names = sorted(set(families.tolist()))
     if len(names) < 2:
@@ -114,8 +111,7 @@ def fitted_to(interval: CalibratedInterval, cases: Sequence[HeldOutCase]) -> Cal
 
 
 def intervals_held_out(cases: Sequence[HeldOutCase]) -> list[tuple[float, float]]:
-    """The interval of each prediction as multiples of it, calibrated without its collection or family. Empty if too few
-    families are left."""
+    """Each prediction's interval, as multiples, calibrated without its collection or family; empty for too few families."""
     parts = _parts(cases)
     calibrated: dict[str, CalibratedInterval] = {}
     for held_out in sorted(set(parts)):
@@ -168,8 +164,7 @@ def _weights(cases: Sequence[HeldOutCase]) -> Floats:
 
 
 def _quantile(values: Floats, weights: Floats, level: float, families: int) -> float:
-    """The conformal quantile of weighted values: one more family may have any value. With too few families, the plain
-    quantile."""
+    """The conformal quantile of weighted values: one more family may have any value. The plain one for too few families."""
     order = np.argsort(values)
     count = families + 1 if families / (families + 1) >= level else families
     index = int(np.searchsorted(np.cumsum(weights[order]) / count, level - 1e-12))
@@ -187,8 +182,7 @@ def _fit_reach(cases: Sequence[HeldOutCase]) -> dict[str, float]:
 
 
 def _likeliest(amounts: Floats, sizes: Floats, weights: Floats, least: Sequence[float]) -> Floats:
-    """The likeliest reaches if errors have a Laplace distribution with the scale as mean size. `amounts` are cases × sources,
-    `sizes` those of the cases' errors."""
+    """The likeliest reaches for Laplace errors whose mean size is the scale; `amounts` are cases × sources."""
     squares, weights = amounts ** 2, weights / weights.sum()
 
     def loss(reach: Floats) -> tuple[float, Floats]:

@@ -18,7 +18,6 @@ from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from hase.graph_model.simulation.pipeline import PipelineCosts
 from hase.learned import target_files
@@ -46,19 +45,9 @@ from hase.learned.target_files import TRAIN
 from hase.records.dataset_tables import read_model_table
 from hase.records.host_pace import usual_probe_us
 from hase.records.measurement import GPU_LABEL, LAUNCHES
+from hase.training.composition import formulas
 from hase.training.composition.calibration import error_range_of
-from hase.training.composition.formulas import (
-    can_fit,
-    each_left_out,
-    fit_graph_replay,
-    fit_host_io,
-    fit_line,
-    fit_pipeline,
-    latencies_ms,
-    leave_out,
-    left_out_ms,
-    mape,
-)
+from hase.training.composition.formulas import latencies_ms, mape
 from hase.training.composition.held_out import calibrated_interval, predict_as_learned
 from hase.training.composition.measured_models import (
     MeasuredModel,
@@ -76,9 +65,9 @@ from hase.utils.errors import UserError
 from hase.utils.lazy import scipy
 from hase.utils.logger import get_logger
 from hase.utils.paths import Workspace
+from hase.utils.timing import Floats
 
 log = get_logger("composition")
-Floats = npt.NDArray[np.float64]
 SIMPLEST_FIRST: tuple[Kind, ...] = ("sum", "critical_path", "sum_nodes", "pipeline")
 PACES = (0.2, 10.0)  # of a host, as multiples of the pace of the host whose GPU comes with Hase
 # How much smaller the mean error must get for each factor of e in the pace; it pulls the pace towards 1. Of the H200's 366
@@ -90,9 +79,8 @@ GRID = 40  # paces to try before the search between two of them
 
 def fit_target(workspace: Workspace, target: str, config: TrainingConfig, few_models: bool = False,
                forced: Kind | None = None) -> Composition:
-    """Fits a target's composition from its dataset and predictors. With `few_models`, fewer constants are fitted, and to
-    measured kernels (`try_few_models`). `forced` is the kind to use; None: `choose` decides. Raises UserError: no predictors,
-    dataset or measured models, predictors of another state of the dataset, or no candidate of kind `forced`."""
+    """Fits a target's composition from its dataset and predictors; with `few_models`, fewer constants (`try_few_models`).
+    Raises UserError: nothing was measured, predictors of another dataset, or no candidate of kind `forced`."""
     sidecar = read_sidecar(workspace.predictors(target))
     rows = read_training_set(workspace, target)
     if rows.sha256 != sidecar.dataset_sha256:
@@ -118,12 +106,11 @@ def fit_target(workspace: Workspace, target: str, config: TrainingConfig, few_mo
         models=tuple(FittedModel(model=model.record.model, group=model.group, measured_ms=model.latency_ms,
                                  predicted_ms=float(predicted_ms))
                      for model, predicted_ms in zip(models, predicted, strict=True)),
-        interval=interval,
-        interval_measured=error_range_of(with_measured, latency, groups) if interval else None,
+        interval=interval, interval_measured=error_range_of(with_measured, latency, groups) if interval else None,
         calibrated=calibrated_interval(rows, models, times, measured, predictors, config) if (
             chosen.kind == "pipeline" and by_family and not few_models) else None,
-        host_io=fit_host_io(models, predicted, groups),
-        cuda_graph=fit_graph_replay(models, tracks_of(models, times), groups) if chosen.kind == "pipeline" else None,
+        host_io=formulas.fit_host_io(models, predicted, groups),
+        cuda_graph=formulas.fit_graph_replay(models, tracks_of(models, times), groups) if chosen.kind == "pipeline" else None,
         probe_us=probe_us if math.isfinite(probe_us) else None, overlap=overlap, forced=forced is not None)
 
 
@@ -168,8 +155,8 @@ def judge(formula: Formula, measured_ms: Floats, predicted_ms: Floats, known_ms:
     return Tried(Candidate(
         **formula.formula_fields(), cv_mape=float(errors.mean()) if held_out else None,
         cv_max=float(errors.max()) if held_out else None, fit_mape=mape(fitted_ms, measured_ms),
-        plain_mape=mape(plain_ms, measured_ms),
-        measured_cv_mape=mape(known_ms, measured_ms) if held_out else None), predicted_ms, known_ms)
+        plain_mape=mape(plain_ms, measured_ms), measured_cv_mape=mape(known_ms, measured_ms) if held_out else None),
+        predicted_ms, known_ms)
 
 
 def choose(attempts: Sequence[Tried], measured_ms: Floats, groups: Sequence[str] | None, overlap: bool,
@@ -210,20 +197,18 @@ def exceeds_noise(differences: Floats, groups: Sequence[str]) -> bool:
 
 def try_all(models: Sequence[MeasuredModel], times: Mapping[str, TimesOfModels], measured: TimesOfModels,
             groups: Sequence[str] | None) -> list[Tried]:
-    """A line for each label and kind of sum, and a GPU's two tracks if both are known for enough models. `times` are predicted
-    without the model's group, by label, model and kernel id; `measured` are by kernel id and label. Without `groups`, nothing
-    is held out."""
+    """A line for each label and kind of sum, and a GPU's two tracks if known for enough models. `times` are predicted without
+    the model's group, by label, model and kernel id. Without `groups`, nothing is held out."""
     known = known_times(times, measured)
     attempts = try_lines(models, times, known, KINDS, groups)
-    if groups is not None and set(ON_GPU) <= set(times) and can_fit(tracks := tracks_of(models, times)):
+    if groups is not None and set(ON_GPU) <= set(times) and formulas.can_fit(tracks := tracks_of(models, times)):
         attempts.append(try_two_tracks(tracks, tracks_of(models, known), groups))
     return attempts
 
 
 def try_lines(models: Sequence[MeasuredModel], predicted: Mapping[str, TimesOfModels], known: Mapping[str, TimesOfModels],
               kinds: Sequence[Kind], groups: Sequence[str] | None) -> list[Tried]:
-    """A line for each label and some kinds of sum. `predicted` (without the model's group) and `known` (measured) are kernel
-    times by label, model and kernel id."""
+    """Lines for some kinds of sum; `predicted` (without the model's group), `known` (measured): by label, model, kernel id."""
     latency = np.array([model.latency_ms for model in models])
     nodes = np.array([working_nodes(model.record) for model in models], dtype=float)
 
@@ -242,11 +227,11 @@ def try_line(label: str, kind: Kind, predicted_ms: Floats, known_ms: Floats, mea
     than lines fitted without them, it is used instead: few models can mislead a line. `predicted_ms` and `known_ms` are the
     sums with predicted and with measured kernels."""
     counted = nodes if kind == "sum_nodes" else None
-    line = fit_line(known_ms, measured_ms, counted)
+    line = formulas.fit_line(known_ms, measured_ms, counted)
     fitted = latency_ms(line, known_ms, nodes)
 
     def left_out(sums_ms: Floats) -> Floats:
-        return fitted if groups is None else leave_out(known_ms, sums_ms, measured_ms, groups, counted)
+        return fitted if groups is None else formulas.leave_out(known_ms, sums_ms, measured_ms, groups, counted)
 
     with_predicted, with_known = left_out(predicted_ms), left_out(known_ms)
     if groups is not None and counted is None and mape(known_ms, measured_ms) <= mape(with_known, measured_ms):
@@ -258,8 +243,8 @@ def try_line(label: str, kind: Kind, predicted_ms: Floats, known_ms: Floats, mea
 def try_two_tracks(predicted: Sequence[MeasuredTracks], known: Sequence[MeasuredTracks], groups: Sequence[str]) -> Tried:
     """A GPU's two tracks, at the host's usual pace. `predicted` has the models with kernels predicted without their group,
     `known` with measured kernels if available, to see the error of the composition alone."""
-    costs = fit_pipeline(predicted)
-    without_group, known_without_group = (left_out_ms(models, groups).usual_ms for models in (predicted, known))
+    costs = formulas.fit_pipeline(predicted)
+    without_group, known_without_group = (formulas.left_out_ms(models, groups).usual_ms for models in (predicted, known))
     return _judge_two_tracks(costs, known, without_group, latencies_ms(predicted, costs), True, known_without_group)
 
 
@@ -273,8 +258,7 @@ def _judge_two_tracks(costs: PipelineCosts, known: Sequence[MeasuredTracks], pre
 
 def try_few_models(models: Sequence[MeasuredModel], times: Mapping[str, TimesOfModels], measured: TimesOfModels,
                    groups: Sequence[str] | None) -> list[Tried]:
-    """The candidates for a handful of models: a GPU's two tracks, or for each label a line over the sum. Arguments as for
-    `try_all`."""
+    """As `try_all`, for a handful of models: a GPU's two tracks, or for each label a line over the sum."""
     known = known_times(times, measured)
     if set(ON_GPU) <= set(times):
         return [_few_two_tracks(tracks_of(models, times), tracks_of(models, known), groups)]
@@ -292,7 +276,7 @@ def _few_two_tracks(predicted: Sequence[MeasuredTracks], known: Sequence[Measure
             pace = fit_pace(list(compress(known, kept)), shipped)
             return latencies_ms(list(compress(models, held_out)), shipped.at_pace(pace))
 
-        return latencies_ms(models, costs) if groups is None else each_left_out(groups, without)
+        return latencies_ms(models, costs) if groups is None else formulas.each_left_out(groups, without)
 
     return _judge_two_tracks(costs, known, left_out(predicted), latencies_ms(known, costs), groups is not None, left_out(known))
 

@@ -17,7 +17,6 @@ from itertools import compress
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from hase.graph_model.simulation.pipeline import OffGpu, PipelineCosts, Runs, Tracks, host_work_ms, pipeline_ms
 from hase.learned.composition.fitted import GraphReplay, HostIo, Line, Mask, copied_mib, host_io_ms, latency_ms
@@ -25,9 +24,8 @@ from hase.learned.composition.intervals import HOSTS
 from hase.training.composition.calibration import error_range_of
 from hase.training.composition.measured_models import MeasuredModel, MeasuredTracks
 from hase.utils.lazy import scipy
-from hase.utils.timing import error_statistics
+from hase.utils.timing import Floats, error_statistics
 
-Floats = npt.NDArray[np.float64]
 ModeCosts = TypeVar("ModeCosts", HostIo, GraphReplay)
 MODELS_FOR_NODES = 5  # fewer can't separate γ from α and β
 LEAST_MODELS = 8  # fewer can't separate the seven constants of two tracks
@@ -215,8 +213,7 @@ def fit_host_io(models: Sequence[MeasuredModel], predicted_ms: Floats, groups: S
 
 def fit_graph_replay(models: Sequence[MeasuredModel], tracks: Sequence[MeasuredTracks],
                      groups: Sequence[str]) -> GraphReplay | None:
-    """The costs of a run as a CUDA graph; None if too few models were run that way. `tracks` are of each model, with kernels
-    predicted without the model's group."""
+    """The costs of a run as a CUDA graph; None if too few models ran so. `tracks`: kernels predicted without the group."""
     known = [bool(np.isfinite(model.cuda_graph_ms)) for model in models]
     if sum(known) < LEAST_IN_MODE:
         return None

@@ -40,7 +40,7 @@ from hase.training.kernels.training_set import read_training_set
 from hase.utils.errors import UserError
 from hase.utils.logger import get_logger, progress
 from hase.utils.paths import Workspace
-from hase.utils.timing import time_weighted_error
+from hase.utils.timing import Floats, time_weighted_error
 
 if TYPE_CHECKING:
     from hase.records.kernel_record import Kernel
@@ -49,7 +49,6 @@ log = get_logger("composition")
 NO_DOUBTS: Mapping[str, float] = {}
 HeldOutKind = Literal["family", "collection", "model", "nothing"]  # groups of models that are held out together
 LEAST_KERNELS = 20  # to learn from when a group is held out; predictions from fewer are meaningless
-Floats = npt.NDArray[np.float64]
 PLURAL = {"family": "families", "collection": "collections"}
 
 
@@ -64,8 +63,7 @@ class Fold:
 
 
 def owners_of(rows: TrainingSet, left_out: HeldOutKind) -> tuple[frozenset[str], ...]:
-    """The groups of each row of the training set; the row is held out with any of them. Empty if the groups are single models,
-    whose kernels are held out by their ids."""
+    """The groups of each row, which is held out with any of them; empty for single models (their kernels go by id)."""
     return {"family": rows.groups, "collection": rows.collections}.get(left_out, (frozenset(),) * len(rows))
 
 
@@ -129,8 +127,7 @@ def predict_as_learned(predictors: Predictors, labels: Sequence[str], rows: Trai
 
 
 def kernel_errors(out_of_fold: TimesOfModels, measured: Mapping[str, Mapping[str, float]], label: str) -> dict[str, float]:
-    """Errors of the kernels of all models, in per cent: mean, median, and mean weighted by time. Empty if no kernel was
-    measured. Each kernel counts once per group."""
+    """Errors of all models' kernels, in per cent; each kernel counts once per group. Empty if none was measured."""
     pairs = {(kernel, round(time, 9)): (time, measured[kernel][label]) for times in out_of_fold.values()
              for kernel, time in times.items() if time and label in measured.get(kernel, {})}
     if not pairs:
@@ -142,8 +139,7 @@ def kernel_errors(out_of_fold: TimesOfModels, measured: Mapping[str, Mapping[str
 
 
 def novelties_of(fold: Fold, rows: TrainingSet, label: str, doubts: Mapping[str, float] = NO_DOUBTS) -> dict[str, Novelty]:
-    """How the kernels of a fold differ from those in training, by id; kernels that don't differ and have no doubt are left out.
-    `doubts` are by kernel id, as far as known."""
+    """How a fold's kernels differ from those in training, by id, without those that don't; `doubts` are by kernel id."""
     seen = fold.seen & np.isfinite(rows.times_ms[label])
     types = set(rows.types[seen].tolist())
     pairs = set(zip(rows.types[seen].tolist(), rows.forms[seen].tolist(), strict=True))
@@ -169,8 +165,7 @@ def novelties_of(fold: Fold, rows: TrainingSet, label: str, doubts: Mapping[str,
 
 def sources_of_model(times_ms: Sequence[tuple[Kernel, float]], novelties: Mapping[str, Novelty], measured: Iterable[str],
                      latency_ms: float, host_work_ms: float) -> Sources:
-    """`sources` of a held-out model. `times_ms` has each kernel with the GPU's time for all its runs, `measured` the ids of
-    kernels whose measured time was used."""
+    """`sources` of a held-out model: each kernel's GPU time for all its runs, and the ids of those with a measured time."""
     looked_up = set(measured)
     return sources(((kernel.id, time_ms, None if kernel.id in looked_up or not time_ms else novelties.get(kernel.id, KNOWN))
                     for kernel, time_ms in times_ms), latency_ms, host_work_ms)

@@ -37,9 +37,8 @@ from hase.training.kernels import targets
 from hase.training.kernels.fitting import fit_roofline, parallel_map
 from hase.utils.lazy import sklearn
 from hase.utils.paths import Workspace
-from hase.utils.timing import ErrorStatistics, error_statistics
+from hase.utils.timing import ErrorStatistics, Floats, error_statistics
 
-Floats = npt.NDArray[np.float64]
 COUNTED_SHARE = 0.02  # of the latency (or that times a logarithm), above which a source of error counts
 HOST_BOUND = 0.9  # square of the share of the latency in which the host works, above which it counts as the slower track
 ALL = "all"  # in column `of`: the models of all collections
@@ -68,8 +67,7 @@ def _error_row(method: str, part: str, errors: ErrorStatistics) -> dict[str, Any
 
 
 def pipeline_rows(held_out: HeldOut) -> list[dict[str, Any]]:
-    """The rows of Hase's own predictions with two tracks (host and GPU): all kernels predicted, shared ones looked up, and all
-    as measured."""
+    """The rows of Hase's own two tracks: all kernels predicted, shared ones looked up, and all as measured."""
     return [row for method, predicted_ms in (
         ("two tracks, all kernels predicted", held_out.predicted.usual_ms),
         ("two tracks, all kernels predicted, host's pace as measured", held_out.predicted.paced_ms),
@@ -100,8 +98,7 @@ def line_rows(held_out: HeldOut, times: Mapping[str, TimesOfModels]) -> list[dic
 
 
 def roofline_times(rows: TrainingSet, models: Sequence[MeasuredModel]) -> TimesOfModels:
-    """Kernel times (ms) by model and kernel id from the roofline alone: operations and bytes per second, and a shortest time,
-    fitted to all kernels."""
+    """Kernel times (ms) by model and kernel id from the roofline alone (two rates and a shortest time), fitted to all."""
     idle = rows.rows(rows.idle & np.isfinite(rows.times_ms[GPU_LABEL]))
     roofline = fit_roofline(idle.flops, idle.bytes_moved, idle.times_ms[GPU_LABEL])
     return {model.record.model: {

@@ -69,9 +69,8 @@ class MeasuredTracks:
 
 
 def measured_models(workspace: Workspace, target: str, sidecar: Sidecar, for_judging: bool = False) -> list[MeasuredModel]:
-    """The models of the dataset to which a composition may be fitted: measured on an idle device, with a record, of no held-out
-    family, without Loop, If and Scan. `for_judging` adds models with Loop, If and Scan (without their work off the GPU), and
-    models that were measured while other work disturbed the host, with the host's pace."""
+    """The models to which a composition may be fitted: measured idle, with a record, of no held-out family, without bodies.
+    `for_judging` adds those with Loop, If and Scan, and those measured on a disturbed host, with its pace."""
     models = []
     host = read_host_side(workspace.predictors(target)) if sidecar.target.flavour.device == "cuda" else None
     for name, times in idle_models(read_model_table(workspace, target), for_judging).iterrows():
@@ -107,11 +106,9 @@ TimesOfModels = Mapping[str, Mapping[str, float]]  # by model and kernel id
 
 
 def known_times(out_of_fold: Mapping[str, TimesOfModels], measured: TimesOfModels) -> dict[str, TimesOfModels]:
-    """Times by label, model and kernel id: measured ones, else those predicted out of fold. A kernel that leaves the GPU idle
-    keeps its zero."""
+    """Times by label, model and kernel id: measured ones, else those out of fold; no work on the GPU stays zero."""
     return {label: {model: {name: measured.get(name, {}).get(label, time) if time else time for name, time in times.items()}
-                    for model, times in models.items()}
-            for label, models in out_of_fold.items()}
+                    for model, times in models.items()} for label, models in out_of_fold.items()}
 
 
 def model_tracks(model: MeasuredModel, gpu_ms: Mapping[str, float], launches: Mapping[str, float]) -> MeasuredTracks:
@@ -135,12 +132,10 @@ def tracks_of(models: Sequence[MeasuredModel], times: Mapping[str, TimesOfModels
 
 
 def kernels_overlap(models: Sequence[MeasuredModel], measured: TimesOfModels) -> bool:
-    """Whether the profile of some model shows that its kernels overlap; False without the labels PROFILED.
-
-    A profile has the time of each node (`kernel_time`) and the time until the next node starts (`node_span`). If nodes run one
-    after another, as in ONNX Runtime's default execution (on a CPU and in a CUDA stream), none takes longer than its span, so
-    the times add up to no more than the spans.
-    """
+    """Whether the profile of some model shows that its kernels overlap; False without the labels PROFILED. A profile has the
+    time of each node (`kernel_time`) and the time until the next node starts (`node_span`). If nodes run one after another, as
+    in ONNX Runtime's default execution (on a CPU and in a CUDA stream), none takes longer than its span, so the times add up to
+    no more than the spans."""
     for model in models:
         profiled = [times for node in model.record.nodes if (times := measured.get(node.kernel_id, {})).keys() >= set(PROFILED)]
         time_ms, span_ms = (sum(times[label] for times in profiled) for label in PROFILED)

@@ -191,9 +191,8 @@ def adjust_ratios(ratios: CardRatios, work: Work, base_ms: Floats, measured_ms: 
 
 
 def _range_of_models(left_out: Floats, times_ms: Floats) -> tuple[float, float]:
-    """The multiples that contain 90 % of models' times, from the errors of each measured kernel left out. A model's time is a
-    sum over kernels, whose errors partly cancel, so sums of SUM_KERNELS kernels stand for models. With fewer kernels, the range
-    is wider."""
+    """The multiples that contain 90 % of models' times. Sums of SUM_KERNELS kernels stand for models, whose kernels' errors
+    partly cancel. With fewer measured kernels, the range is wider."""
     drawn = np.random.default_rng(0).integers(len(left_out), size=(SUMS, SUM_KERNELS))
     sums = (np.exp(left_out) * times_ms)[drawn].sum(axis=1) / times_ms[drawn].sum(axis=1)
     low, high = np.log(np.quantile(sums, [(1 - COVERED) / 2, (1 + COVERED) / 2])) * (1.0 + 1.0 / np.sqrt(len(left_out)))
@@ -231,9 +230,8 @@ def work_on_base(kernels: Sequence[Kernel], base: Predictors, strict: bool = Fal
 
 
 def most_useful(work: Work, base_ms: Floats, wanted: Work, wanted_ms: Floats, base: GpuDataSheet, count: int) -> list[int]:
-    """The indices of the kernels to measure, the one first that most reduces the uncertainty of the wanted kernels. `work` and
-    `base_ms` are of the kernels to choose from, `wanted` and `wanted_ms` of those to predict well, each as often as it counts.
-    Times are on the base card."""
+    """The indices of the kernels to measure among those of `work`, the one first that most reduces the uncertainty of `wanted`
+    kernels (each given as often as it counts). Times are on the base card."""
     candidates, others = process_features(work, base_ms, base, base), process_features(wanted, wanted_ms, base, base)
     means, spreads = _means_and_spreads(others)
     candidates, others = (candidates - means) / spreads, (others - means) / spreads

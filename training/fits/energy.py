@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from hase.learned.composition.cuda_nodes import is_off_gpu
 from hase.learned.composition.fitted import Composition
@@ -45,9 +44,8 @@ from hase.utils.lazy import scipy
 from hase.utils.logger import get_logger
 from hase.utils.paths import Workspace
 from hase.utils.text import markdown_table
-from hase.utils.timing import ErrorStatistics, error_statistics
+from hase.utils.timing import ErrorStatistics, Floats, error_statistics
 
-Floats = npt.NDArray[np.float64]
 # Kinds of work that explain the energy beyond idle power, by name. `class powers` are watts while kernels of a class run; `half
 # full` adds watts that depend on how far a kernel fills the device (learned/energy.py).
 CANDIDATES = {
@@ -91,8 +89,7 @@ class MeasuredEnergy:
 
 
 class _FittedCandidate(NamedTuple):
-    """A candidate with its coefficients, and the energies (J) with families held out: from the measured latency, and from the
-    predicted one."""
+    """A candidate, its coefficients, and energies (J) with families held out: from measured and from predicted latencies."""
 
     candidate: EnergyCandidate
     coefficients: dict[str, float]
@@ -127,8 +124,7 @@ def fit_coefficients(models: Sequence[MeasuredEnergy], names: Sequence[str]) -> 
 def fit_energy(target: str, measured: Sequence[MeasuredEnergy], models_sha256: str,
                limit_w: float | None = None) -> EnergyModel:
     """Fits the energy of a target's runs by the candidate with the smallest error on held-out families. `measured` has models
-    and batches of kernels, `limit_w` is the device's power limit; None: unknown. Raises UserError: fewer than LEAST_MODELS
-    models."""
+    and batches of kernels. Raises UserError: fewer than LEAST_MODELS models."""
     models, batches = ([energy for energy in measured if energy.is_model is wanted] for wanted in (True, False))
     if len(models) < LEAST_MODELS:
         raise UserError(f"{target}: {len(models)} models with a sound measured energy; it takes {LEAST_MODELS} or more")
@@ -239,8 +235,7 @@ def kernel_parts(kernel_runs: Sequence[tuple[Kernel, float]], predictors: Predic
 
 def measured_energies(workspace: Workspace, target: str, predictors: Predictors,
                       composition: Composition) -> list[MeasuredEnergy]:
-    """The models, and the batches of kernels (`measured_batches`), with a sound energy measurement on an idle device, without
-    held-out families."""
+    """The models and batches of kernels with a sound energy measurement on an idle device, without held-out families."""
     table = idle_rows(read_model_table(workspace, target))
     if "energy_j" not in table.columns:
         raise UserError(f"{workspace.dataset(target)}: no energy was measured; collect with {MEASURE_ENERGY}")

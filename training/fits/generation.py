@@ -19,21 +19,13 @@ from statistics import median
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from hase.graph_model.simulation.pipeline import PipelineCosts, Runs, Tracks, host_work_ms, node_kind
 from hase.learned.composition.fitted import GraphReplay, Mask
 from hase.learned.composition.intervals import KNOWN, CalibratedInterval, Novelty, sources
 from hase.learned.energy import EnergyModel, Part, work_of_run
 from hase.learned.kernels.predictors import Predictors
-from hase.learned.llm import (
-    LARGEST_EXPONENT,
-    CapturedTokens,
-    FittedStep,
-    GenerationLoop,
-    LearnedGeneration,
-    PowerLimit,
-)
+from hase.learned.llm import LARGEST_EXPONENT, CapturedTokens, FittedStep, GenerationLoop, LearnedGeneration, PowerLimit
 from hase.records.attention import OPERATOR
 from hase.records.generations import (
     PHASES,
@@ -53,9 +45,8 @@ from hase.training.fits.energy import MeasuredEnergy
 from hase.utils.errors import UserError
 from hase.utils.lazy import scipy
 from hase.utils.paths import Workspace
-from hase.utils.timing import ErrorStatistics, error_statistics
+from hase.utils.timing import ErrorStatistics, Floats, error_statistics
 
-Floats = npt.NDArray[np.float64]
 OUTLIER_ERROR = 0.03  # logarithmic error from which a step counts as an outlier
 OUTLIER_ERROR_ON_CPU = 0.1
 SHORT_MS = 30.0  # steps too short for any device to lower its clocks
@@ -167,8 +158,7 @@ def _errors_by_phase(steps: Iterable[FittedStep]) -> dict[Phase, ErrorStatistics
 
 def _intervals(steps: Iterable[MeasuredStep], predicted_ms: Iterable[float], host: _HostCosts, costs: PipelineCosts,
                calibrated: CalibratedInterval) -> dict[Phase, CalibratedInterval]:
-    """The interval of each phase, from errors with the family held out. Only steps count whose host's pace was measured
-    meanwhile."""
+    """Each phase's interval, from errors with the family held out, for steps whose host's pace was measured meanwhile."""
     cases: dict[Phase, list[HeldOutCase]] = {phase: [] for phase in PHASES}
     for step, time_ms in zip(steps, predicted_ms, strict=True):
         if step.paced:
@@ -281,8 +271,7 @@ def measured_step_energies(steps: Sequence[MeasuredStep], generation: LearnedGen
             run_ms, energy_j = 1e3 * step.energy.seconds / step.energy.steps, step.energy.joules / step.energy.steps
             energies.append(MeasuredEnergy(
                 name, step.point.family, energy_j, 1e3 * energy_j / run_ms, float("nan"), run_ms,
-                work_of_run(step.parts, run_ms),
-                work_of_run(step.parts, predicted_ms[name]) if name in predicted_ms else None))
+                work_of_run(step.parts, run_ms), work_of_run(step.parts, predicted_ms[name]) if name in predicted_ms else None))
     return energies
 
 
@@ -359,9 +348,8 @@ def step_time(point: Generation, phase: Phase) -> tuple[float, float | None]:
 
 def measured_steps(workspace: Workspace, predictors: Predictors, usual_us: float, counted: bool = True,
                    captured: bool = False) -> list[MeasuredStep]:
-    """The measured steps in a workspace of models with usual tokens; with `captured`, the tokens run as a CUDA graph. All
-    kernels are predicted, since none of a language model counts as known. `workspace` has `llm/measured` and `llm/records`;
-    `usual_us` is the time of the host's probe at the usual pace."""
+    """The measured steps in a workspace with `llm/measured` and `llm/records`, of usual tokens, or of those that ran as a CUDA
+    graph (`captured`). All kernels are predicted. `usual_us`: the host's probe at the usual pace."""
     recorded = list(_recorded_steps(workspace, captured))
     if not recorded:
         raise UserError(f"{workspace.root}: no generation was measured; do: python recipes/llm/measure_genai.py")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -25,12 +24,13 @@ from hase.records.dataset_tables import read_kernel_table, read_model_table
 from hase.records.kernel_record_files import read_model_record, record_path
 from hase.records.measurement import GPU_LABEL
 from hase.records.probe_reading import ALWAYS
-from hase.training.fits.time_slices import looped_models
+from hase.training.fits.time_slices import errors_of, looped_models
 from hase.training.kernels.fitting import fit_factors
 from hase.utils.errors import UserError
 from hase.utils.logger import progress
 from hase.utils.processes import process_pool
 from hase.utils.sharing_mode import ALL_THREADS, GpuSharing
+from hase.utils.timing import Floats
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from hase.utils.fingerprint import Target
     from hase.utils.paths import Workspace
 
-Floats = npt.NDArray[np.float64]
 SHARE_SLOWDOWN = 0.85  # of a kernel that fills the GPU, by its times with a quarter, a half and three quarters of the threads
 LEAST_SLOWDOWN = 0.02  # a kernel that slows down less under a share is not wider than the share
 SEED = 7
@@ -102,8 +101,7 @@ def _medians(table: pd.DataFrame, by: str, column: str) -> dict[str, float]:
 
 
 def bytes_per_ms(records: Iterable[ModelRecord], gpu_ms: Mapping[str, float]) -> float:
-    """The bandwidth of a GPU's memory, as reached by the models' most memory-bound kernels. `gpu_ms` has the GPU's times by
-    kernel id; other kernels don't count."""
+    """The memory's bandwidth, as the models' most memory-bound kernels reach it; `gpu_ms` by kernel id, others don't count."""
     kernels = {kernel.id: kernel for record in records for kernel in record.kernels.values()}
     rates = [(kernel.bytes_read + kernel.bytes_written) / gpu_ms[name] for name, kernel in kernels.items()
              if gpu_ms.get(name, 0.0) > 0.0]
@@ -163,8 +161,7 @@ class MpsFit:
     """Fits the rules of sharing to models beside models in loops, under every way through MPS, and measures their errors."""
 
     def __init__(self, ways: Sequence[MeasuredWay], records: Mapping[str, ModelRecord], costs: PipelineCosts) -> None:
-        """Prepares the simulated models and the cases. `costs` are of a run on the target; the host's pace under each way is
-        fitted."""
+        """Prepares models and cases. `costs`: of a run on the target; the host's pace under each way is fitted."""
         self._ways, self._records = ways, records
         self.widths = measured_widths(ways)
         unlimited = next(way for way in ways if way.sharing.mps and way.sharing.percent == ALL_THREADS)
@@ -226,18 +223,16 @@ class MpsFit:
         return np.array([self._ways[case.way].sharing.percent < ALL_THREADS for case in self.cases])
 
     def fit(self, jobs: int) -> tuple[MpsRules, dict[str, SharingErrors], dict[str, SharingErrors]]:
-        """The best rules for all cases, and the held-out errors for GPU-bound models and for others.
-
-        Each case is predicted by the best rules for GPU-bound models of other families beside other models. The best rules have
-        the smallest mean error, in which cases with and without shares count equally. Raises UserError: no model was measured
-        beside a model in a loop.
-        """
+        """The best rules for all cases, and the held-out errors for GPU-bound models and for others. Each case is predicted by
+        the best rules for GPU-bound models of other families beside other models. The best rules have the smallest mean error,
+        in which cases with and without shares count equally. Raises UserError: no model was measured beside a model in a
+        loop."""
         if not self.cases:
             raise UserError("no model was measured under MPS beside a model in a loop that never pauses: add backgrounds of "
                             "kind model and level 1 to the collector's config")
         tried = candidates()
         with process_pool(jobs) as pool:
-            predicted = np.array(list(progress(pool.map(partial(_predicted, self), tried), "rules", len(tried))))
+            predicted = np.array(list(progress(pool.map(self.predicted, tried), "rules", len(tried))))
         measured, bound = self.measured, np.array([self.is_gpu_bound(case) for case in self.cases])
         errors = np.abs(np.log(predicted / measured)).mean(axis=2)  # rules × cases
 
@@ -256,24 +251,16 @@ class MpsFit:
         return tried[best(np.ones(len(bound), dtype=bool))], gpu_bound, host_bound
 
     def errors(self, predicted: Floats) -> tuple[dict[str, SharingErrors], dict[str, SharingErrors]]:
-        """The errors for GPU-bound models and for others, by whether they have shares. `predicted`: as from
-        `MpsFit.predicted`."""
+        """The errors for GPU-bound models and for others, by whether they have shares; `predicted` as from `predicted()`."""
         bound, shares = np.array([self.is_gpu_bound(case) for case in self.cases]), self._have_shares
 
         def by_shares(kept: npt.NDArray[np.bool_]) -> dict[str, SharingErrors]:
-            return {name: _errors(predicted[kept & of_kind], self.measured[kept & of_kind])
+            return {name: errors_of(predicted[kept & of_kind], self.measured[kept & of_kind])
                     for name, of_kind in ((WITHOUT_SHARES, ~shares), (WITH_SHARES, shares)) if (kept & of_kind).any()}
 
         return by_shares(bound), by_shares(~bound)
 
 
-def _predicted(fit: MpsFit, rules: MpsRules) -> Floats:
-    return fit.predicted(rules)
-
-
-def _errors(predicted: Floats, measured: Floats) -> SharingErrors:
-    mean, p50, p95 = np.abs(predicted / measured - 1.0).mean(axis=0).tolist()
-    return SharingErrors(cases=len(measured), mean=mean, p50=p50, p95=p95)
 
 
 def candidates() -> list[MpsRules]:

@@ -29,8 +29,8 @@ from hase.training.composition.measured_models import MeasuredModel, model_track
 from hase.utils.errors import UserError
 from hase.utils.paths import Workspace
 from hase.utils.sharing_mode import SLICES
+from hase.utils.timing import Floats
 
-Floats = npt.NDArray[np.float64]
 SIMULATED_PACES = np.linspace(0.5, 4.0, 71)  # at which runs are simulated
 HOST_BOUND = 1.3  # a model is host-bound if a host slower by SLOWER slows it down by at least this factor
 IDLE_MS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # borders between classes of idle times
@@ -43,9 +43,8 @@ LASTS_MS = (1.0, 3.0, 10.0, 20.0, 30.0, 50.0, 70.0, 100.0, 200.0)  # candidates 
 
 
 class PacedRuns(NamedTuple):
-    """The runs of a model that had the device to themselves, in order. `idle_ms` is the time since the model's previous run,
-    infinite for the first. `paces` are relative to the usual pace. `host_bound`: the host is the slower track, so that its pace
-    shows in the times."""
+    """The runs of a model that had the device to themselves, in order; `idle_ms` is the time since the run before (infinite for
+    the first), `paces` are relative to the usual one. `host_bound`: the times show the host's pace."""
 
     starts_ms: Floats
     times_ms: Floats

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from hase.graph_model.simulation.pipeline import PipelineCosts, Tracks, pipeline_ms
 from hase.graph_model.simulation.sharing import CoRunner, shared_runs_ms
@@ -44,6 +43,7 @@ from hase.training.kernels.fitting import fit_kernel_model, parallel_map
 from hase.training.kernels.training_set import read_training_set
 from hase.utils.errors import UserError
 from hase.utils.logger import progress
+from hase.utils.timing import Floats
 
 if TYPE_CHECKING:
     from hase.learned.kernels.interface import TrainingConfig
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from hase.utils.paths import Workspace
 
 
-Floats = npt.NDArray[np.float64]
 SEED = 7
 STATISTICS = ("mean", "p50", "p95")
 SWITCHES_MS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4)  # costs of a switch to choose from; about 0.2 on an H200
@@ -63,9 +62,8 @@ LONG_WAIT_QUANTILE = 0.9  # of a reading's waits; the largest over all readings 
 
 @dataclass(frozen=True)
 class SharedRuns:
-    """Runs of a model next to a background. `idle_ms` is the median latency on the same machine while it was idle. `co_runner`
-    is the background as seen by the probe just before, `busy` the GPU's busy share then, and `metrics` are by DCGM field
-    name."""
+    """Runs of a model next to a background, and its median latency on the same machine while idle. The probe just before saw
+    `co_runner`; `busy` is the GPU's share then, and `metrics` are by DCGM field name."""
 
     model: str
     background: str
@@ -110,15 +108,13 @@ def shared_runs(blocks: Sequence[Block], alone: Mapping[str, float]) -> list[Sha
             continue
         co_runner = co_runner_probed(block.probe, alone)
         shared += [SharedRuns(m.id, block.background_name, block.level, np.array(m.samples_ms),
-                              float(np.median(idle[block.machine, m.id])), co_runner, busy,
-                              block.background, block.machine)
+                              float(np.median(idle[block.machine, m.id])), co_runner, busy, block.background, block.machine)
                    for m in latencies_in(block) if (block.machine, m.id) in idle]
     return shared
 
 
 def measured_elsewhere(runs: Sequence[SharedRuns]) -> Floats:
-    """For each run, the mean statistics of the same model and background on other machines; shape (runs, 3), NaN without
-    any."""
+    """The mean statistics of each run's model and background on other machines; shape (runs, 3), NaN without any."""
     statistics: dict[tuple[str, str, float], list[tuple[str, Floats]]] = defaultdict(list)
     for run in runs:
         statistics[run.model, run.background, run.level].append((run.machine, statistics_of(run.samples_ms)))
@@ -141,8 +137,7 @@ def errors_of(predicted: Floats, measured: Floats) -> SharingErrors:
 
 def typical(runs: Sequence[SharedRuns], slice_ms: float, alone: Mapping[str, float]) -> Sharing:
     """Learns the waits next to an average background, the longest wait, and the cycle of backgrounds that pause. Backgrounds
-    are averaged quantile by quantile. A co-runner is of one kind, but a mixture of all kinds would give each some long waits
-    (averaging quantiles has a sixth less error in the 95th percentiles)."""
+    are averaged quantile by quantile: a mixture would give each some long waits, with more error in 95th percentiles."""
     quantiles = np.linspace(0.0, 1.0, QUANTILES)
     readings = {id(run.co_runner): run for run in runs if len(run.co_runner.waits_ms)}.values()
     others = [run.co_runner for run in readings]

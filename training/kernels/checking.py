@@ -32,9 +32,8 @@ Make = Callable[[], Estimator]
 
 @dataclass(frozen=True)
 class Task:
-    """The kernels to compare estimators on: idle rows of some types, in folds that are held out in turn. `chosen` is a mask of
-    the rows that are estimated, and `kernels` has their kernels by id. `folds` have masks of the rows to learn from and of the
-    rows to predict."""
+    """The kernels (by id) to compare estimators on: the `chosen` idle rows of some types, in folds that are held out in turn.
+    `folds` have masks of the rows to learn from and to predict."""
 
     rows: TrainingSet
     label: str
@@ -170,8 +169,7 @@ def errors_of(task: Task, times_ms: Floats, types: Sequence[str]) -> ErrorStatis
 
 
 def why_not(task: Task, estimator_ms: Floats, before_ms: Floats) -> dict[str, str]:
-    """By kernel type, why an estimator is not admitted; "" if its held-out error is clearly smaller than that of the
-    predictor that it would replace."""
+    """By kernel type, why an estimator is not admitted; "" if it is clearly better than what it would replace."""
     reasons = {}
     for name in task.types:
         errors, before = (errors_of(task, times_ms, [name]) for times_ms in (estimator_ms, before_ms))

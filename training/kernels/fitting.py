@@ -19,9 +19,9 @@ from 29 to 15 % for MatMul, from 22 to 18 for FusedMatMul, from 82 to 27 for Red
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -47,7 +47,7 @@ from hase.learned.kernels.estimators import (
 )
 from hase.learned.kernels.features import FORM_GROUPS, KernelRows
 from hase.learned.kernels.interface import ForestSettings, TimePredictor, TrainingConfig, XgboostSettings
-from hase.learned.kernels.saved_form import booster_from_forest
+from hase.learned.kernels.saved_form import LazyBoosters, booster_from_forest
 from hase.records.kernel_types import operator_in_type
 from hase.records.measurement import GPU_LABEL, LAUNCHES
 from hase.records.operators import operator_row
@@ -112,8 +112,7 @@ def assign_folds(ids: Iterable[str], types: Iterable[str], folds: int, seed: int
 
 def train_booster(matrix: Matrix, log_ratios: Floats, settings: XgboostSettings, seed: int,
                   weights: Floats | None = None) -> xgboost.Booster:
-    """Trains a booster on log(time / roofline), with one thread. Several trainings run in parallel, and XGBoost's own threads
-    stall on busy cores."""
+    """Trains a booster on log(time / roofline) with one thread: several train in parallel, and more stall on busy cores."""
     parameters = {
         "objective": f"reg:{settings.objective}", "max_depth": settings.depth, "eta": settings.learning_rate,
         "subsample": settings.row_share, "colsample_bytree": settings.column_share,
@@ -134,8 +133,7 @@ def train_forest(matrix: Matrix, log_ratios: Floats, settings: ForestSettings, s
 
 @dataclass(frozen=True)
 class Problem:
-    """The input and the target of a training: roofline, type codes, matrix, log(time / roofline), and weights of rows (None:
-    equal)."""
+    """The input and target (log(time / roofline)) of a training, and weights of rows (None: equal)."""
 
     roofline: Roofline
     type_codes: dict[str, float]
@@ -146,8 +144,7 @@ class Problem:
 
 def problem_of(kernels: KernelRows, times_ms: Floats, roofline: Roofline | None = None,
                tables: Floats | float = 0.0, weights: Floats | None = None) -> Problem:
-    """The learning problem of measured kernels, by default with a `roofline` that is fitted to them. `tables`: how many tables
-    each kernel copies to the GPU."""
+    """The learning problem of measured kernels, by default with a roofline fitted to them. `tables`: copied to the GPU."""
     roofline = roofline or fit_roofline(kernels.flops, kernels.bytes_moved, times_ms, weights=weights)
     log_ratios = np.log(times_ms / roofline.bound_ms(kernels.flops, kernels.bytes_moved, tables))
     types = kernels.types.tolist()
@@ -208,16 +205,14 @@ def _train_dedicated(name: str, rows: TrainingSet, problem: Problem, settings: X
 
 def fit_class_boosters(rows: TrainingSet, problem: Problem, config: TrainingConfig, left_out: str = "",
                        steady: frozenset[str] = frozenset()) -> ClassBoosters:
-    """The boosters of the classes of operators, from idle rows without those of operator `left_out`. `steady` classes get the
-    median ratio (see `ClassBoosters`)."""
+    """The boosters of classes, from idle rows without operator `left_out`. `steady` ones get the median ratio."""
     known = class_rows(problem.matrix, problem.log_ratios, rows.types, rows.idle, rows.schema.names, config.seed,
                        problem.weights)
     return ClassBoosters(known.without(left_out) if left_out else known, partial(
         _train_class, settings=config.xgboost_class, seed=config.seed), steady)
 
 
-def _train_class(matrix: Matrix, log_ratios: Floats, weights: Floats, settings: XgboostSettings,
-                 seed: int) -> xgboost.Booster:
+def _train_class(matrix: Matrix, log_ratios: Floats, weights: Floats, settings: XgboostSettings, seed: int) -> xgboost.Booster:
     if not len(matrix):  # a booster without trees, whose prediction is the mean
         flat = xgboost.DMatrix(np.zeros((1, matrix.shape[1]), dtype=np.float32), np.zeros(1), nthread=1)
         return xgboost.train({"objective": "reg:squarederror", "base_score": float(log_ratios.mean()), "nthread": 1}, flat, 0)
@@ -225,8 +220,7 @@ def _train_class(matrix: Matrix, log_ratios: Floats, weights: Floats, settings: 
 
 
 def fit_factors(rows: TrainingSet, logs: Floats, settings: XgboostSettings, seed: int) -> KernelModel:
-    """Trains a booster for all types together that predicts a factor for each kernel, such as an error or a width. `logs` are
-    the logarithms of the rows' factors."""
+    """Trains a booster for all types that predicts a factor, such as an error or a width, from the logarithms of the rows'."""
     types = rows.types.tolist()
     codes = encode_types(types, logs)
     booster = train_booster(design_matrix(types, rows.features, rows.load, codes), logs, settings, seed)
@@ -322,8 +316,7 @@ class ClassRows:
 
 def class_rows(matrix: Matrix, log_ratios: Floats, types: npt.NDArray[np.str_], idle: npt.NDArray[np.bool_],
                columns: tuple[str, ...], seed: int, weights: Floats | None = None) -> ClassRows:
-    """At most MOST_KERNELS idle rows of each operator, drawn at random. `columns` names the features in the `design_matrix`;
-    the type code and the load follow."""
+    """At most MOST_KERNELS random idle rows of each operator. `columns`: the features, which type code and load follow."""
     generator = np.random.default_rng(seed)
     operators = np.array([operator_in_type(name) for name in types.tolist()], dtype=np.str_)
     base = idle if idle.any() else np.ones(len(idle), dtype=bool)
@@ -338,36 +331,20 @@ def class_rows(matrix: Matrix, log_ratios: Floats, types: npt.NDArray[np.str_], 
     return ClassRows(kept, log_ratios[chosen], operators[chosen], None if weights is None else weights[chosen])
 
 
-@dataclass(frozen=True)
-class ClassBoosters(Mapping[str, "xgboost.Booster"]):
+class ClassBoosters(LazyBoosters):
     """The boosters of the classes by name, each trained at its first look-up, since most trainings need few of them. `train`
     takes a matrix, a target and weights; with an empty matrix, the booster predicts the mean. `steady` classes only use the
     median ratio, since their sizes predict less (see `steady_classes`)."""
 
-    rows: ClassRows
-    train: Callable[[Matrix, Floats, Floats], xgboost.Booster]
-    steady: frozenset[str] = frozenset()
-    _trained: dict[str, xgboost.Booster] = field(default_factory=dict)
+    def __init__(self, rows: ClassRows, train: Callable[[Matrix, Floats, Floats], xgboost.Booster],
+                 steady: frozenset[str] = frozenset()) -> None:
+        def trained(name: str) -> xgboost.Booster:
+            if rows.class_of(name) in steady:
+                return train(rows.matrix[:0], np.array([rows.median_log_ratio(name)]), np.ones(1))
+            return train(rows.matrix, rows.log_ratios, rows.weights(name))
 
-    def __getitem__(self, name: str) -> xgboost.Booster:
-        if name not in self._trained:
-            if name not in self:
-                raise KeyError(name)
-            rows = self.rows
-            if rows.class_of(name) in self.steady:
-                self._trained[name] = self.train(rows.matrix[:0], np.array([rows.median_log_ratio(name)]), np.ones(1))
-            else:
-                self._trained[name] = self.train(rows.matrix, rows.log_ratios, rows.weights(name))
-        return self._trained[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.rows.names  # does not train the booster
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.rows.names)
-
-    def __len__(self) -> int:
-        return len(self.rows.names)
+        super().__init__(rows.names, trained)
+        self.rows = rows
 
 
 # related types -----------------------------------------------------------------------------------------------------------

@@ -23,24 +23,15 @@ from hase.learned.kernels.estimators import (
 from hase.learned.kernels.interface import TrainingConfig, TrainingSet
 from hase.learned.kernels.sidecar import TypeErrors
 from hase.records.measurement import GPU_LABEL, LAUNCHES
-from hase.training.kernels.fitting import (
-    as_ratios,
-    assign_folds,
-    fit_kernel_model,
-    fit_transferred,
-    learning_problem,
-    parallel_map,
-    train_forest,
-)
+from hase.training.kernels import fitting
 from hase.training.kernels.left_out import LeftOutForm, LeftOutOperator, leave_forms_out, leave_operators_out, steady_classes
 from hase.training.kernels.targets import CONFIG
 from hase.utils.errors import UserError
 from hase.utils.lazy import pandas as pd
 from hase.utils.logger import get_logger
-from hase.utils.timing import error_statistics
+from hase.utils.timing import Floats, error_statistics
 
 log = get_logger("training")
-Floats = npt.NDArray[np.float64]
 MARGIN = 0.97  # a type gets another predictor than the shared one only below this share of its error: each costs a call
 
 
@@ -80,36 +71,34 @@ class HeldOutTimes:
 
 def cross_validate(rows: TrainingSet, label: str, candidates: Sequence[str], config: TrainingConfig) -> HeldOutTimes:
     """Predicts every row by estimators trained without the rows of its kernel; dedicated ones for the types in `candidates`."""
-    folds = assign_folds(rows.ids, rows.types, config.folds, config.seed)
+    folds = fitting.assign_folds(rows.ids, rows.types, config.folds, config.seed)
 
     def one_fold(fold: int) -> tuple[npt.NDArray[np.bool_], Floats]:
         test = folds == fold
         train, tested = rows.rows(~test), rows.rows(test)
-        problem = learning_problem(train, label)
-        model = fit_kernel_model(train, label, {name: name for name in candidates}, config, problem)
+        problem = fitting.learning_problem(train, label)
+        model = fitting.fit_kernel_model(train, label, {name: name for name in candidates}, config, problem)
         shared_alone = replace(model, predictor_of=dict.fromkeys(problem.type_codes, SHARED))
         bound = problem.roofline.bound_ms(tested.flops, tested.bytes_moved, table_counts(tested.schema, tested.features))
         inputs = design_matrix(tested.types, tested.features, tested.load, problem.type_codes)
-        forest = train_forest(problem.matrix, problem.log_ratios, config.forest, config.seed, problem.weights)
+        forest = fitting.train_forest(problem.matrix, problem.log_ratios, config.forest, config.seed, problem.weights)
         is_dedicated = np.array([model.predictor_of.get(name, SHARED) != SHARED for name in tested.types])
         return test, np.column_stack([
             shared_alone.predict_ms(tested.kernels), np.where(is_dedicated, model.predict_ms(tested.kernels), np.nan),
             bound * np.exp(forest.inplace_predict(inputs)), bound * problem.roofline.scale])
 
     predicted = np.full((len(rows), 4), np.nan)
-    for test, times in parallel_map(one_fold, sorted(set(folds.tolist())), config.workers):
+    for test, times in fitting.parallel_map(one_fold, sorted(set(folds.tolist())), config.workers):
         predicted[test] = times
     return HeldOutTimes(*predicted.T)
 
 
 def choose_predictors(rows: TrainingSet, label: str, left_out: HeldOutTimes, candidates: Sequence[str],
                       config: TrainingConfig) -> dict[str, str]:
-    """Chooses the predictors of kernel types (see `fit_kernel_model`) by their errors on held-out idle rows.
-
-    In the order shared, dedicated and random forest, one replaces the one before if its error is clearly smaller. Types with
-    few kernels all get the forest, or none of them. Without xgboost in the settings the forest predicts all types. `candidates`
-    are the types with enough kernels.
-    """
+    """Chooses the predictors of kernel types (see `fit_kernel_model`) by their errors on held-out idle rows. In the order
+    shared, dedicated and random forest, one replaces the one before if its error is clearly smaller. Types with few kernels all
+    get the forest, or none of them. Without xgboost in the settings the forest predicts all types. `candidates` are the types
+    with enough kernels."""
     types = sorted(set(rows.types.tolist()))
     if "xgboost" not in config.estimators:
         return dict.fromkeys(types, FOREST)
@@ -172,8 +161,7 @@ def idle_times(rows: TrainingSet, label: str, predicted: Floats) -> dict[str, tu
 
 @dataclass(frozen=True)
 class CrossValidated:
-    """The outcome of cross-validation for one way to learn: predictions, chosen predictors (see `fit_kernel_model`), their
-    errors."""
+    """Cross-validation's outcome for one way to learn: predictions, chosen predictors (`fit_kernel_model`), their errors."""
 
     left_out: HeldOutTimes
     predictors: dict[str, str]
@@ -181,9 +169,8 @@ class CrossValidated:
 
 
 def train_label(rows: TrainingSet, label: str, config: TrainingConfig, start_from: OtherPredictors | None = None) -> Trained:
-    """The predictors of one label, chosen by cross-validation and trained on all of its rows, with their errors. Corrections of
-    the predictors of `start_from`, if given, are trained too, and kept if their error is smaller. Raises UserError: there are
-    fewer kernels than folds."""
+    """The predictors of one label with their errors, chosen by cross-validation and trained on all rows. Corrections of
+    `start_from` are kept if their error is smaller. Raises UserError: fewer kernels than folds."""
     rows = rows.rows(np.isfinite(rows.times_ms[label]))
     kernels = sorted(set(zip(rows.ids.tolist(), rows.types.tolist(), strict=True)))
     if len(kernels) < config.folds:
@@ -201,7 +188,7 @@ def train_label(rows: TrainingSet, label: str, config: TrainingConfig, start_fro
 
     best, start = cross_validated(cross_validate(rows, label, dedicated, config)), None
     if start_from is not None:
-        ratios, other_ms = as_ratios(rows, label, start_from.model)
+        ratios, other_ms = fitting.as_ratios(rows, label, start_from.model)
         corrected = cross_validated(cross_validate(ratios, label, dedicated, config).from_ratios(other_ms, best.left_out))
         log.info("%s: starting from %s, kernels that were held out are predicted with an error of %.1f %% (without: %.1f %%)",
                  label, start_from.target, 100 * corrected.errors[0].mape, 100 * best.errors[0].mape)
@@ -215,7 +202,7 @@ def train_label(rows: TrainingSet, label: str, config: TrainingConfig, start_fro
                  "it is better: --set estimators=[xgboost,random_forest]", label, 100 * errors[0].forest_mape,
                  100 * errors[0].mape)
     left_out = leave_operators_out(rows, label, config)
-    model = fit_transferred(rows, label, best.predictors, config, start) if start else fit_kernel_model(
+    model = fitting.fit_transferred(rows, label, best.predictors, config, start) if start else fitting.fit_kernel_model(
         rows, label, best.predictors, config, steady=steady_classes(left_out))
     shipped = best.left_out.shipped(rows, best.predictors)
     return Trained(label, model, errors, idle_times(rows, label, shipped), tuple(left_out),

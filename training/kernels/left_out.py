@@ -27,22 +27,14 @@ from hase.records.kernel_record import Kernel
 from hase.records.kernel_types import kernel_form, operator_in_type
 from hase.records.measurement import LAUNCHES
 from hase.records.operators import OperatorClass, operator_row
-from hase.training.kernels.fitting import (
-    LEAST_KERNELS,
-    assign_folds,
-    fit_class_boosters,
-    fit_factors,
-    fit_kernel_model,
-    learning_problem,
-    parallel_map,
-)
+from hase.training.kernels import fitting
 from hase.utils import files
+from hase.utils.timing import Floats
 
 if TYPE_CHECKING:
     from hase.learned.kernels.interface import TrainingConfig, TrainingSet
 
 
-Floats = npt.NDArray[np.float64]
 STEADY_MARGIN = 0.7  # of the error; closer to 1, chance decides where a class has few operators
 
 
@@ -89,16 +81,16 @@ def leave_operators_out(rows: TrainingSet, label: str, config: TrainingConfig,
     known = rows.rows(rows.idle & np.isfinite(rows.times_ms[label]))
     if not len(known):
         return []
-    problem = learning_problem(known, label)
+    problem = fitting.learning_problem(known, label)
     row_operators = np.array([operator_in_type(name) for name in known.types.tolist()], dtype=np.str_)
     names, counts = np.unique(row_operators, return_counts=True)
     chosen = [str(name) for name, count in zip(names, counts, strict=True)
-              if (str(name) in operators if operators else count >= LEAST_KERNELS)]
+              if (str(name) in operators if operators else count >= fitting.LEAST_KERNELS)]
     bound = problem.roofline.bound_ms(known.flops, known.bytes_moved, table_counts(known.schema, known.features))
 
     def leave_out(operator: str) -> LeftOutOperator:
         own_rows = row_operators == operator
-        boosters = fit_class_boosters(known, problem, config, operator)
+        boosters = fitting.fit_class_boosters(known, problem, config, operator)
         name = next(name for name in class_names(operator) if name in boosters)
         seen = problem.matrix[own_rows]
         seen[:, len(known.schema.names)] = kind_code(operator)
@@ -109,7 +101,7 @@ def leave_operators_out(rows: TrainingSet, label: str, config: TrainingConfig,
 
     if len(names) < 2:
         return []
-    results = sorted(parallel_map(leave_out, chosen, config.workers), key=lambda result: (result.kind, result.operator))
+    results = sorted(fitting.parallel_map(leave_out, chosen, config.workers), key=lambda result: (result.kind, result.operator))
     return [replace(result, is_steady=PREFIX + result.kind in steady_classes(results[:index] + results[index + 1:]))
             for index, result in enumerate(results)]
 
@@ -152,22 +144,21 @@ class LeftOutForm:
 
 
 def leave_forms_out(rows: TrainingSet, label: str, chosen: Mapping[str, str], config: TrainingConfig) -> list[LeftOutForm]:
-    """Each form of the types measured in several forms, left out of everything; sorted by type and form. `chosen` as in
-    `fit_kernel_model`."""
+    """Each form of the types with several, left out of everything; sorted. `chosen` as in `fit_kernel_model`."""
     known = rows.rows(rows.idle & np.isfinite(rows.times_ms[label]))
     if not len(known):
         return []
     names = [f"{kind}\t{form}" for kind, form in zip(known.types.tolist(), known.forms.tolist(), strict=True)]
-    folds = assign_folds(names, known.types.tolist(), FOLDS, config.seed)
+    folds = fitting.assign_folds(names, known.types.tolist(), FOLDS, config.seed)
     predicted = np.full(len(known), np.nan)
 
     def one_fold(fold: int) -> None:
         train, test = known.rows(folds != fold), folds == fold
         test = test & np.isin(known.types, sorted(set(train.types.tolist())))  # other types have no measured form left
         if len(train) and test.any():
-            predicted[test] = fit_kernel_model(train, label, chosen, config).predict_ms(known.rows(test).kernels)
+            predicted[test] = fitting.fit_kernel_model(train, label, chosen, config).predict_ms(known.rows(test).kernels)
 
-    parallel_map(one_fold, sorted(set(folds.tolist())), config.workers)
+    fitting.parallel_map(one_fold, sorted(set(folds.tolist())), config.workers)
     results, ratios = [], known.times_ms[label] / predicted
     indices: dict[str, list[int]] = {}
     for index, name in enumerate(names):
@@ -197,7 +188,7 @@ def learn_doubt(rows: TrainingSet, gpu_ms: MeasuredAndPredicted, launches: Measu
     launching_ms = LAUNCH_MS * np.array([launches.get(name, (0.0, 0.0)) for name in known.ids.tolist()])
     measured_ms, predicted_ms = np.maximum(on_gpu_ms, launching_ms).T
     errors = np.minimum(np.abs(np.log(predicted_ms / measured_ms) - known.carried_errors), LARGEST)
-    return fit_factors(known, errors, SETTINGS, seed)
+    return fitting.fit_factors(known, errors, SETTINGS, seed)
 
 
 LEAST_OPERATORS, LEAST_FORMS = 3, 12
@@ -205,18 +196,19 @@ TAIL = 0.05  # share of the ratios that is cut off at each end, which leaves 90 
 PARTS = 101  # quantiles that replace the kernels of an operator, so that operators have equal weight
 
 
-def learn_uncertainty(rows: TrainingSet, kernels: Iterable[Kernel], left_out: Mapping[str, Sequence[LeftOutOperator]],
-                      forms_left_out: Mapping[str, Sequence[LeftOutForm]]) -> Uncertainty:
-    """The ranges and forms in the idle rows of a dataset, from left-out operators and forms of each label."""
+def save_uncertainty(rows: TrainingSet, kernels: Iterable[Kernel], folder: Path,
+                     left_out: Mapping[str, Sequence[LeftOutOperator]],
+                     forms_left_out: Mapping[str, Sequence[LeftOutForm]]) -> None:
+    """Writes the ranges and forms in the idle rows of a dataset, from left-out operators and forms of each label."""
     by_id = {kernel.id: kernel for kernel in kernels}
     forms: dict[str, set[str]] = {}
     for name in set(rows.ids.tolist()):
         forms.setdefault(by_id[name].type, set()).add(kernel_form(by_id[name]))
-    return Uncertainty(dataset_sha256=rows.sha256, forms={name: tuple(sorted(forms[name])) for name in sorted(forms)},
-                       ranges={label: ranges_of(operators, DEFAULT_LAUNCHES if label == LAUNCHES else DEFAULT_RANGES,
-                                                LEAST_OPERATORS) for label, operators in left_out.items()},
-                       form_ranges={label: ranges_of(label_forms, {}, LEAST_FORMS)
-                                    for label, label_forms in forms_left_out.items()})
+    files.write_json(target_files.UNCERTAINTY.path(folder), Uncertainty(
+        dataset_sha256=rows.sha256, forms={name: tuple(sorted(forms[name])) for name in sorted(forms)},
+        ranges={label: ranges_of(operators, DEFAULT_LAUNCHES if label == LAUNCHES else DEFAULT_RANGES, LEAST_OPERATORS)
+                for label, operators in left_out.items()},
+        form_ranges={label: ranges_of(label_forms, {}, LEAST_FORMS) for label, label_forms in forms_left_out.items()}))
 
 
 def ranges_of(left_out: Iterable[LeftOutOperator] | Iterable[LeftOutForm], defaults: Mapping[OperatorClass, Range],
@@ -237,10 +229,3 @@ def ranges_of(left_out: Iterable[LeftOutOperator] | Iterable[LeftOutForm], defau
     return ranges
 
 
-def save_uncertainty(rows: TrainingSet, kernels: Iterable[Kernel], folder: Path,
-                     left_out: Mapping[str, Sequence[LeftOutOperator]],
-                     forms_left_out: Mapping[str, Sequence[LeftOutForm]]) -> Uncertainty:
-    """Learns the uncertainty (arguments as of `learn_uncertainty`) and writes it into `folder`."""
-    uncertainty = learn_uncertainty(rows, kernels, left_out, forms_left_out)
-    files.write_json(target_files.UNCERTAINTY.path(folder), uncertainty)
-    return uncertainty

@@ -64,8 +64,7 @@ APART = (
 
 def operator_rows(rows: TrainingSet, label: str, kernels: Mapping[str, Kernel], errors: Iterable[KernelError],
                   held_out: Iterable[LeftOutOperator]) -> Rows:
-    """One row per operator and element type, sorted by class and operator; errors in per cent. `errors` are of kernels held out
-    alone, `held_out` of left-out operators."""
+    """A row for each operator and type, sorted by class; errors (per cent) of kernels and of operators that were held out."""
     measured = set(rows.ids[rows.idle & np.isfinite(rows.times_ms[label])].tolist())
     groups: dict[tuple[str, str, str], list[str]] = {}
     for name in measured:
@@ -85,8 +84,7 @@ def operator_rows(rows: TrainingSet, label: str, kernels: Mapping[str, Kernel], 
 
 
 def summary_rows(held_out: Sequence[LeftOutOperator]) -> Rows:
-    """One row per class of left-out operators, and one for all; each operator counts equally. Medians over operators of their
-    median errors, in per cent, and the share of operators below BAR."""
+    """One row per class of left-out operators, and for all: medians of their median errors (per cent), the share below BAR."""
     table: Rows = []
     for kind in [*sorted({operator.kind for operator in held_out}), "all"]:
         chosen = [operator for operator in held_out if kind in (operator.kind, "all")]

@@ -32,11 +32,8 @@ def trained_targets(workspace: Workspace) -> list[str]:
 
 
 def for_each_target(targets: Iterable[str], work: Callable[[str, Show], Any], as_json: bool, as_list: bool = False) -> None:
-    """Calls `work` for each target, and prints its tables or, with `as_json`, the results.
-
-    `work` takes a target and a function that prints a table; it returns the result for JSON, which is an object by target, or
-    a list with `as_list`.
-    """
+    """Calls `work` for each target, and prints its tables or, with `as_json`, the results. `work` takes a target and a function
+    that prints a table; it returns the result for JSON, which is an object by target, or a list with `as_list`."""
     show: Show = (lambda rows, title: None) if as_json else cli.print_table
     results = {target: work(target, show) for target in targets}
     if as_json:

@@ -22,17 +22,14 @@ from hase.utils.logger import get_logger
 from hase.utils.paths import Workspace
 
 log = get_logger("training")
-Floats = npt.NDArray[np.float64]
 
 
 def read_training_set(workspace: Workspace, target: str, schema: FeatureSchema = KERNEL_FEATURES) -> TrainingSet:
     """The dataset of `target` as arrays, with kernels described by the features of `schema`."""
     folder = workspace.dataset(target)
-    header = read_header(folder)
-    table = read_kernel_table(workspace, target)
+    header, table = read_header(folder), _measured(read_kernel_table(workspace, target))
     described = {entry.kernel.id: entry for entry in read_kernels(folder)}
     kernels = {name: entry.kernel for name, entry in described.items()}
-    table = _measured(table)
     excluded = table["Background"].isin(header.held_out_backgrounds)
     if header.held_out_backgrounds:
         log.info("%d kernel rows were measured next to held-out backgrounds (%s) and are not used", int(excluded.sum()),
@@ -51,8 +48,7 @@ def read_training_set(workspace: Workspace, target: str, schema: FeatureSchema =
         raise UserError(f"{kernels_path(folder)}: no description of kernel {unknown[0]} of the table; "
                         f"the dataset is damaged, make it anew: {COLLECT}")
     if not len(table):
-        raise UserError(f"{kernel_table_path(folder)}: no measured kernel to learn from; measure with: "
-                        f"{COLLECT}")
+        raise UserError(f"{kernel_table_path(folder)}: no measured kernel to learn from; measure with: {COLLECT}")
     kernel_collections = {name: header.collections_of(described[name]) for name in set(table["Kernel_ID"])}
     collections = tuple(kernel_collections[name] for name in table["Kernel_ID"])
     return _arrays(header, files.sha256(kernel_table_path(folder)), table, owners, collections, kernels, schema)
@@ -94,8 +90,7 @@ def _arrays(header: DatasetHeader, sha256: str, table: pd.DataFrame, owners: lis
     return TrainingSet(
         header=header, sha256=sha256, ids=ids, types=np.array([kernels[name].type for name in ids]),
         forms=np.array([form[name] for name in ids]), groups=tuple(owners),
-        collections=collections,
-        backgrounds=table["Background"].fillna("").to_numpy(dtype=str), idle=idle,
+        collections=collections, backgrounds=table["Background"].fillna("").to_numpy(dtype=str), idle=idle,
         schema=schema, features=schema.matrix(kernels[name] for name in described)[[row_of[name] for name in ids]],
         load=load, metrics=metrics, idle_load=idle_load, times_ms=times_ms, drifts=_drifts(table, times_ms),
         flops=np.array([kernels[name].flops for name in ids], dtype=float),

@@ -95,8 +95,7 @@ def decoder(generator: Generator) -> DrawnDecoder:
         kv_heads = max(1, round(width * share / head_size / group))
         if (width, between) not in HELD_OUT and (kv_heads * group, kv_heads, head_size) not in HEADS_HELD_OUT:
             return DrawnDecoder(width, between, kv_heads * group, kv_heads, head_size, pick(family.vocabularies, generator),
-                           pick(family.windows, generator),
-                           _rounded(head_size * float(generator.choice(family.rotated)), 16))
+                           pick(family.windows, generator), _rounded(head_size * float(generator.choice(family.rotated)), 16))
 
 
 def _rounded(size: float, step: int) -> int:

@@ -214,11 +214,9 @@ def layer_product(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def batched_product(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Attention's products, of three to five dimensions: queries by keys (scaled, as ORT fuses it), or weights by values.
-
-    Some have another image's number of keys, share keys among heads, attend to a long sequence, or have one query, as in a
-    decoder, which may have a long cache.
-    """
+    """Attention's products, of three to five dimensions: queries by keys (scaled, as ORT fuses it), or weights by values. Some
+    have another image's number of keys, share keys among heads, attend to a long sequence, or have one query, as in a decoder,
+    which may have a long cache."""
     images, heads, count, width = heads_and_tokens(batch, generator)
     if generator.random() < 0.1:
         count = pick(LONG, generator)

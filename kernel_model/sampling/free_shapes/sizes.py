@@ -68,12 +68,9 @@ def heads_and_tokens(batch: int, generator: Generator) -> tuple[int, int, int, i
 
 
 class SizesByLetter(dict[str, int]):
-    """The sizes of one kernel by letter, each drawn when first used.
-
-    `b` batch, `B` batch times windows, `c` channels that suit the side, `s` image side, `f` frames of a video, `t` tokens, `h`
-    heads, `d` head size, `x` layer width, `r` rows (a batch of tokens), `n` windows along a side, `w` window side, `k` a few,
-    `v` words, `l` signal length. A digit is itself.
-    """
+    """The sizes of one kernel by letter, each drawn when first used. `b` batch, `B` batch times windows, `c` channels that suit
+    the side, `s` image side, `f` frames of a video, `t` tokens, `h` heads, `d` head size, `x` layer width, `r` rows (a batch of
+    tokens), `n` windows along a side, `w` window side, `k` a few, `v` words, `l` signal length. A digit is itself."""
 
     def __init__(self, batch: int, generator: Generator) -> None:
         super().__init__(b=batch)

@@ -91,10 +91,8 @@ TABLES: dict[Kind, DrawTable] = {"networks": DrawTable(DRAWS, ("float32", "float
 
 
 def draw_free_kernel(batch: int, generator: Generator, kind: Kind = "networks", dtypes: Sequence[str] = ()) -> Kernel:
-    """A kernel of no model, drawn from the table of a kind, in one of `dtypes` or else of the table's.
-
-    Raises ValueError if the drawn sizes give an empty output.
-    """
+    """A kernel of no model, drawn from the table of a kind, in one of `dtypes` or else of the table's. Raises ValueError if the
+    drawn sizes give an empty output."""
     table = TABLES[kind]
     draw, _ = table.draws[int(generator.choice(len(table.draws), p=table.probabilities))]
     kernel = draw(str(generator.choice(dtypes or table.dtypes)), batch, generator)
