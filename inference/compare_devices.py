@@ -4,7 +4,7 @@ A card is named as in records/gpus.yaml (or by a file with one's own). If it has
 Hase, they predict it; any other card is predicted from its data sheet (column `from`); `this` is this machine. Prices are a
 YAML file of names and prices per hour, in any currency. Rows are sorted by cost, or by latency without prices; a card whose
 memory is too small comes last. With --slo-ms, a column says how likely the latency meets it, by the prediction's interval.
-Prints a table, draws latency against cost with --plot, and makes a page of both with --html.
+Prints a table, draws latency against cost (without prices over the batch) with --plot, and makes a page of both with --html.
 """
 
 from __future__ import annotations
