@@ -186,7 +186,7 @@ def _batch_charts(answers: Sequence[Answer], best: Sequence[BestBatches], limit:
         rates.append(ChartSeries(name, sizes, [one.items_per_second or 0.0 for one in predictions], slowest, fastest,
                                  marked=marked))
         items = [(size, energy.energy_per_item_j, *energy.item_interval_j)
-                 for size, energy in zip(sizes, (answers[index].energy for index in choice.places), strict=True)
+                 for size, energy in zip(sizes, (answers[index].energy for index in choice.indices), strict=True)
                  if energy and energy.energy_per_item_j is not None and energy.item_interval_j]
         if items:
             known, joules, least, most = zip(*items, strict=True)

@@ -37,7 +37,7 @@ def parser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Argument
     cli.add_target(made)
     cli.add_trust(made)
     for option, options in (("--slo-ms", {"type": float}), ("--energy", {"action": "store_true"})):
-        made.add_argument(option, **options)  # type: ignore[arg-type]
+        made.add_argument(option, **options)
     return made
 
 
