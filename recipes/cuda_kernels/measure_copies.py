@@ -16,7 +16,6 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -152,17 +151,13 @@ def row(copy: CopyTimes) -> dict[str, Any]:
     return {"bytes": copy.bytes, **{name: round(1e3 * min(samples), 1) for name, samples in copy.samples_ms.items()}}
 
 
-def option_parser() -> argparse.ArgumentParser:
+def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--out", type=Path, help="where the samples go (default: next to the target's dataset)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda",
                         help="cpu: all on the CPU, to try the command without a GPU (default: cuda)")
     parser.add_argument("--most-mib", type=cli.positive, default=256.0, help="largest tensor (default: 256)")
-    return parser
-
-
-def main() -> int:
-    args = option_parser().parse_args()
+    args = parser.parse_args()
     workspace = cli.start(args)
     if args.device == "cuda" and not has_cuda():
         raise UserError("copies between host and GPU need an NVIDIA GPU, and the driver of this machine finds none")

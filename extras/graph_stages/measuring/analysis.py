@@ -26,6 +26,7 @@ from hase.utils.config import Frozen
 from hase.utils.errors import UserError, first_problem
 from hase.utils.lazy import matplotlib, scipy, sklearn
 from hase.utils.logger import get_logger
+from hase.utils.pages.charts import save_figure
 from hase.utils.paths import Workspace
 
 LEAST_R2 = 0.8  # below, the time does not follow the bytes
@@ -362,9 +363,7 @@ def draw(records: Sequence[StageRecord], fits: Mapping[tuple[str, int], Regressi
         axes.set(title=unit, xscale="log", yscale="log", xlabel="bytes of inputs and outputs (MB)", ylabel="latency (ms)")
         axes.grid(color="0.9")
         axes.legend(fontsize="small")
-    with files.replacing(path) as temporary:
-        figure.savefig(temporary, dpi=120)
-    matplotlib.pyplot.close(figure)
+    save_figure(figure, path, dpi=120)
 
 
 def _draw_stage(axes: matplotlib.pyplot.Axes, records: Sequence[StageRecord], fit: Regression) -> None:
