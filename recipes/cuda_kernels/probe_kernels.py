@@ -68,19 +68,14 @@ ATTRIBUTES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Probe:
-    """One graph: an operator at a version, with one type for each of its type variables.
-
-    Attributes:
-        inputs, outputs: type variable (or fixed type) of each.
-        types: by type variable, in ONNX Runtime's spelling (`tensor(float)`).
-    """
+    """One graph: an operator at a version, with one type for each of its type variables."""
 
     domain: str
     op_type: str
     version: int
-    inputs: tuple[str, ...]
+    inputs: tuple[str, ...]  # the type variable (or fixed type) of each
     outputs: tuple[str, ...]
-    types: tuple[tuple[str, str], ...]
+    types: tuple[tuple[str, str], ...]  # by type variable, in ONNX Runtime's spelling (`tensor(float)`)
     attributes: tuple[tuple[str, Any], ...]
 
 

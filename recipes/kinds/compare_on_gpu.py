@@ -89,21 +89,14 @@ class NodeRow(Frozen):
 
 
 class NodeList(Frozen):
-    """The nodes of one model, in execution order.
-
-    Attributes:
-        way: `static`: all sizes are fixed before the graph is optimised; `dynamic`: a session with dynamic dimensions.
-        opsets: versions by domain.
-        kernels: number of nodes by kernel id, in Hase's record of the model.
-        error: why there are no nodes.
-    """
+    """The nodes of one model, in execution order."""
 
     model: str
-    way: str
-    opsets: dict[str, int] = {}
+    way: str  # `static`: all sizes are fixed before the graph is optimised; `dynamic`: a session with dynamic dimensions
+    opsets: dict[str, int] = {}  # versions by domain
     nodes: tuple[NodeRow, ...] = ()
-    kernels: dict[str, int] = {}
-    error: str = ""
+    kernels: dict[str, int] = {}  # number of nodes by kernel id, in Hase's record of the model
+    error: str = ""  # why there are no nodes
 
 
 def ways_of(model: ListedModel) -> tuple[str, ...]:
@@ -239,26 +232,17 @@ class Difference(Frozen):
 
 
 class Compared(Frozen):
-    """A model's derived graph compared with the real one.
-
-    Attributes:
-        way: see `NodeList`.
-        nodes: number of nodes of the real graph, without copies.
-        same: how many of these the derived graph has with the same operator and provider.
-        copies, derived_copies: numbers of MemcpyToHost and MemcpyFromHost in each.
-        kernels, same_kernels: number of kernels that Hase finds in the real graph, and how many of them the derived one has.
-        error: why nothing could be compared.
-    """
+    """A model's derived graph compared with the real one."""
 
     model: str
-    way: str = ""
-    nodes: int = 0
-    same: int = 0
-    copies: tuple[int, int] = (0, 0)
+    way: str = ""  # see `NodeList`
+    nodes: int = 0  # of the real graph, without copies
+    same: int = 0  # of these, how many the derived graph has with the same operator and provider
+    copies: tuple[int, int] = (0, 0)  # MemcpyToHost and MemcpyFromHost
     derived_copies: tuple[int, int] = (0, 0)
-    kernels: int = 0
-    same_kernels: int = 0
-    error: str = ""
+    kernels: int = 0  # that Hase finds in the real graph
+    same_kernels: int = 0  # of these, how many the derived graph has
+    error: str = ""  # why nothing could be compared
     differences: tuple[Difference, ...] = ()
 
     @property

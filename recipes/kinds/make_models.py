@@ -49,21 +49,15 @@ TEXT, CACHE = {"batch": 1, "sequence": 128}, {"batch": 1, "past": 256}
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to make one model.
-
-    Attributes:
-        name, kind, dims, tiny: see `ListedModel`.
-        sized_by_run: some sizes depend on data; the manifest gives those of a run.
-        large: it takes gigabytes of disk, so it is made only on request.
-    """
+    """How to make one model; `name`, `kind`, `dims` and `tiny` as in `ListedModel`."""
 
     name: str
     kind: str
     write: Write
     dims: Mapping[str, int] = field(default_factory=dict)
     tiny: bool = False
-    sized_by_run: bool = False
-    large: bool = False
+    sized_by_run: bool = False  # some sizes depend on data; the manifest gives those of a run
+    large: bool = False  # it takes gigabytes of disk, so it is made only on request
 
 
 def with_exporting(write: Callable[[Any, Path], None]) -> Write:

@@ -35,12 +35,7 @@ COLUMNS = ("gpu", "model", "input_size", "batch", "dtype", "tf32")  # the fields
 
 @dataclass(frozen=True)
 class LayerCase:
-    """One call of a convolution in a model at one input size, with its time under each algorithm.
-
-    Attributes:
-        library_choice: the algorithm that the library itself chose; "" if that was not measured.
-        library_ms: time under the library's choice.
-    """
+    """One call of a convolution in a model at one input size, with its time under each algorithm."""
 
     gpu: str
     model: str
@@ -49,8 +44,8 @@ class LayerCase:
     shape: ConvShape
     tf32: bool
     times_ms: dict[str, float]
-    library_choice: str = ""
-    library_ms: float | None = None
+    library_choice: str = ""  # the algorithm that the library itself chose; "" if that was not measured
+    library_ms: float | None = None  # the time under it
     refused: frozenset[str] = frozenset()
 
     @property

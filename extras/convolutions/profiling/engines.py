@@ -312,23 +312,15 @@ def fallback_of(device: str) -> Algorithm:
 
 @dataclass(frozen=True)
 class LayerCall:
-    """One call of a convolution in a run of the model.
+    """One call of a convolution in a run of the model."""
 
-    Attributes:
-        layer: the module's name; a second call of the same module is `<name>.call2`.
-        shape: None if the padding has no shape (see `convolution_shape`).
-        status, detail: `ok`, or the library's status and reason if the requested algorithm cannot run it.
-        algorithm: what runs the layer; "" for nothing.
-        output_error: relative difference to torch's output (Euclidean norm); None if nothing ran.
-    """
-
-    layer: str
-    shape: ConvShape | None
-    status: str
-    detail: str = ""
-    algorithm: str = ""
+    layer: str  # the module's name; a second call of the same module is `<name>.call2`
+    shape: ConvShape | None  # None if the padding has no shape (see `convolution_shape`)
+    status: str  # `ok`, or the library's if the requested algorithm cannot run it
+    detail: str = ""  # the library's reason
+    algorithm: str = ""  # what runs the layer; "" for nothing
     workspace_bytes: int = 0
-    output_error: float | None = None
+    output_error: float | None = None  # relative difference to torch's output (Euclidean norm); None if nothing ran
 
 
 class ForcedModel:

@@ -102,21 +102,15 @@ class StageRecord(Frozen):
 
 
 class RawMeasurements(Frozen):
-    """All records of one machine, ordered by size, unit and stage.
-
-    Attributes:
-        warmup, runs: number of runs of each stage before and in its measurement.
-        seed: of the graphs, their features and the weights.
-        units: every unit that was looked for, including absent ones.
-    """
+    """All records of one machine, ordered by size, unit and stage."""
 
     version: int = VERSION
     machine: dict[str, Any]
     versions: dict[str, str]
-    warmup: int
-    runs: int
-    seed: int
-    units: tuple[UnitReport, ...]
+    warmup: int  # runs of each stage before its measurement
+    runs: int  # and in it
+    seed: int  # of the graphs, their features and the weights
+    units: tuple[UnitReport, ...]  # every unit that was looked for, including absent ones
     records: tuple[StageRecord, ...]
 
 

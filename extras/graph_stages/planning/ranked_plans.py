@@ -164,21 +164,15 @@ def interpolation_error(tables: StageTables) -> float | None:
 # running plans -----------------------------------------------------------------------------------------------------------
 
 class PlanRun(Frozen):
-    """A plan (one unit per stage) that was run at one size.
-
-    Attributes:
-        predicted_ms: by the tables at the time of the run.
-        rounds_ms: measured latencies, grouped by round.
-        output_error: the largest difference from the reference, relative to the largest value.
-    """
+    """A plan (one unit per stage) that was run at one size."""
 
     nodes: int
     edges: int
     units: tuple[str, ...]
     kind: str
-    predicted_ms: float
-    rounds_ms: tuple[tuple[float, ...], ...]
-    output_error: float
+    predicted_ms: float  # by the tables at the time of the run
+    rounds_ms: tuple[tuple[float, ...], ...]  # measured latencies, grouped by round
+    output_error: float  # the largest difference from the reference, relative to the largest value
 
     @property
     def size(self) -> Size:
