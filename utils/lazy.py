@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     import onnxruntime.quantization.shape_inference
     import onnxruntime_genai
     import openvino
-    import optuna
     import pandas
     import prometheus_client.core
     import pyarrow
@@ -79,7 +78,7 @@ if TYPE_CHECKING:
     import yaml
 
 __all__ = ["ai3", "argcomplete", "bcrypt", "jinja2", "matplotlib", "multiprocessing", "networkx", "onnx", "onnx_ir",
-           "onnxruntime", "onnxruntime_genai", "openvino", "optuna", "pandas", "prometheus_client", "pyarrow", "pynvml", "ray",
+           "onnxruntime", "onnxruntime_genai", "openvino", "pandas", "prometheus_client", "pyarrow", "pynvml", "ray",
            "requests", "rich", "scipy", "sklearn", "timm", "torch", "torchvision", "transformers", "tvm", "tvm_ffi", "xgboost",
            "yaml"]
 

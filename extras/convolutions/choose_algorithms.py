@@ -45,11 +45,6 @@ log = get_logger("convolutions")
 Rows = list[dict[str, Any]]
 
 
-def columns(rows: Rows) -> list[str]:
-    """All columns of the rows, in order of first appearance."""
-    return list(dict.fromkeys(name for row in rows for name in row))
-
-
 def result_tables(cases: list[LayerCase], models: list[str]) -> dict[str, Rows]:
     """The result tables by name, with only the rows of `models` if some are named. Predictors still learn from all models."""
     if missing := sorted(set(models) - {case.model for case in cases}):
@@ -62,7 +57,7 @@ def result_tables(cases: list[LayerCase], models: list[str]) -> dict[str, Rows]:
 def write(tables: dict[str, Rows], cases: list[LayerCase], results: Path, folder: Path) -> None:
     """Writes tables and plots."""
     for name, rows in tables.items():
-        files.write_csv(folder / f"{name}.csv", columns(rows), rows)
+        files.write_csv(folder / f"{name}.csv", list(dict.fromkeys(column for row in rows for column in row)), rows)
     drawn = draw_all(read_table(results, "overall"), by_run(cases), folder)
     log.info("written to %s: %s, and %d plots", folder, ", ".join(f"{name}.csv" for name in tables), len(drawn))
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[2])
@@ -65,44 +65,6 @@ STAGES = {"test": ProfileStage("1_sanity", 1, 2, 5), "quick": ProfileStage("2_qu
           "full": ProfileStage("3_full", 100, 10, 30)}
 
 
-def made_parser() -> argparse.ArgumentParser:
-    parser = cli.parser(__doc__, EXAMPLES)
-    parser.add_argument("--model", help=f"a torchvision classification model: {', '.join(MODELS)}, or another")
-    parser.add_argument("--algorithm", help=f"on a GPU {', '.join(ALGORITHMS['cuda'])}; on a CPU "
-                        f"{', '.join(ALGORITHMS['cpu'])} (blanks, underscores and dashes are the same)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--gpu", help=f"the device that should be here: {', '.join(GPUS)} or {CPU}")
-    stages = parser.add_mutually_exclusive_group()
-    for name, stage in STAGES.items():
-        stages.add_argument(f"--{name}", dest="stage", action="store_const", const=name, default="full",
-                            help=f"{stage.sizes} input size{'s' * (stage.sizes > 1)}, {stage.measure} runs each"
-                            + " (the default)" * (name == "full"))
-    parser.add_argument("--num-sizes", type=cli.count, metavar="N", help="number of input sizes, in place of the stage's")
-    parser.add_argument("--min-size", type=cli.count, default=DEFAULT_SMALLEST, metavar="PIXELS",
-                        help=f"default: {DEFAULT_SMALLEST}")
-    parser.add_argument("--max-size", type=cli.count, default=DEFAULT_LARGEST, metavar="PIXELS",
-                        help=f"default: {DEFAULT_LARGEST}")
-    parser.add_argument("--warmup", type=cli.count, metavar="N", help="runs before a measurement, in place of the stage's")
-    parser.add_argument("--measure", type=cli.count, metavar="N", help="runs in a measurement, in place of the stage's")
-    parser.add_argument("--batch", type=cli.count, default=1, metavar="N", help="images in a run (default: 1)")
-    parser.add_argument("--dtype", choices=("fp32", "fp16"), default="fp32")
-    parser.add_argument("--no-tf32", action="store_true", help="fp32 without TF32, which torch and cuDNN use since Ampere")
-    parser.add_argument("--fallback", action="store_true",
-                        help="layers that can't run under --algorithm run under the library's own choice")
-    parser.add_argument("--energy-seconds", type=float, default=3.0, metavar="S",
-                        help="window in which power and energy are measured (default: 3; 0: none)")
-    parser.add_argument("--retry-failed", action="store_true", help="measure sizes again that failed earlier")
-    parser.add_argument("--output-dir", type=Path, metavar="DIR", help="write there, in place of extras/convolutions/results/…")
-    parser.add_argument("--print-folder", action="store_true", help="check the names, print the folder of the results, and end")
-    parser.add_argument("--list-models", action="store_true", help="print the models, and end")
-    parser.add_argument("--list-algorithms", action="store_true",
-                        help="print the device's algorithms, and why some never run there, and end; --device cuda works on "
-                             "a machine without a GPU, too")
-    parser.add_argument("--check-cuda", action="store_true", help="print the GPU and its libraries, and end")
-    parser.add_argument("--status", action="store_true", help="print what has been measured so far, and end")
-    return parser
-
-
 def settings_of(args: argparse.Namespace) -> ProfileSettings:
     """Settings from the command line. Raises UserError if this machine has another device."""
     device, stage = resolve_device(args.device), STAGES[args.stage]
@@ -140,7 +102,12 @@ def print_information(args: argparse.Namespace, workspace: Workspace) -> bool:
     elif args.check_cuda:
         cli.print_rows([cuda_row()], args.json)
     elif args.status:
-        print_status(args.output_dir or workspace.convolution_results, args.json)
+        root = args.output_dir or workspace.convolution_results
+        rows = status_rows(root)
+        if not rows:
+            log.info("%s: nothing has been measured yet; begin with: extras/convolutions/1_sanity_check.sh vgg16 gemm h200",
+                     root)
+        cli.print_rows(rows, args.json)
     elif args.print_folder:
         print(planned_folder(args, workspace))
     else:
@@ -148,15 +115,41 @@ def print_information(args: argparse.Namespace, workspace: Workspace) -> bool:
     return True
 
 
-def print_status(root: Path, as_json: bool) -> None:
-    rows: list[dict[str, Any]] = status_rows(root)
-    if not rows:
-        log.info("%s: nothing has been measured yet; begin with: extras/convolutions/1_sanity_check.sh vgg16 gemm h200", root)
-    cli.print_rows(rows, as_json)
-
-
 def main() -> None:
-    parser = made_parser()
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--model", help=f"a torchvision classification model: {', '.join(MODELS)}, or another")
+    parser.add_argument("--algorithm", help=f"on a GPU {', '.join(ALGORITHMS['cuda'])}; on a CPU "
+                        f"{', '.join(ALGORITHMS['cpu'])} (blanks, underscores and dashes are the same)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--gpu", help=f"the device that should be here: {', '.join(GPUS)} or {CPU}")
+    stages = parser.add_mutually_exclusive_group()
+    for name, stage in STAGES.items():
+        stages.add_argument(f"--{name}", dest="stage", action="store_const", const=name, default="full",
+                            help=f"{stage.sizes} input size{'s' * (stage.sizes > 1)}, {stage.measure} runs each"
+                            + " (the default)" * (name == "full"))
+    parser.add_argument("--num-sizes", type=cli.count, metavar="N", help="number of input sizes, in place of the stage's")
+    parser.add_argument("--min-size", type=cli.count, default=DEFAULT_SMALLEST, metavar="PIXELS",
+                        help=f"default: {DEFAULT_SMALLEST}")
+    parser.add_argument("--max-size", type=cli.count, default=DEFAULT_LARGEST, metavar="PIXELS",
+                        help=f"default: {DEFAULT_LARGEST}")
+    parser.add_argument("--warmup", type=cli.count, metavar="N", help="runs before a measurement, in place of the stage's")
+    parser.add_argument("--measure", type=cli.count, metavar="N", help="runs in a measurement, in place of the stage's")
+    parser.add_argument("--batch", type=cli.count, default=1, metavar="N", help="images in a run (default: 1)")
+    parser.add_argument("--dtype", choices=("fp32", "fp16"), default="fp32")
+    parser.add_argument("--no-tf32", action="store_true", help="fp32 without TF32, which torch and cuDNN use since Ampere")
+    parser.add_argument("--fallback", action="store_true",
+                        help="layers that can't run under --algorithm run under the library's own choice")
+    parser.add_argument("--energy-seconds", type=float, default=3.0, metavar="S",
+                        help="window in which power and energy are measured (default: 3; 0: none)")
+    parser.add_argument("--retry-failed", action="store_true", help="measure sizes again that failed earlier")
+    parser.add_argument("--output-dir", type=Path, metavar="DIR", help="write there, in place of extras/convolutions/results/…")
+    parser.add_argument("--print-folder", action="store_true", help="check the names, print the folder of the results, and end")
+    parser.add_argument("--list-models", action="store_true", help="print the models, and end")
+    parser.add_argument("--list-algorithms", action="store_true",
+                        help="print the device's algorithms, and why some never run there, and end; --device cuda works on "
+                             "a machine without a GPU, too")
+    parser.add_argument("--check-cuda", action="store_true", help="print the GPU and its libraries, and end")
+    parser.add_argument("--status", action="store_true", help="print what has been measured so far, and end")
     args = parser.parse_args()
     listing = args.list_models or args.list_algorithms or args.check_cuda or args.status
     if not listing and not (args.model and args.algorithm):

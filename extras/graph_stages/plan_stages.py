@@ -182,7 +182,7 @@ def compare(tables: StageTables, runs: list[PlanRun], as_json: bool) -> None:
         cli.print_table([summary(rows)], "over all sizes")
 
 
-def made_parser() -> argparse.ArgumentParser:
+def main() -> None:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--results", type=labelled_folder, action="append", default=[], metavar="[NAME=]DIR",
                         help="folder with the tables; of several, NAME is added to the names of a folder's units "
@@ -204,11 +204,6 @@ def made_parser() -> argparse.ArgumentParser:
                                 ("rounds", 4, "turns of each plan")):
         parser.add_argument(f"--{name}", type=cli.count, default=default, metavar="N",
                             help=f"for --run and --time-chains: {what} (default: {default})")
-    return parser
-
-
-def main() -> None:
-    parser = made_parser()
     args = parser.parse_args()
     if (args.nodes is None) != (args.edges is None):
         parser.error("--nodes and --edges go together")

@@ -48,34 +48,6 @@ python extras/graph_stages/profile_stages.py --analyze --plain-regression
 log = get_logger("profiler")
 
 
-def argument_parser() -> argparse.ArgumentParser:
-    parser = cli.parser(__doc__, EXAMPLES)
-    parser.add_argument("--all", action="store_true", help="export, measure and analyze")
-    parser.add_argument("--export", action="store_true", help="write the models that do not exist yet")
-    parser.add_argument("--measure", action="store_true", help="measure what was not measured yet")
-    parser.add_argument("--analyze", action="store_true", help="write the tables and the report from the measurements")
-    parser.add_argument("--cases", type=Path, default=CASES, metavar="FILE",
-                        help="JSON with the sizes of the graphs (default: extras/graph_stages/test_cases.json)")
-    parser.add_argument("--graph", choices=tuple(GRAPH_KINDS), default="uniform", help="how edges are drawn (default: uniform)")
-    parser.add_argument("--edges", type=Path, metavar="FILE", help="a graph of your own: the numbers of two nodes on each line")
-    parser.add_argument("--undirected", action="store_true", help="each line of --edges stands for both directions")
-    parser.add_argument("--features", type=cli.count, metavar="N", help="values per node, in place of those in --cases")
-    parser.add_argument("--hidden", type=cli.count, metavar="N",
-                        help="values per node after the layer, in place of those in --cases")
-    parser.add_argument("--units", type=lambda text: text.upper().split(","), default=[], metavar="NAMES",
-                        help=f"{', '.join(KINDS)} or OpenVINO's names such as GPU.1, separated by commas (default: all)")
-    parser.add_argument("--cpu-runtime", choices=CPU_RUNTIMES,
-                        help=f"what runs stages on the CPU (default: {OPENVINO}; without it {TORCH})")
-    parser.add_argument("--threads", type=cli.count, default=0, metavar="N", help="of the CPU (default: the runtime's choice)")
-    parser.add_argument("--warmup", type=cli.count, default=10, metavar="N", help="runs before a measurement (default: 10)")
-    parser.add_argument("--runs", type=cli.count, default=50, metavar="N", help="runs in a measurement (default: 50)")
-    parser.add_argument("--seed", type=cli.whole, default=0, metavar="N", help="of graphs, features and weights (default: 0)")
-    parser.add_argument("--plain-regression", action="store_true",
-                        help="with --analyze: write the regression's bandwidth also where it means nothing, and mark it")
-    parser.add_argument("--retry-failed", action="store_true", help="measure stages again that failed earlier")
-    return parser
-
-
 def graphs_to_measure(args: argparse.Namespace) -> tuple[GraphSource, list[tuple[GraphSize, str]]]:
     """The source of the graphs, and the size and name of each."""
     sizes = read_cases(args.cases, args.features, args.hidden)
@@ -152,7 +124,30 @@ def measure_all_latencies(args: argparse.Namespace, workspace: Workspace) -> lis
 
 
 def main() -> None:
-    parser = argument_parser()
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--all", action="store_true", help="export, measure and analyze")
+    parser.add_argument("--export", action="store_true", help="write the models that do not exist yet")
+    parser.add_argument("--measure", action="store_true", help="measure what was not measured yet")
+    parser.add_argument("--analyze", action="store_true", help="write the tables and the report from the measurements")
+    parser.add_argument("--cases", type=Path, default=CASES, metavar="FILE",
+                        help="JSON with the sizes of the graphs (default: extras/graph_stages/test_cases.json)")
+    parser.add_argument("--graph", choices=tuple(GRAPH_KINDS), default="uniform", help="how edges are drawn (default: uniform)")
+    parser.add_argument("--edges", type=Path, metavar="FILE", help="a graph of your own: the numbers of two nodes on each line")
+    parser.add_argument("--undirected", action="store_true", help="each line of --edges stands for both directions")
+    parser.add_argument("--features", type=cli.count, metavar="N", help="values per node, in place of those in --cases")
+    parser.add_argument("--hidden", type=cli.count, metavar="N",
+                        help="values per node after the layer, in place of those in --cases")
+    parser.add_argument("--units", type=lambda text: text.upper().split(","), default=[], metavar="NAMES",
+                        help=f"{', '.join(KINDS)} or OpenVINO's names such as GPU.1, separated by commas (default: all)")
+    parser.add_argument("--cpu-runtime", choices=CPU_RUNTIMES,
+                        help=f"what runs stages on the CPU (default: {OPENVINO}; without it {TORCH})")
+    parser.add_argument("--threads", type=cli.count, default=0, metavar="N", help="of the CPU (default: the runtime's choice)")
+    parser.add_argument("--warmup", type=cli.count, default=10, metavar="N", help="runs before a measurement (default: 10)")
+    parser.add_argument("--runs", type=cli.count, default=50, metavar="N", help="runs in a measurement (default: 50)")
+    parser.add_argument("--seed", type=cli.whole, default=0, metavar="N", help="of graphs, features and weights (default: 0)")
+    parser.add_argument("--plain-regression", action="store_true",
+                        help="with --analyze: write the regression's bandwidth also where it means nothing, and mark it")
+    parser.add_argument("--retry-failed", action="store_true", help="measure stages again that failed earlier")
     args = parser.parse_args()
     if not (args.all or args.export or args.measure or args.analyze):
         parser.error("say what to do: --all, or one or more of --export, --measure and --analyze")

@@ -16,8 +16,6 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-import argparse
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -31,6 +29,7 @@ from hase.utils.fingerprint import has_cuda, machine
 from hase.utils.lazy import onnx, onnxruntime
 from hase.utils.logger import progress
 from hase.utils.ort_sessions import open_session
+from hase.utils.timing import timed, turns
 
 SIZES = tuple(4 << power for power in (0, 4, 8, 10, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 24, 26))  # bytes; to 256 MiB
 WAITING_ELEMENTS = (256, 4096, 65536)
@@ -66,14 +65,14 @@ def chain(operators: Sequence[str], elements: int) -> bytes:
 
 def graphs_of(elements: int, gpu: Side) -> dict[str, TimedGraph]:
     """The graphs timed at one size, by the names in `CopyTimes`."""
-    def timed(device: Side, inputs_on: Side, outputs_on: Side, *operators: str) -> TimedGraph:
+    def graph(device: Side, inputs_on: Side, outputs_on: Side, *operators: str) -> TimedGraph:
         return TimedGraph(chain(operators, elements), device, inputs_on, outputs_on)
 
-    return {"gpu": timed(gpu, gpu, gpu, "Abs", "Abs"), "one": timed(gpu, gpu, gpu, "Abs"),
-            "cpu": timed("cpu", "cpu", "cpu", "BitwiseNot"),
-            "to_host": timed(gpu, gpu, "cpu", "Abs", "BitwiseNot"), "to_gpu": timed(gpu, "cpu", gpu, "BitwiseNot", "Abs"),
-            "through_one": timed(gpu, gpu, gpu, "Abs", "BitwiseNot", "Abs"),
-            "through_four": timed(gpu, gpu, gpu, "Abs", *["BitwiseNot", "Abs"] * 4)}
+    return {"gpu": graph(gpu, gpu, gpu, "Abs", "Abs"), "one": graph(gpu, gpu, gpu, "Abs"),
+            "cpu": graph("cpu", "cpu", "cpu", "BitwiseNot"),
+            "to_host": graph(gpu, gpu, "cpu", "Abs", "BitwiseNot"), "to_gpu": graph(gpu, "cpu", gpu, "BitwiseNot", "Abs"),
+            "through_one": graph(gpu, gpu, gpu, "Abs", "BitwiseNot", "Abs"),
+            "through_four": graph(gpu, gpu, gpu, "Abs", *["BitwiseNot", "Abs"] * 4)}
 
 
 def waiting_graph(operator: str, elements: int, count: int, gpu: Side) -> TimedGraph:
@@ -117,15 +116,10 @@ def runner(timed: TimedGraph) -> Callable[[], Any]:
 
 def times_ms(run: Callable[[], Any]) -> list[float]:
     """Latencies of consecutive runs after two warm-up runs; fewer than RUNS if they are long."""
+    run_s = timed(run)
     for _ in range(2):
         run()
-    samples_ms: list[float] = []
-    end = time.perf_counter() + LONGEST_S
-    while len(samples_ms) < RUNS and (time.perf_counter() < end or len(samples_ms) < LEAST_RUNS):
-        begin = time.perf_counter()
-        run()
-        samples_ms.append(round(1e3 * (time.perf_counter() - begin), 5))
-    return samples_ms
+    return [round(1e3 * run_s(), 5) for _ in turns(LEAST_RUNS, LONGEST_S, RUNS)]
 
 
 def samples_ms(graphs: Mapping[str, TimedGraph]) -> dict[str, tuple[float, ...]]:
@@ -148,21 +142,13 @@ def measure(gpu: Side, sizes: Sequence[int]) -> tuple[tuple[CopyTimes, ...], tup
     return copies, waits
 
 
-def row(copy: CopyTimes) -> dict[str, Any]:
-    return {"bytes": copy.bytes, **{name: round(1e3 * min(samples), 1) for name, samples in copy.samples_ms.items()}}
-
-
-def option_parser() -> argparse.ArgumentParser:
+def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--out", type=Path, help="where the samples go (default: next to the target's dataset)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda",
                         help="cpu: all on the CPU, to try the command without a GPU (default: cuda)")
     parser.add_argument("--most-mib", type=cli.positive, default=256.0, help="largest tensor (default: 256)")
-    return parser
-
-
-def main() -> int:
-    args = option_parser().parse_args()
+    args = parser.parse_args()
     workspace = cli.start(args)
     if args.device == "cuda" and not has_cuda():
         raise UserError("copies between host and GPU need an NVIDIA GPU, and the driver of this machine finds none")
@@ -170,7 +156,8 @@ def main() -> int:
     target = local_target(args.device)
     measured = MeasuredCopies(target=target.name, machine=machine(args.device), copies=copies, waits=waits)
     files.write_json(args.out or copies_path(workspace.dataset(target.name)), measured)
-    cli.print_table([row(copy) for copy in copies], "shortest run, microseconds")
+    cli.print_table([{"bytes": copy.bytes, **{name: round(1e3 * min(samples), 1) for name, samples in copy.samples_ms.items()}}
+                     for copy in copies], "shortest run, microseconds")
     return 0
 
 

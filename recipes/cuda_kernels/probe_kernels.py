@@ -19,6 +19,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 import functools
 import itertools
 import json
+import math
 import os
 import tempfile
 from collections import defaultdict
@@ -67,19 +68,14 @@ ATTRIBUTES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Probe:
-    """One graph: an operator at a version, with one type for each of its type variables.
-
-    Attributes:
-        inputs, outputs: type variable (or fixed type) of each.
-        types: by type variable, in ONNX Runtime's spelling (`tensor(float)`).
-    """
+    """One graph: an operator at a version, with one type for each of its type variables."""
 
     domain: str
     op_type: str
     version: int
-    inputs: tuple[str, ...]
+    inputs: tuple[str, ...]  # the type variable (or fixed type) of each
     outputs: tuple[str, ...]
-    types: tuple[tuple[str, str], ...]
+    types: tuple[tuple[str, str], ...]  # by type variable, in ONNX Runtime's spelling (`tensor(float)`)
     attributes: tuple[tuple[str, Any], ...]
 
 
@@ -96,13 +92,7 @@ def tensor_types(allowed: Sequence[str]) -> list[str]:
 def combinations(variables: Mapping[str, Sequence[str]]) -> Iterator[dict[str, str]]:
     """All combinations of types; if too many, all for each pair of variables, with two usual types for the others."""
     names = list(variables)
-    if not names:
-        yield {}
-        return
-    total = 1
-    for name in names:
-        total *= len(variables[name])
-    if total <= MOST_COMBINATIONS:
+    if math.prod(map(len, variables.values())) <= MOST_COMBINATIONS:
         for types in itertools.product(*variables.values()):
             yield dict(zip(names, types, strict=True))
         return
@@ -119,19 +109,10 @@ def combinations(variables: Mapping[str, Sequence[str]]) -> Iterator[dict[str, s
 
 
 def usual_attribute(name: str, attribute: Any) -> Any:
-    """A valid value of a required attribute."""
-    kind = str(attribute.type).rsplit(".", 1)[-1]
-    if kind == "INT":
-        return 1
-    if kind == "FLOAT":
-        return 1.0
-    if kind == "STRING":
-        return "a"
-    if kind == "INTS":
-        return [1, 1] if "shape" in name or "pads" in name or name == "scales" else [0]
-    if kind == "FLOATS":
-        return [1.0, 1.0]
-    return None
+    """A valid value of a required attribute; None if its type has none here."""
+    integers = [1, 1] if "shape" in name or "pads" in name or name == "scales" else [0]
+    values = {"INT": 1, "FLOAT": 1.0, "STRING": "a", "INTS": integers, "FLOATS": [1.0, 1.0]}
+    return values.get(str(attribute.type).rsplit(".", 1)[-1])
 
 
 def probes_of(schema: Any, with_optional: bool) -> Iterator[Probe]:
@@ -179,18 +160,13 @@ def graph_of(probes: Sequence[Probe], opset: int) -> bytes:
     """A model with the unconnected graphs of several probes of one operator version."""
     nodes, inputs, outputs = [], [], []
     for number, probe in enumerate(probes):
-        types = dict(probe.types)
-
-        def spelled(name: str, types: dict[str, str] = types) -> str:
-            return types.get(name, name)
-
-        read = []
+        types, read = dict(probe.types), []
         for index, name in enumerate(probe.inputs):
             if not name:
                 read.append("")
                 continue
             tensor = f"x{number}_{index}"
-            inputs.append(onnx.helper.make_tensor_value_info(tensor, element_type(spelled(name)), None))
+            inputs.append(onnx.helper.make_tensor_value_info(tensor, element_type(types.get(name, name)), None))
             nodes.append(onnx.helper.make_node("Identity", [tensor], [f"i{number}_{index}"], name=f"in{number}_{index}"))
             read.append(f"i{number}_{index}")
         attributes: dict[str, Any] = {name: element_type(value) if name in ("to", "dtype") and isinstance(value, str) else value
@@ -238,11 +214,6 @@ def accepted_types(answer: Mapping[str, Any], schema: Any) -> list[dict[str, lis
     return products(accepted)
 
 
-def sorted_union(positions: Sequence[Sequence[int]]) -> list[int]:
-    """All indices that occur, in ascending order."""
-    return sorted({index for indices in positions for index in indices})
-
-
 def table_of(answers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
     """Types that the CUDA provider's kernel accepts, by domain, operator and version; null without a kernel."""
     by_version = {(known.domain, known.name, known.since_version): known for known in schemas()}
@@ -253,8 +224,9 @@ def table_of(answers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[s
         if answer["cuda"]:
             kernel = {"inputs": answer["inputs"], "outputs": answer["outputs"],
                       "variadic": any(str(parameter.option).endswith("Variadic") for parameter in schema.inputs),
-                      "types": accepted_types(answer, schema), "host_inputs": sorted_union(answer["host_inputs"]),
-                      "host_outputs": [] if answer["op_type"] == "MemcpyToHost" else sorted_union(answer["host_outputs"])}
+                      "types": accepted_types(answer, schema), "host_inputs": sorted(set().union(*answer["host_inputs"])),
+                      "host_outputs": [] if answer["op_type"] == "MemcpyToHost" else sorted(
+                          set().union(*answer["host_outputs"]))}
         table[answer["domain"]][answer["op_type"]][str(answer["version"])] = kernel
     return {domain: {name: versions for name, versions in operators.items() if any(versions.values())}
             for domain, operators in table.items()}

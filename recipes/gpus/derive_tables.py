@@ -90,24 +90,19 @@ def products(folder: Path) -> Iterator[pd.DataFrame]:
                       SAMPLES[f"{name} attention"], 5)
 
 
-def neusight_lines(frame: pd.DataFrame, kind: str, dtype: str, operator: str) -> pd.DataFrame:
-    return rows_of(frame, "neusight", kind, dtype, operator, NEUSIGHT_CARDS, "Device", "Latency", "split")
+def neusight_sample(frame: pd.DataFrame, kind: str, dtype: str, operator: str) -> pd.DataFrame:
+    rows = rows_of(frame, "neusight", kind, dtype, operator, NEUSIGHT_CARDS, "Device", "Latency", "split")
+    return sampled(rows, SAMPLES["neusight" if operator in ROW_OPERATORS else "neusight products"])
 
 
 def neusight(folder: Path) -> Iterator[pd.DataFrame]:
-    """A sample of kernels for each of NeuSight's operators."""
-    for rows in neusight_rows(folder):
-        yield sampled(rows, SAMPLES["neusight" if rows["operator"].iloc[0] in ROW_OPERATORS else "neusight products"])
-
-
-def neusight_rows(folder: Path) -> Iterator[pd.DataFrame]:
-    """All kernels of each of NeuSight's operators, in fp32; products without TF32."""
+    """A sample of kernels for each of NeuSight's operators, in fp32; products without TF32."""
     for name in ("bmm", "linear"):
         frame = pd.read_csv(folder / f"neusight_{name}.csv.xz")
         b, m, n, k = (frame[column].astype(float) for column in "BMNK")
         frame = frame.assign(shape=shape_text(frame, list("BMNK")), flops=2 * b * m * n * k, outputs=b * m * n,
                              moved_bytes=SINGLE * b * (m * k + k * n + m * n))
-        yield neusight_lines(frame, "product", "plain float32", name)
+        yield neusight_sample(frame, "product", "plain float32", name)
     frame = pd.read_csv(folder / "neusight_conv.csv.xz")
     b, cin, cout, window, size, stride, pad = (frame[column].astype(float) for column in (
         "B", "Input_Channel", "Output_Channel", "Kernel_Szie", "Input_Size", "Stride", "Padding"))
@@ -116,14 +111,14 @@ def neusight_rows(folder: Path) -> Iterator[pd.DataFrame]:
         shape=shape_text(frame, ["B", "Input_Channel", "Output_Channel", "Kernel_Szie", "Input_Size", "Stride", "Padding"]),
         flops=2 * b * side**2 * cout * cin * window**2, outputs=b * cout * side**2,
         moved_bytes=SINGLE * (b * cin * size**2 + cout * cin * window**2 + b * cout * side**2))
-    yield neusight_lines(frame, "convolution", "plain float32", "conv")
+    yield neusight_sample(frame, "convolution", "plain float32", "conv")
     for name in ROW_OPERATORS:
         frame = pd.read_csv(folder / f"neusight_{name}.csv.xz")
         elements = frame["B"].astype(float) * frame["H"].astype(float)
         frame = frame.assign(shape=name + shape_text(frame, ["B", "H"]), flops=FLOPS_EACH.get(name, 1) * elements,
                              outputs=elements, moved_bytes=SINGLE * elements * (3 if name in TWO_OPERANDS else 2))
         kind = "normalisation" if name in ("ln", "softmax") else "elementwise"
-        yield neusight_lines(frame, kind, "float32", name)
+        yield neusight_sample(frame, kind, "float32", name)
 
 
 def own(datasets: list[list[str]]) -> pd.DataFrame:

@@ -39,6 +39,7 @@ from hase.utils import cli
 from hase.utils.errors import UserError
 from hase.utils.logger import progress
 from hase.utils.paths import Workspace
+from hase.utils.timing import error_statistics
 
 CANDIDATES, WANTED = 3000, 2500  # kernels to choose from, and kernels of the models for which they should be useful
 EXAMPLES = """
@@ -103,11 +104,10 @@ def judge(predictor: Predictor, fitted: Fitted, base: Fitted, models: Sequence[C
 
 def summary(predicted: str, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The errors of some predictions, in per cent."""
-    errors = np.array([abs(row["error_%"]) for row in rows])
+    errors = error_statistics([row["predicted_ms"] for row in rows], [row["measured_ms"] for row in rows]).columns()
     held = [row["low_ms"] <= row["measured_ms"] <= row["high_ms"] for row in rows]
     widths = [row["high_ms"] / row["low_ms"] for row in rows]
-    return {"predicted": predicted, "models": len(rows), "MAPE_%": float(errors.mean()), "median_%": float(np.median(errors)),
-            "within_10_%": 100 * float((errors <= 10).mean()), "worst_%": float(errors.max()),
+    return {"predicted": predicted, "models": errors.pop("count"), **errors,
             "held_%": 100 * float(np.mean(held)), "median_high_over_low": float(np.median(widths))}
 
 

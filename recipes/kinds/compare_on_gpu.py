@@ -21,12 +21,11 @@ import os
 import signal
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
 
 from hase.benchmark.measuring.quiet_host import all_samples_ms
 from hase.benchmark.ort.probes import host_probe
@@ -42,6 +41,7 @@ from hase.records.kernel_record import numpy_dtype, session_dtype
 from hase.records.measurement import Effort
 from hase.records.operators import COPIES
 from hase.utils import cli, files
+from hase.utils.config import Frozen
 from hase.utils.errors import UserError
 from hase.utils.files import temporary_folder
 from hase.utils.fingerprint import WITHOUT_GPU, gpu_facts, package_version
@@ -57,6 +57,7 @@ log = get_logger("kinds")
 
 Work = Literal["real", "derived", "times"]
 REAL = "real_nodes.json.gz"
+PACKAGES = ("onnxruntime-gpu", "torch", "torchvision", "onnxscript", "onnx")  # that influence graphs and times
 MOST_RUNS = 10 ** 6  # of a model; a measurement ends by time, not by the number of runs
 TABLE_ROWS = 60  # of differences on the console; the file has all
 EXAMPLES = """
@@ -65,10 +66,8 @@ python recipes/kinds/compare_on_gpu.py out/kinds --out out/kinds_on_gpu --derive
 """
 
 
-class NodeRow(BaseModel):
+class NodeRow(Frozen):
     """One node; `inside` is the node whose body holds it ("" in the main graph), `types` are like `float32[1,64]`."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     op_type: str
@@ -89,24 +88,15 @@ class NodeRow(BaseModel):
         return self.op_type in COPIES
 
 
-class NodeList(BaseModel):
-    """The nodes of one model, in execution order.
-
-    Attributes:
-        way: `static`: all sizes are fixed before the graph is optimised; `dynamic`: a session with dynamic dimensions.
-        opsets: versions by domain.
-        kernels: number of nodes by kernel id, in Hase's record of the model.
-        error: why there are no nodes.
-    """
-
-    model_config = ConfigDict(frozen=True)
+class NodeList(Frozen):
+    """The nodes of one model, in execution order."""
 
     model: str
-    way: str
-    opsets: dict[str, int] = {}
+    way: str  # `static`: all sizes are fixed before the graph is optimised; `dynamic`: a session with dynamic dimensions
+    opsets: dict[str, int] = {}  # versions by domain
     nodes: tuple[NodeRow, ...] = ()
-    kernels: dict[str, int] = {}
-    error: str = ""
+    kernels: dict[str, int] = {}  # number of nodes by kernel id, in Hase's record of the model
+    error: str = ""  # why there are no nodes
 
 
 def ways_of(model: ListedModel) -> tuple[str, ...]:
@@ -228,15 +218,8 @@ def derived_nodes(model: ListedModel, path: Path, way: str) -> NodeList:
                     kernels=dict(Counter(row.kernel for row in rows if row.kernel)))
 
 
-def versions() -> dict[str, str]:
-    """Versions of the packages that influence graphs and times."""
-    return {name: package_version(name) for name in ("onnxruntime-gpu", "torch", "torchvision", "onnxscript", "onnx")}
-
-
-class Difference(BaseModel):
+class Difference(Frozen):
     """A node that differs between the graphs; `what` is `provider`, `operator`, `only real` or `only derived`."""
-
-    model_config = ConfigDict(frozen=True)
 
     model: str
     what: str
@@ -248,29 +231,18 @@ class Difference(BaseModel):
     tensor: str = ""
 
 
-class Compared(BaseModel):
-    """A model's derived graph compared with the real one.
-
-    Attributes:
-        way: see `NodeList`.
-        nodes: number of nodes of the real graph, without copies.
-        same: how many of these the derived graph has with the same operator and provider.
-        copies, derived_copies: numbers of MemcpyToHost and MemcpyFromHost in each.
-        kernels, same_kernels: number of kernels that Hase finds in the real graph, and how many of them the derived one has.
-        error: why nothing could be compared.
-    """
-
-    model_config = ConfigDict(frozen=True)
+class Compared(Frozen):
+    """A model's derived graph compared with the real one."""
 
     model: str
-    way: str = ""
-    nodes: int = 0
-    same: int = 0
-    copies: tuple[int, int] = (0, 0)
+    way: str = ""  # see `NodeList`
+    nodes: int = 0  # of the real graph, without copies
+    same: int = 0  # of these, how many the derived graph has with the same operator and provider
+    copies: tuple[int, int] = (0, 0)  # MemcpyToHost and MemcpyFromHost
     derived_copies: tuple[int, int] = (0, 0)
-    kernels: int = 0
-    same_kernels: int = 0
-    error: str = ""
+    kernels: int = 0  # that Hase finds in the real graph
+    same_kernels: int = 0  # of these, how many the derived graph has
+    error: str = ""  # why nothing could be compared
     differences: tuple[Difference, ...] = ()
 
     @property
@@ -449,15 +421,15 @@ def difference_rows(compared: Sequence[Compared]) -> list[dict[str, Any]]:
             | {"nodes": count, "models": ", ".join(sorted(where[key])[:4])} for key, count in alike.most_common()]
 
 
-def report(compared: Sequence[Compared], say: Callable[[str], None]) -> None:
+def report(compared: Sequence[Compared]) -> None:
     """Prints the differences, and how many graphs and nodes agree."""
     cli.print_table([model.columns() for model in compared if not model.agrees], "graphs that differ")
     rows = difference_rows(compared)
-    say("")
+    print()
     cli.print_table(rows[:TABLE_ROWS], "how they differ")
     nodes, same = sum(model.nodes for model in compared), sum(model.same for model in compared)
-    say(f"\n{sum(model.agrees for model in compared)} of {len(compared)} graphs agree; {same} of {nodes} nodes "
-        f"({same / max(1, nodes):.2%}) have the same operator and provider")
+    print(f"\n{sum(model.agrees for model in compared)} of {len(compared)} graphs agree; {same} of {nodes} nodes "
+          f"({same / max(1, nodes):.2%}) have the same operator and provider")
 
 
 def main() -> int:
@@ -484,6 +456,7 @@ def main() -> int:
     if not args.derive_only and not gpu_facts():
         raise UserError("this machine has no NVIDIA GPU; --derive-only compares with files from a machine with one")
     names, folder = [model.name for model in models], args.folder.resolve()
+    made_by = {"gpu": gpu_facts(), "versions": {name: package_version(name) for name in PACKAGES}}
     args.out.mkdir(parents=True, exist_ok=True)
     with temporary_folder() as scratch:
         def each(work: Work, jobs: int) -> list[dict[str, Any]]:
@@ -492,7 +465,7 @@ def main() -> int:
 
         if not args.derive_only:
             real = each("real", args.jobs)
-            document = json.dumps({"gpu": gpu_facts(), "versions": versions(), "sessions": real})
+            document = json.dumps({**made_by, "sessions": real})
             files.write_bytes(args.out / REAL, gzip.compress(document.encode()))
         times = [] if args.derive_only or args.no_times else each("times", 1)
         derived = [NodeList.model_validate(row) for row in each("derived", args.jobs)]
@@ -501,12 +474,11 @@ def main() -> int:
     if times:
         # the latency is that of the session that a user opens: with dynamic dimensions, if the model has any
         latest = {row["model"]: row for row in sorted(times, key=lambda row: row["way"] == "dynamic") if row.get("latency_ms")}
-        files.write_json(args.out / "on_gpu.json", {
-            "gpu": gpu_facts(), "versions": versions(), "models": list(latest.values()), "sessions": times})
+        files.write_json(args.out / "on_gpu.json", {**made_by, "models": list(latest.values()), "sessions": times})
     if args.json:
         cli.print_json({"graphs": [model.columns() for model in compared], "differences": difference_rows(compared)})
     else:
-        report(compared, print)
+        report(compared)
     return 0
 
 

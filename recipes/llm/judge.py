@@ -121,13 +121,6 @@ def measured_again(workspace: Workspace, rows: Iterable[Row]) -> list[Row]:
     return extended
 
 
-def measure_kernels(predictor: Predictor, workspace: Workspace, name: str) -> None:
-    """Measures the kernels of a model's points on this machine."""
-    model = language_model(workspace.root / "llm" / "models" / name)
-    measure_missing(predictor, model, [
-        request_at_point(model, point, point.generated) for point in measured_points(workspace, name)])
-
-
 def errors_of(rows: Iterable[Row]) -> list[Row]:
     """Errors of each kind of number, in per cent."""
     rows, table = list(rows), []
@@ -161,7 +154,9 @@ def main() -> int:
                           no_weights=not local)
     names = [name for name in measured_model_names(workspace) if not args.model or name in args.model]
     for name in names if local else ():
-        measure_kernels(predictor, workspace, name)
+        model = language_model(workspace.root / "llm" / "models" / name)
+        measure_missing(predictor, model, [
+            request_at_point(model, point, point.generated) for point in measured_points(workspace, name)])
     rows = [row for name in progress(names, "judging") for row in rows_of(predictor, workspace, name)]
     if args.again:
         rows = measured_again(Workspace(args.again), rows)

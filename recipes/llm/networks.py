@@ -25,20 +25,13 @@ class LanguageNetwork(Frozen):
 
 
 class LanguageNetworks(Frozen):
-    """The networks by name, which is also their family, and what is measured for each.
-
-    Attributes:
-        points: batch and prompt length, in tokens.
-        energy_points: those of `points` whose energy is measured, too.
-        memory_points: points whose memory is measured, each in its own process.
-        generate: tokens after the prompt.
-    """
+    """The networks by name, which is also their family, and what is measured for each."""
 
     networks: dict[str, LanguageNetwork]
-    points: tuple[Point, ...]
-    energy_points: tuple[Point, ...] = ()
-    memory_points: tuple[Point, ...]
-    generate: PositiveInt
+    points: tuple[Point, ...]  # batch and prompt length, in tokens
+    energy_points: tuple[Point, ...] = ()  # those of `points` whose energy is measured, too
+    memory_points: tuple[Point, ...]  # whose memory is measured, each in its own process
+    generate: PositiveInt  # tokens after the prompt
 
     def chosen(self, names: list[str]) -> dict[str, LanguageNetwork]:
         """The networks of these names, or all if none is named."""

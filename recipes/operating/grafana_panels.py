@@ -31,21 +31,15 @@ SOURCE = common.DataSourceRef(type_val="prometheus", uid="${datasource}")
 
 @dataclass(frozen=True)
 class Panel:
-    """The description of a panel.
-
-    Attributes:
-        queries: PromQL, each with the legend of its series.
-        kind: `lines`; `number`, the latest value; or `states`.
-        colours: of numbers and states, each with the smallest value that has it; None for the first.
-    """
+    """The description of a panel."""
 
     title: str
     description: str
     unit: str
-    queries: Sequence[tuple[str, str]]
+    queries: Sequence[tuple[str, str]]  # PromQL, each with the legend of its series
     width: int = 12
-    kind: str = "lines"
-    colours: Sequence[tuple[str, float | None]] = ()
+    kind: str = "lines"  # or `number`, the latest value; or `states`
+    colours: Sequence[tuple[str, float | None]] = ()  # of numbers and states, each with its smallest value; None for the first
 
 
 def metric(field: str, scale: float = 1.0) -> str:

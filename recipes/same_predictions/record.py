@@ -38,6 +38,7 @@ from hase.utils.logger import get_logger
 
 log = get_logger("same_predictions")
 MAX_SHOWN_CHANGES = 20
+NUMBERS = (int, float)  # types of JSON's numbers
 EXAMPLES = """
 python recipes/same_predictions/record.py
 python recipes/same_predictions/record.py --check
@@ -180,15 +181,11 @@ def differences(expected: Any, now: Any, tolerance: float, where: str = "") -> I
     elif isinstance(expected, list) and isinstance(now, list) and len(expected) == len(now):
         for index, (before, after) in enumerate(zip(expected, now, strict=True)):
             yield from differences(before, after, tolerance, f"{where}[{index}]")
-    elif _is_number(expected) and _is_number(now):
+    elif type(expected) in NUMBERS and type(now) in NUMBERS:
         if abs(expected - now) > tolerance * abs(expected):
             yield f"{where}: {expected!r} is now {now!r}"
     elif expected != now:
         yield f"{where}: {str(expected)[:200]} is now {str(now)[:200]}"
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def read_answers() -> dict[str, Any]:

@@ -59,7 +59,7 @@ def test_a_model_that_cannot_be_made_costs_only_itself(tmp_path: Path, monkeypat
     done = run_script(MAKE, "--out", tmp_path, "--only", "no_such_model")
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert "no_such_model: no such model; there are classify_resnet18" in done.stderr
-    monkeypatch.setattr(make_models, "recipes", lambda: [make_models.Recipe("bad", "tiny", fail)])
+    monkeypatch.setattr(make_models, "RECIPES", (make_models.Recipe("bad", "tiny", fail),))
     assert make_models.make("bad", tmp_path) == "ValueError: no such operator"
     assert not list(tmp_path.iterdir())
 

@@ -214,10 +214,10 @@ def write_plot(charts: Sequence[Chart], path: Path, title: str) -> None:
     save_figure(figure, path)
 
 
-def save_figure(figure: Figure, path: Path) -> None:
+def save_figure(figure: Figure, path: Path, dpi: int = 150) -> None:
     """Writes a figure of matplotlib to a file, completely or not at all, and closes it."""
     with files.replacing(path) as temporary:
-        figure.savefig(temporary, dpi=150)
+        figure.savefig(temporary, dpi=dpi)
     matplotlib.pyplot.close(figure)
 
 

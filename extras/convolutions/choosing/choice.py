@@ -12,9 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
-from hase.extras.convolutions.choosing.tables import LayerCase, by_run, families, group_key, named
+from hase.extras.convolutions.choosing.tables import LayerCase, by_run, group_key, named
 from hase.extras.convolutions.profiling.algorithms import ConvShape, NotSupported, convolution_shape
 from hase.learned.kernels.estimators import SHARED, KernelModel
 from hase.learned.kernels.features import FeatureSchema, KernelRows
@@ -23,11 +22,11 @@ from hase.model_zoo.exporting.torch_models import bare, check_names
 from hase.training.kernels.fitting import problem_of, train_booster
 from hase.utils.errors import UserError
 from hase.utils.lazy import torch
+from hase.utils.timing import Floats
 
 if TYPE_CHECKING:
     from hase.extras.convolutions.profiling.algorithms import Convolution, Tensor
 
-Floats = npt.NDArray[np.float64]
 LEAST_ROWS = 20  # that an algorithm needs for a booster of its own
 SETTINGS = XgboostSettings(trees=300, depth=4, min_leaf_weight=1.0, objective="squarederror")
 SEED = 7
@@ -188,7 +187,7 @@ def left_out_times(cases: Sequence[LayerCase]) -> list[dict[str, float]]:
     """Predicted times (ms) of each case by algorithm, without training on its model family; none for a single family."""
     times: list[dict[str, float]] = [{} for _ in cases]
     for gpu in sorted({case.gpu for case in cases}):
-        for family in families(case for case in cases if case.gpu == gpu):
+        for family in sorted({case.family for case in cases if case.gpu == gpu}):
             left_out = [index for index, case in enumerate(cases) if (case.gpu, case.family) == (gpu, family)]
             others = [case for case in cases if case.gpu == gpu and case.family != family]
             if not others:
@@ -215,17 +214,12 @@ def regret_rows(cases: Sequence[LayerCase], predicted: Sequence[Mapping[str, flo
         errors = [abs(time_ms / case.times_ms[name] - 1) for case, predicted_ms in zip(run, times, strict=True)
                   for name, time_ms in predicted_ms.items()]
         rows.append(named(key) | {
-            "layers": len(run), "algorithms": len(set().union(*map(tried, run))),
+            "layers": len(run), "algorithms": len(set().union(*({*case.times_ms, *case.refused} for case in run))),
             "with_a_choice": sum(len(case.times_ms) > 1 for case in run),
             "right": sum(name == case.best for case, name in zip(run, chosen, strict=True)), "best_ms": best_ms,
             "chosen_ms": chosen_ms, "regret_percent": 100 * (chosen_ms / best_ms - 1),
             "library_regret_percent": _excess_percent(by_library), "time_error_percent": 100 * float(np.mean(errors))})
     return rows
-
-
-def tried(case: LayerCase) -> set[str]:
-    """Algorithms that ran a case or were refused for it."""
-    return {*case.times_ms, *case.refused}
 
 
 def _excess_percent(cases: Sequence[LayerCase]) -> float | None:

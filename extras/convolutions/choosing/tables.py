@@ -14,15 +14,15 @@ import numpy as np
 
 from hase.extras.convolutions.profiling.algorithms import DEFAULT, GUESS, ConvShape
 from hase.model_zoo.exporting.torch_models import group_of
-from hase.utils import files
 from hase.utils.errors import UserError
 from hase.utils.files import temporary_folder
 from hase.utils.lazy import matplotlib
 from hase.utils.lazy import pandas as pd
+from hase.utils.pages.charts import save_figure
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure
+    from matplotlib.axes import Axes
 
 
 MEASURE = "python extras/convolutions/run_profile.py --model vgg16 --algorithm guess"
@@ -35,12 +35,7 @@ COLUMNS = ("gpu", "model", "input_size", "batch", "dtype", "tf32")  # the fields
 
 @dataclass(frozen=True)
 class LayerCase:
-    """One call of a convolution in a model at one input size, with its time under each algorithm.
-
-    Attributes:
-        library_choice: the algorithm that the library itself chose; "" if that was not measured.
-        library_ms: time under the library's choice.
-    """
+    """One call of a convolution in a model at one input size, with its time under each algorithm."""
 
     gpu: str
     model: str
@@ -49,8 +44,8 @@ class LayerCase:
     shape: ConvShape
     tf32: bool
     times_ms: dict[str, float]
-    library_choice: str = ""
-    library_ms: float | None = None
+    library_choice: str = ""  # the algorithm that the library itself chose; "" if that was not measured
+    library_ms: float | None = None  # the time under it
     refused: frozenset[str] = frozenset()
 
     @property
@@ -162,46 +157,44 @@ def by_run(cases: Iterable[LayerCase]) -> dict[Group, list[LayerCase]]:
     return dict(sorted(runs.items()))
 
 
-def families(cases: Iterable[LayerCase]) -> list[str]:
-    """All model families, sorted."""
-    return sorted({case.family for case in cases})
-
-
 # plots -------------------------------------------------------------------------------------------------------------------
+
+@contextmanager
+def plot(path: Path) -> Iterator[Axes]:
+    """The axes to draw on within the block; then the plot gets its legend, and is written."""
+    matplotlib.use("Agg")
+    figure, axes = matplotlib.pyplot.subplots(figsize=(9, 5), layout="constrained")
+    yield axes
+    figure.legend(loc="outside right upper", fontsize="small")
+    save_figure(figure, path, dpi=120)
+
 
 def draw_times(overall: pd.DataFrame, path: Path, title: str) -> None:
     """Plots time over input size for one model and setting, a line per algorithm; dashed ones need a fallback."""
-    matplotlib.use("Agg")
-    figure, axes = matplotlib.pyplot.subplots(figsize=(9, 5), layout="constrained")
-    for name, rows in overall[overall["mean"].notna()].sort_values("input_size").groupby("algorithm", sort=True):
-        mixed = bool(rows["layers_not_supported"].any())
-        spread = rows["std"].to_numpy(dtype=float)
-        axes.errorbar(rows["input_size"], rows["mean"], yerr=spread, fmt="o--" if mixed else "o-", markersize=3, capsize=2,
-                      label=f"{name}{' (partly the library’s choice)' if mixed else ''}")
-    axes.set(xlabel="input size (pixels)", ylabel="time of a run (ms)", title=title, yscale="log")
-    axes.grid(color="0.9", which="both")
-    figure.legend(loc="outside right upper", fontsize="small")
-    _save(figure, path)
+    with plot(path) as axes:
+        for name, rows in overall[overall["mean"].notna()].sort_values("input_size").groupby("algorithm", sort=True):
+            mixed = bool(rows["layers_not_supported"].any())
+            spread = rows["std"].to_numpy(dtype=float)
+            axes.errorbar(rows["input_size"], rows["mean"], yerr=spread, fmt="o--" if mixed else "o-", markersize=3, capsize=2,
+                          label=f"{name}{' (partly the library’s choice)' if mixed else ''}")
+        axes.set(xlabel="input size (pixels)", ylabel="time of a run (ms)", title=title, yscale="log")
+        axes.grid(color="0.9", which="both")
 
 
 def draw_energy(overall: pd.DataFrame, path: Path, title: str) -> None:
     """Plots energy of a run over its time, one line per algorithm from smallest to largest input."""
-    matplotlib.use("Agg")
-    figure, axes = matplotlib.pyplot.subplots(figsize=(9, 5), layout="constrained")
-    for name, rows in overall.sort_values("input_size").groupby("algorithm", sort=True):
-        (line,) = axes.plot(rows["mean"], rows[ENERGY], "o-", markersize=3, label=name)
-        for size, *point in rows[["input_size", "mean", ENERGY]].itertuples(index=False):
-            axes.annotate(f"{size:.0f}", (point[0], point[1]), (3, 3), textcoords="offset points", fontsize=6,
-                          color=line.get_color())
-    axes.set(xlabel="time of a run (ms)", ylabel="energy of a run (J)", title=title, xscale="log", yscale="log")
-    axes.grid(color="0.9", which="both")
-    figure.legend(loc="outside right upper", fontsize="small")
-    _save(figure, path)
+    with plot(path) as axes:
+        for name, rows in overall.sort_values("input_size").groupby("algorithm", sort=True):
+            (line,) = axes.plot(rows["mean"], rows[ENERGY], "o-", markersize=3, label=name)
+            for size, time_ms, energy_j in rows[["input_size", "mean", ENERGY]].itertuples(index=False):
+                axes.annotate(f"{size:.0f}", (time_ms, energy_j), (3, 3), textcoords="offset points", fontsize=6,
+                              color=line.get_color())
+        axes.set(xlabel="time of a run (ms)", ylabel="energy of a run (J)", title=title, xscale="log", yscale="log")
+        axes.grid(color="0.9", which="both")
 
 
 def draw_layers(cases: Sequence[LayerCase], path: Path, title: str) -> None:
     """Plots a bar per algorithm that runs all layers, and one for the best of each layer, split into the slowest layers."""
-    matplotlib.use("Agg")
     names = sorted(set.intersection(*(set(case.times_ms) for case in cases)))
     bars = {name: [case.times_ms[name] for case in cases] for name in names}
     if library_algorithm(cases[0].gpu) not in names and all(case.library_ms is not None for case in cases):
@@ -209,20 +202,18 @@ def draw_layers(cases: Sequence[LayerCase], path: Path, title: str) -> None:
     bars[BEST] = [case.best_ms for case in cases]
     weight = np.array(list(bars.values())).max(axis=0)
     shown = sorted(np.argsort(-weight)[:MOST_LAYERS])
-    figure, axes = matplotlib.pyplot.subplots(figsize=(9, 5), layout="constrained")
     left = np.zeros(len(bars))
-    colours = matplotlib.pyplot.get_cmap("tab20")
     parts = [(cases[index].layer, np.array([times[index] for times in bars.values()])) for index in shown]
     rest = np.array([sum(times) for times in bars.values()]) - sum((part for _, part in parts), np.zeros(len(bars)))
-    for number, (layer, times) in enumerate([*parts, (OTHERS, rest)] if len(cases) > len(shown) else parts):
-        axes.barh(list(bars), times, left=left, label=layer, color="0.8" if layer == OTHERS else colours(number % 20))
-        left += times
-    axes.invert_yaxis()
-    axes.set(xlabel="time of all convolutions (ms)", title=title)
-    axes.grid(color="0.9", axis="x")
-    axes.set_axisbelow(True)
-    figure.legend(loc="outside right upper", fontsize="small")
-    _save(figure, path)
+    with plot(path) as axes:
+        colours = matplotlib.pyplot.get_cmap("tab20")
+        for number, (layer, times) in enumerate([*parts, (OTHERS, rest)] if len(cases) > len(shown) else parts):
+            axes.barh(list(bars), times, left=left, label=layer, color="0.8" if layer == OTHERS else colours(number % 20))
+            left += times
+        axes.invert_yaxis()
+        axes.set(xlabel="time of all convolutions (ms)", title=title)
+        axes.grid(color="0.9", axis="x")
+        axes.set_axisbelow(True)
 
 
 def draw_all(overall: pd.DataFrame, runs: dict[Group, list[LayerCase]], folder: Path) -> list[Path]:
@@ -246,8 +237,3 @@ def draw_all(overall: pd.DataFrame, runs: dict[Group, list[LayerCase]], folder: 
         draw_layers(runs[group], paths[-1], f"{model} at {size}x{size}, batch {batch}, {dtype}, on {gpu}")
     return paths
 
-
-def _save(figure: Figure, path: Path) -> None:
-    with files.replacing(path) as temporary:
-        figure.savefig(temporary, dpi=120)
-    matplotlib.pyplot.close(figure)

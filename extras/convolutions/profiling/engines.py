@@ -46,6 +46,7 @@ DTYPES = {"fp32": 0, "fp16": 2}  # cudnnDataType_t
 FLOAT = DTYPES["fp32"]
 CROSS_CORRELATION = 1  # cudnnConvolutionMode_t
 DEFAULT_MATH, TENSOR_OP_MATH, FMA_MATH = 0, 1, 3  # cudnnMathType_t; the default allows TF32 from Ampere on
+NUMBERS = {name: algorithm.number for name, algorithm in GPU_ALGORITHMS.items() if algorithm.number is not None}  # cuDNN's
 MOST_CHOICES = 8  # that the heuristic is asked for
 MAPS = Path("/proc/self/maps")  # the files that this process has mapped
 
@@ -179,7 +180,7 @@ class Cudnn:
         ranked, count = (_Choice * MOST_CHOICES)(), c_int()
         check(library().cudnnGetConvolutionForwardAlgorithm_v7(
             self._handle, *descriptors.handles, MOST_CHOICES, byref(count), ranked))
-        names = {choice.number: name for name, choice in GPU_ALGORITHMS.items() if choice.number is not None}
+        names = {number: name for name, number in NUMBERS.items()}
         return [Choice(names[choice.algorithm], choice.math) for choice in ranked[:count.value]
                 if choice.status == SUCCESS and choice.algorithm in names]
 
@@ -257,14 +258,6 @@ class Ai3Engine:
         return LayerPlan(lambda images: convolution.forward(images.contiguous()), self._algorithm)
 
 
-def number_of(algorithm: str) -> int:
-    """cuDNN's number of an algorithm."""
-    number = GPU_ALGORITHMS[algorithm].number
-    if number is None:
-        raise ValueError(f"{algorithm} has no number of cuDNN")
-    return number
-
-
 class CudnnEngine:
     """cuDNN's legacy API, with a named algorithm or (`guess`) the first choice of its heuristic."""
 
@@ -276,7 +269,7 @@ class CudnnEngine:
         descriptors = Descriptors(shape, self._tf32)
         self._cudnn.use_stream()
         name = self._algorithm.name if self._algorithm.number is not None else self._chosen(descriptors, shape)
-        number = number_of(name)
+        number = NUMBERS[name]
         size = self._cudnn.workspace_bytes(descriptors, number)
 
         def run(images: Tensor) -> Tensor:
@@ -293,7 +286,7 @@ class CudnnEngine:
         for algorithm, math in self._cudnn.choices(descriptors):
             descriptors.set_math(math if self._tf32 or shape.dtype != "fp32" else FMA_MATH)
             try:
-                self._cudnn.workspace_bytes(descriptors, number_of(algorithm))
+                self._cudnn.workspace_bytes(descriptors, NUMBERS[algorithm])
             except NotSupported as error:
                 refused = error
             else:
@@ -319,23 +312,15 @@ def fallback_of(device: str) -> Algorithm:
 
 @dataclass(frozen=True)
 class LayerCall:
-    """One call of a convolution in a run of the model.
+    """One call of a convolution in a run of the model."""
 
-    Attributes:
-        layer: the module's name; a second call of the same module is `<name>.call2`.
-        shape: None if the padding has no shape (see `convolution_shape`).
-        status, detail: `ok`, or the library's status and reason if the requested algorithm cannot run it.
-        algorithm: what runs the layer; "" for nothing.
-        output_error: relative difference to torch's output (Euclidean norm); None if nothing ran.
-    """
-
-    layer: str
-    shape: ConvShape | None
-    status: str
-    detail: str = ""
-    algorithm: str = ""
+    layer: str  # the module's name; a second call of the same module is `<name>.call2`
+    shape: ConvShape | None  # None if the padding has no shape (see `convolution_shape`)
+    status: str  # `ok`, or the library's if the requested algorithm cannot run it
+    detail: str = ""  # the library's reason
+    algorithm: str = ""  # what runs the layer; "" for nothing
     workspace_bytes: int = 0
-    output_error: float | None = None
+    output_error: float | None = None  # relative difference to torch's output (Euclidean norm); None if nothing ran
 
 
 class ForcedModel:

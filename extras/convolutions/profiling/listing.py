@@ -28,11 +28,6 @@ SUBMITTED = "submitted.txt"  # in a folder of results: the output of sbatch; its
 MODELS = ("vgg16", "densenet121", "resnet152", "googlenet", "alexnet", "resnet50")
 
 
-def slurm_feature(gpu: str) -> str:
-    """Slurm's feature for nodes with this GPU, e.g. `gpul40s`."""
-    return f"gpu{gpu}"
-
-
 def gpu_name(device: str) -> str:
     """Short name of this machine's device, `cpu` or `cuda`."""
     if device == "cpu":
@@ -48,7 +43,7 @@ def checked_gpu(gpu: str, device: str) -> str:
     if gpu != gpu_name(device):
         here = gpu_facts()["name"] if device == "cuda" else "a CPU: no NVIDIA GPU that the driver can talk to"
         raise UserError(f"--gpu {gpu}: the device of this machine is {here}; use --gpu {gpu_name(device)}, or run on a machine "
-                        f"with {GPUS.get(gpu, 'that device')} (sinfo -C {slurm_feature(gpu)} lists Slurm's)")
+                        f"with {GPUS.get(gpu, 'that device')} (sinfo -C gpu{gpu} lists Slurm's)")
     return gpu
 
 

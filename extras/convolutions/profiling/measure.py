@@ -52,17 +52,11 @@ log = get_logger("convolutions")
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Time of one call of a layer.
+    """Time of one call of a layer."""
 
-    Attributes:
-        ms: the device's time; on a GPU it includes part of the events around it (`event_overhead_ms`).
-        host_ms: the host's time, from hook to hook.
-        late: the GPU began before the host had launched everything, so it may have waited for the host.
-    """
-
-    ms: float
-    host_ms: float
-    late: bool
+    ms: float  # the device's; on a GPU it includes part of the events around it (`event_overhead_ms`)
+    host_ms: float  # from hook to hook
+    late: bool  # the GPU began before the host had launched everything, so it may have waited for the host
 
 
 class LayerTimer:
@@ -124,15 +118,10 @@ def hold(device: str, ms: float) -> None:
 
 @dataclass(frozen=True)
 class CallTimes:
-    """Times of one call of a layer over several runs.
+    """Times of one call of a layer over several runs."""
 
-    Attributes:
-        samples_ms: from runs in which the host was ahead of the GPU; if there are none, from all runs.
-        ahead_runs: number of runs with the host ahead. If 0, the times are partly the host's.
-    """
-
-    samples_ms: tuple[float, ...]
-    ahead_runs: int
+    samples_ms: tuple[float, ...]  # from runs in which the host was ahead of the GPU; if there are none, from all runs
+    ahead_runs: int  # with the host ahead; if 0, the times are partly the host's
     host_ms: float
 
 
@@ -191,30 +180,21 @@ FEWEST_RUNS = 3
 
 
 class ProfileSettings(Frozen):
-    """What one results folder holds (`profile.json`). A resumed run must ask for the same, except for the sizes.
-
-    Attributes:
-        gpu: short name of the device: `h200`, `cpu`.
-        device, dtype: `cuda` or `cpu`; `fp32` or `fp16`.
-        tf32: whether single precision may use TF32 (GPUs since Ampere).
-        fallback: whether the library's choice runs the layers that the algorithm cannot.
-        input_sizes: heights (= widths) of the input, in pixels.
-        warmup, measure: runs before and in each measurement.
-    """
+    """What one results folder holds (`profile.json`). A resumed run must ask for the same, except for the sizes."""
 
     version: int = VERSION
     model: str
     algorithm: str
-    gpu: str
-    device: str
+    gpu: str  # short name of the device: `h200`, `cpu`
+    device: str  # `cuda` or `cpu`
     device_name: str
     batch: int = 1
-    dtype: str = "fp32"
-    tf32: bool = True
-    fallback: bool = False
-    input_sizes: tuple[int, ...]
-    warmup: int = 10
-    measure: int = 30
+    dtype: str = "fp32"  # or `fp16`
+    tf32: bool = True  # whether single precision may use TF32 (GPUs since Ampere)
+    fallback: bool = False  # whether the library's choice runs the layers that the algorithm cannot
+    input_sizes: tuple[int, ...]  # heights (= widths) of the input, in pixels
+    warmup: int = 10  # runs before each measurement
+    measure: int = 30  # runs in it
 
     @property
     def name(self) -> str:
@@ -262,28 +242,17 @@ def even_sizes(count: int, smallest: int, largest: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Instruments:
-    """What profiles are measured with: sensors, tracing and limits.
-
-    Attributes:
-        sensor: reads the device's power, or None. Used only in energy measurements, since its thread takes host time.
-        energy_s: length of the energy measurement, in seconds; 0 for none.
-        idle_w: power of the idle device; None if unknown.
-        no_energy: why there is no energy; "" if there is.
-        energy_of_mixed: whether to measure energy when some layers run by fallback.
-        traced: whether CUPTI records the CUDA kernels of each layer.
-        event_overhead_ms: what a pair of CUDA events adds to a layer's time; None if unknown.
-        longest_s: a slower model gets fewer runs, but at least FEWEST_RUNS.
-    """
+    """What profiles are measured with: sensors, tracing and limits."""
 
     device: str
-    sensor: PowerSensor | None = None
-    energy_s: float = 3.0
-    idle_w: float | None = None
-    no_energy: str = ""
-    energy_of_mixed: bool = True
-    traced: bool = True
-    event_overhead_ms: float | None = None
-    longest_s: float = math.inf
+    sensor: PowerSensor | None = None  # of power; used only in energy measurements, since its thread takes host time
+    energy_s: float = 3.0  # length of the energy measurement; 0 for none
+    idle_w: float | None = None  # power of the idle device; None if unknown
+    no_energy: str = ""  # why there is no energy; "" if there is
+    energy_of_mixed: bool = True  # whether to measure energy when some layers run by fallback
+    traced: bool = True  # whether CUPTI records the CUDA kernels of each layer
+    event_overhead_ms: float | None = None  # what a pair of CUDA events adds to a layer's time; None if unknown
+    longest_s: float = math.inf  # a slower model gets fewer runs, but at least FEWEST_RUNS
 
 
 def measure_profile(unit: ProfileUnit, forced: ForcedModel, instruments: Instruments) -> list[Measurement]:

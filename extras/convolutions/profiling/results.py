@@ -55,23 +55,18 @@ class ResultsJournal(JournalFile):
     def __init__(self, folder: Path, name: str) -> None:
         super().__init__(folder / JOURNAL)
         self._folder, self._name = folder, name
-        self.tables = self._write()
+        write_tables(folder, name, self.blocks)
 
     def append(self, block: Block) -> None:
         super().append(block)
-        self.tables = self._write()
-
-    def _write(self) -> tuple[Path, Path]:
-        return write_tables(self._folder, self._name, self.blocks)
+        write_tables(self._folder, self._name, self.blocks)
 
 
-def write_tables(folder: Path, name: str, blocks: Iterable[Block]) -> tuple[Path, Path]:
-    """Writes both tables and returns their paths."""
+def write_tables(folder: Path, name: str, blocks: Iterable[Block]) -> None:
+    """Writes both tables."""
     measurements = list(best_measurements(blocks).values())
-    overall, layers = folder / f"{name}_overall.csv", folder / f"{name}_layers.csv"
-    files.write_csv(overall, (*OVERALL, *OVERALL_MORE), overall_rows(measurements))
-    files.write_csv(layers, (*LAYERS, *LAYERS_MORE), layer_rows(measurements))
-    return overall, layers
+    files.write_csv(folder / f"{name}_overall.csv", (*OVERALL, *OVERALL_MORE), overall_rows(measurements))
+    files.write_csv(folder / f"{name}_layers.csv", (*LAYERS, *LAYERS_MORE), layer_rows(measurements))
 
 
 SHOWN = ("model", "algorithm", "input_size", "batch", "mean", "std", "min", "max", "layers_ms", "power_mean_w",

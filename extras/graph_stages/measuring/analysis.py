@@ -26,6 +26,7 @@ from hase.utils.config import Frozen
 from hase.utils.errors import UserError, first_problem
 from hase.utils.lazy import matplotlib, scipy, sklearn
 from hase.utils.logger import get_logger
+from hase.utils.pages.charts import save_figure
 from hase.utils.paths import Workspace
 
 LEAST_R2 = 0.8  # below, the time does not follow the bytes
@@ -42,12 +43,7 @@ REMAKE = "python extras/graph_stages/profile_stages.py --analyze"
 class Regression:
     """The line latency = slope · bytes + intercept for one stage (from 1) on one unit, by least squares.
 
-    Attributes:
-        slope_low, slope_high: 95 % confidence interval of the slope (Student's t, points − 2 degrees of freedom). It covers
-            noise, not curvature.
-        bandwidth: in MB/s, 1000 / slope / 1024²; None if it is not meaningful.
-        reason: why the bandwidth is None or not meaningful; else "".
-        plain: whether the bandwidth is given even if it is not meaningful.
+    The slope's 95 % confidence interval (Student's t, points − 2 degrees of freedom) covers noise, not curvature.
     """
 
     unit: str
@@ -58,9 +54,9 @@ class Regression:
     slope_high: float | None = None
     intercept_ms: float | None = None
     r2: float | None = None
-    bandwidth: float | None = None
-    reason: str = ""
-    plain: bool = False
+    bandwidth: float | None = None  # in MB/s, 1000 / slope / 1024²; None if it is not meaningful
+    reason: str = ""  # why the bandwidth is None or not meaningful; else ""
+    plain: bool = False  # whether the bandwidth is given even if it is not meaningful
 
     def transfer_ms(self, moved_bytes: int, total_ms: float) -> float | None:
         """The part of a time proportional to bytes, at most all of it (unless `plain`); None without a bandwidth."""
@@ -362,9 +358,7 @@ def draw(records: Sequence[StageRecord], fits: Mapping[tuple[str, int], Regressi
         axes.set(title=unit, xscale="log", yscale="log", xlabel="bytes of inputs and outputs (MB)", ylabel="latency (ms)")
         axes.grid(color="0.9")
         axes.legend(fontsize="small")
-    with files.replacing(path) as temporary:
-        figure.savefig(temporary, dpi=120)
-    matplotlib.pyplot.close(figure)
+    save_figure(figure, path, dpi=120)
 
 
 def _draw_stage(axes: matplotlib.pyplot.Axes, records: Sequence[StageRecord], fit: Regression) -> None:

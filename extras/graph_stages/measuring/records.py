@@ -40,38 +40,29 @@ class UnitReport(Frozen):
 class StageRecord(Frozen):
     """Times of one stage on one unit at one size.
 
-    Attributes:
-        graph: source of the edges: `uniform`, `power_law`, or a file name.
-        runtime, ran_on: what really ran it, and where: `CPU` if PyTorch replaced another unit.
-        fallback: why the unit's own runtime did not run it; "" if it did.
-        precision: of the weights in the model's file, `FP32` or `FP16`; inputs and outputs are FP32.
-        inference_precision: of the computation, `f32` or `f16`; `tf32` is never used.
-        threads: on the CPU; 0 is the runtime's default.
-        samples_ms: one per run, with inputs and outputs in the host's memory, so copies to and from the unit are included.
-        resident_samples_ms: the same in the unit's own memory; empty if not measured. A CPU has no copies, so `samples_ms`
-            apply.
-        model: name of the file that ran; "" for PyTorch.
+    `samples_ms` are one per run, with inputs and outputs in the host's memory, so copies to and from the unit are included.
+    `resident_samples_ms` are the same in the unit's own memory; empty if not measured, as on a CPU, which has no copies.
     """
 
     nodes: int
     edges: int
     features: int
     hidden: int
-    graph: str
+    graph: str  # source of the edges: `uniform`, `power_law`, or a file name
     unit: str
     stage: int
     stage_name: str
-    runtime: str
-    ran_on: str
-    fallback: str = ""
-    precision: str
-    inference_precision: str
-    threads: int = 0
+    runtime: str  # what really ran it
+    ran_on: str  # where: `CPU` if PyTorch replaced another unit
+    fallback: str = ""  # why the unit's own runtime did not run it; "" if it did
+    precision: str  # of the weights in the model's file, `FP32` or `FP16`; inputs and outputs are FP32
+    inference_precision: str  # of the computation, `f32` or `f16`; `tf32` is never used
+    threads: int = 0  # on the CPU; 0 is the runtime's default
     bytes_in: int
     bytes_out: int
     samples_ms: tuple[float, ...] = ()
     resident_samples_ms: tuple[float, ...] = ()
-    model: str = ""
+    model: str = ""  # name of the file that ran; "" for PyTorch
     status: Status = "ok"
     error: str = ""
 
@@ -102,21 +93,15 @@ class StageRecord(Frozen):
 
 
 class RawMeasurements(Frozen):
-    """All records of one machine, ordered by size, unit and stage.
-
-    Attributes:
-        warmup, runs: number of runs of each stage before and in its measurement.
-        seed: of the graphs, their features and the weights.
-        units: every unit that was looked for, including absent ones.
-    """
+    """All records of one machine, ordered by size, unit and stage."""
 
     version: int = VERSION
     machine: dict[str, Any]
     versions: dict[str, str]
-    warmup: int
-    runs: int
-    seed: int
-    units: tuple[UnitReport, ...]
+    warmup: int  # runs of each stage before its measurement
+    runs: int  # and in it
+    seed: int  # of the graphs, their features and the weights
+    units: tuple[UnitReport, ...]  # every unit that was looked for, including absent ones
     records: tuple[StageRecord, ...]
 
 

@@ -114,25 +114,19 @@ def choose_units(reports: Sequence[UnitReport], requested: Sequence[str]) -> lis
 # tasks -------------------------------------------------------------------------------------------------------------------
 
 class StageTask(Frozen):
-    """One stage to measure on one unit, on one graph.
-
-    Attributes:
-        runtime: what should run it: `openvino`, `ort` or `torch`; another `runtime_version` is measured again.
-        threads: on the CPU; 0 is the runtime's default.
-        models: the folder with `onnx_models` and `ir_models`.
-    """
+    """One stage to measure on one unit, on one graph."""
 
     size: GraphSize
     source: GraphSource = GraphSource()
     graph: str
     unit: str
     stage: int
-    runtime: str
-    runtime_version: str = ""
-    threads: int = 0
+    runtime: str  # what should run it: `openvino`, `ort` or `torch`
+    runtime_version: str = ""  # another one is measured again
+    threads: int = 0  # on the CPU; 0 is the runtime's default
     warmup: int = 10
     runs: int = 50
-    models: str
+    models: str  # the folder with `onnx_models` and `ir_models`
 
     @property
     def id(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache, partial
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -52,7 +52,7 @@ def measure_stage(task: StageTask) -> Measurement:
     except Refused as refused:
         return failed_measurement(task, "failed", str(refused), began)
     feed = task.tensors
-    samples_ms = time_runs_ms(partial(opened.run, feed), task.runs, warmup=task.warmup)
+    samples_ms = rounded(time_runs_ms(partial(opened.run, feed), task.runs, warmup=task.warmup))
     quantities = {}
     if opened.memory != HOST:
         values = {name: opened.to_unit(name, feed[name]) for name in task.definition.inputs}
@@ -61,16 +61,19 @@ def measure_stage(task: StageTask) -> Measurement:
         return failed_measurement(task, "failed", f"{opened.runtime}: after {task.runs} runs {why}", began)
     facts = facts_of(task) | {"runtime": opened.runtime, "ran_on": opened.ran_on, "fallback": fallback,
                               "inference_precision": opened.inference_precision, "threads": opened.threads}
-    return Measurement(subject=SUBJECT, id=task.id, label="run", context="alone", place="alone", facts=facts,
-                       samples_ms=rounded(samples_ms), quantities=quantities, started=began, ended=now())
+    return alone(task.id, facts=facts, samples_ms=samples_ms, quantities=quantities, started=began, ended=now())
+
+
+def alone(name: str, subject: str = SUBJECT, label: str = "run", **fields: Any) -> Measurement:
+    """The measurement of what ran by itself."""
+    return Measurement(subject=subject, id=name, label=label, context="alone", place="alone", **fields)
 
 
 def failed_measurement(task: StageTask, status: Status, error: str, began: str = "") -> Measurement:
     """The measurement of a stage that could not be run."""
     facts = facts_of(task) | {"runtime": task.runtime, "ran_on": task.unit, "fallback": "",
                               "inference_precision": task.inference_precision, "threads": task.threads}
-    return Measurement(subject=SUBJECT, id=task.id, label="run", context="alone", place="alone", facts=facts, status=status,
-                       error=error, started=began or now(), ended=now())
+    return alone(task.id, facts=facts, status=status, error=error, started=began or now(), ended=now())
 
 
 def rounded(samples_ms: Iterable[float]) -> tuple[float, ...]:
@@ -86,7 +89,7 @@ def _canary(task: StageTask) -> tuple[OpenedStage, Feed]:
 def run_canary(task: StageTask) -> Measurement:
     """Times the canary. Raises Refused."""
     opened, feed = _canary(task)
-    return Measurement(subject=SUBJECT, id=CANARY, label=CANARY, context="alone", place="alone", samples_ms=rounded(
+    return alone(CANARY, label=CANARY, samples_ms=rounded(
         time_runs_ms(partial(opened.run, feed), CANARY_RUNS, warmup=CANARY_WARMUP)))
 
 
@@ -106,7 +109,7 @@ def run_copy(task: StageTask, copy: Copy) -> Measurement:
         run = (partial(opened.to_unit, name, array) if copy.direction == "to_device" else
                partial(opened.to_host, name, opened.to_unit(name, array)))
         samples_ms = time_runs_ms(run, task.runs, warmup=task.warmup)
-    return Measurement(subject=COPY, id=COPY, label="run", context="alone", place="alone", samples_ms=rounded(samples_ms))
+    return alone(COPY, COPY, samples_ms=rounded(samples_ms))
 
 
 def answer(request: StageRequest) -> Measurement:

@@ -56,25 +56,16 @@ class StageCost:
 
 @dataclass(frozen=True)
 class PlanningProblem:
-    """One input size: the cost of each stage on each unit, and of moving each tensor between memories.
+    """One input size: the cost of each stage on each unit, and of moving each tensor between memories."""
 
-    Args:
-        stages: in run order.
-        inputs: tensors in the host's memory before a run.
-        outputs: tensors that must be there after it.
-        costs: by unit and stage number (from 0). A missing stage cannot run there.
-        to_device_ms, to_host_ms: copy time from and to the host, by device memory and tensor.
-        host: the processor that waits for copies.
-    """
-
-    stages: tuple[StageData, ...]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
+    stages: tuple[StageData, ...]  # in run order
+    inputs: tuple[str, ...]  # tensors in the host's memory before a run
+    outputs: tuple[str, ...]  # tensors that must be there after it
     units: tuple[str, ...]
-    costs: Mapping[tuple[str, int], StageCost]
-    to_device_ms: Mapping[tuple[str, str], float]
+    costs: Mapping[tuple[str, int], StageCost]  # by unit and stage number (from 0); a missing stage cannot run there
+    to_device_ms: Mapping[tuple[str, str], float]  # copy time from the host, by device memory and tensor
     to_host_ms: Mapping[tuple[str, str], float]
-    host: str = "CPU"
+    host: str = "CPU"  # the processor that waits for copies
 
     def units_for(self, stage: int) -> list[str]:
         """The units that can run a stage."""

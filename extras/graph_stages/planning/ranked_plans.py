@@ -144,7 +144,7 @@ def left_out_rows(tables: StageTables) -> list[dict[str, Any]]:
     """For each stage, unit and size between others: the measured time, and the time interpolated without it."""
     rows = []
     for size in tables.sizes:
-        without = tables.without(size)
+        without = tables.of_sizes({*tables.sizes} - {size})
         for (unit, stage), times in tables.times.items():
             if size in times.ms:
                 with suppress(UserError):  # the size is not between others
@@ -164,21 +164,15 @@ def interpolation_error(tables: StageTables) -> float | None:
 # running plans -----------------------------------------------------------------------------------------------------------
 
 class PlanRun(Frozen):
-    """A plan (one unit per stage) that was run at one size.
-
-    Attributes:
-        predicted_ms: by the tables at the time of the run.
-        rounds_ms: measured latencies, grouped by round.
-        output_error: the largest difference from the reference, relative to the largest value.
-    """
+    """A plan (one unit per stage) that was run at one size."""
 
     nodes: int
     edges: int
     units: tuple[str, ...]
     kind: str
-    predicted_ms: float
-    rounds_ms: tuple[tuple[float, ...], ...]
-    output_error: float
+    predicted_ms: float  # by the tables at the time of the run
+    rounds_ms: tuple[tuple[float, ...], ...]  # measured latencies, grouped by round
+    output_error: float  # the largest difference from the reference, relative to the largest value
 
     @property
     def size(self) -> Size:
@@ -261,7 +255,7 @@ def run_with_chains(tables: StageTables, tasks: Mapping[tuple[str, int, Size], S
     opened, tensors = open_stages(tasks, size)
     samples = ChainSamples()
     sample_chains(tables.units, opened, tensors, warmup, runs, samples)
-    at_size = tables.only(size)
+    at_size = tables.of_sizes({size})
     plans = plans_to_run((in_chains(at_size, chain_times(size, samples)), at_size), size, home, ())
     times_ms: dict[Plan, list[list[float]]] = {plan.cost.assignment: [] for plan in plans}
     order = random.Random(0)

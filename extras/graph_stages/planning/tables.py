@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
@@ -156,17 +156,10 @@ class StageTables:
         """All sizes with any measurement."""
         return sorted({size for times in self.times.values() for size in times.ms})
 
-    def without(self, size: Size) -> StageTables:
-        """The tables as if a size had not been measured."""
-        return self._of_sizes(lambda measured: measured != size)
-
-    def only(self, size: Size) -> StageTables:
-        """The tables as if only this size had been measured."""
-        return self._of_sizes(lambda measured: measured == size)
-
-    def _of_sizes(self, wanted: Callable[[Size], bool]) -> StageTables:
+    def of_sizes(self, sizes: Set[Size]) -> StageTables:
+        """The tables as if only these sizes had been measured."""
         def selected(ms: Mapping[Size, float]) -> dict[Size, float]:
-            return {size: value for size, value in ms.items() if wanted(size)}
+            return {size: value for size, value in ms.items() if size in sizes}
 
         restricted = {key: replace(times, ms=selected(times.ms), std_ms=selected(times.std_ms),
                                    after_ms={unit: selected(ms) for unit, ms in times.after_ms.items()})
