@@ -62,16 +62,11 @@ PACKAGES = {"timm": ("timm",), "transformers": ("transformers",), "torchvision":
 
 @dataclass(frozen=True)
 class NetworkInput:
-    """One input of a network.
-
-    Attributes:
-        shape: a size, or the name of a dynamic dimension, per axis; equal names mean equal sizes.
-        values: `normal` floats, ones (a mask), or integers from 0 to `below` (such as word ids).
-    """
+    """One input of a network."""
 
     name: str
-    shape: tuple[int | str, ...]
-    values: InputDistribution = "normal"
+    shape: tuple[int | str, ...]  # a size, or the name of a dynamic dimension, per axis; equal names mean equal sizes
+    values: InputDistribution = "normal"  # `normal` floats, ones (a mask), or integers from 0 to `below` (such as word ids)
     below: int = 0
 
     def draw(self, sizes: Mapping[str, int], generator: np.random.Generator) -> np.ndarray:
@@ -86,24 +81,16 @@ class NetworkInput:
 
 @dataclass(frozen=True)
 class Network:
-    """A torch network and what is needed to export it.
-
-    Attributes:
-        module: in evaluation mode, with positional inputs; returns a tensor or a tuple of tensors.
-        family: models of one family are held out of training together.
-        sizes: by dynamic dimension, the sizes to measure; the first is the default.
-        data_sized: output sizes depend on data, as a detector's do; outputs are not compared with torch's.
-        traced: whether torch's older exporter, which traces a run, exports it; needed for recurrent layers of any length,
-            and detectors.
-    """
+    """A torch network and what is needed to export it."""
 
     name: str
     collection: str
-    family: str
-    module: torch.nn.Module
+    family: str  # models of one family are held out of training together
+    module: torch.nn.Module  # in evaluation mode, with positional inputs; returns a tensor or a tuple of tensors
     inputs: tuple[NetworkInput, ...]
-    sizes: Mapping[str, tuple[int, ...]]
-    data_sized: bool = False
+    sizes: Mapping[str, tuple[int, ...]]  # by dynamic dimension, the sizes to measure; the first is the default
+    data_sized: bool = False  # output sizes depend on data, as a detector's do; outputs are not compared with torch's
+    # whether torch's older exporter, which traces a run, exports it; needed for recurrent layers of any length, and detectors
     traced: bool = False
 
     @property
