@@ -324,11 +324,8 @@ def journal_line(block: Block) -> str:
 
 
 def read_blocks(path: Path) -> list[Block]:
-    """The blocks of a journal file, in the order in which they were measured; none without a file.
-
-    An unfinished last line is omitted. A repeated line counts once, with a warning: a file may have been restored by appending
-    to it.
-    """
+    """The blocks of a journal file, in the order in which they were measured; none without a file. An unfinished last line is
+    omitted. A repeated line counts once, with a warning: a file may have been restored by appending to it."""
     blocks: dict[str, Block] = {}  # by their lines without digests
     lines = files.read_lines(path)
     for number, line in enumerate(lines, 1):

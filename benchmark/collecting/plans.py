@@ -117,10 +117,8 @@ def find_work(workspace: Workspace, target: Target, held_out: Sequence[str], *, 
 
 
 def energy_batches(items: Sequence[KernelItem], device: str) -> list[list[KernelItem]]:
-    """The largest kernels per operator and type, as many as fit into memory.
-
-    Batches of few kernels are left out, since their energy is too small to measure.
-    """
+    """The largest kernels per operator and type, as many as fit into memory. Batches of few kernels are left out, since their
+    energy is too small to measure."""
     by_class: dict[tuple[str, str], list[KernelItem]] = {}
     for item in sorted(items, key=lambda item: -item.work):
         if item.kernel.moves_data:
@@ -156,10 +154,8 @@ def carriers(items: Sequence[KernelItem], most_bytes: float) -> Iterator[list[Ke
 
 
 def sessions_missing(models: Sequence[ModelItem], blocks: Iterable[Block], wanted: int, variants: Sequence[str]) -> list[int]:
-    """How many of the `wanted` sessions each model still needs; none if it failed.
-
-    Only undisturbed sessions with all variants count.
-    """
+    """How many of the `wanted` sessions each model still needs; none if it failed. Only undisturbed sessions with all variants
+    count."""
     failed, counted = set[str](), Counter[str]()
     for session in model_sessions(blocks):
         if "latency" in session.labels and session.labels["latency"].status != "ok":
@@ -179,11 +175,8 @@ def _kernel_blocks(kernels: Sequence[KernelItem], size: int) -> list[PlannedBloc
 
 def plan(work: CollectionWork, blocks: Iterable[Block], block_kernels: int, first_label: str = "run", block_models: int = 1,
          variants: Sequence[str] = (), sessions: int = 1) -> list[PlannedBlock[Item]]:
-    """The blocks still to be measured.
-
-    A kernel is done once a block of kernels has measured `first_label`, or failed to. `sessions_missing` decides for models;
-    all first sessions come before second ones.
-    """
+    """The blocks still to be measured. A kernel is done once a block of kernels has measured `first_label`, or failed to.
+    `sessions_missing` decides for models; all first sessions come before second ones."""
     blocks = list(blocks)
     kernels = pending(work.kernels, blocks, lambda m: takes_label(m, first_label))
     kernel_blocks = _kernel_blocks(shuffled(kernels), block_kernels)

@@ -206,10 +206,8 @@ def measurements_in(reply: Reply, status: Status, subject: str, name: str, label
 
 
 def open_bench(config: CollectorConfig, device: str, machine_uuid: str, source: MetricSource, worker: Worker) -> Bench:
-    """Opens what the collector measures with on `cpu` or `cuda`. Raises UserError if windows are too short for the source.
-
-    A sharing probe needs a GPU, the runtime's support, the config's consent and a level that is not idle.
-    """
+    """Opens what the collector measures with on `cpu` or `cuda`. Raises UserError if windows are too short for the source. A
+    sharing probe needs a GPU, the runtime's support, the config's consent and a level that is not idle."""
     probes = device == "cuda" and runtime_named(config.runtime).probes_sharing and config.probe_s and any(config.levels)
     probe = {"probe": partial(worker.read_sharing_probe, device, config.probe_s)} if probes else {}
     return Bench(device, machine_uuid, partial(worker.canary_ms, device), source, config.window_s,

@@ -139,9 +139,7 @@ def busy_share() -> float:
 def wait_until_steady(time_ms: Callable[[], float], reference_ms: float, tolerance: float, patience_s: float,
                       busy: Callable[[], float] | None = None) -> float:
     """Times the canary until the machine is idle and as fast as at its best, or patience ends; returns the last time in ms.
-
-    `reference_ms` is the canary's best time (0: unknown, no waiting), `tolerance` the accepted ratio above it.
-    """
+    `reference_ms` is the canary's best time (0: unknown, no waiting), `tolerance` the accepted ratio above it."""
     until = time.monotonic() + patience_s
     found_ms = time_ms()
     while time.monotonic() < until and ((reference_ms and found_ms > reference_ms * (1 + tolerance))

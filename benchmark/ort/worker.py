@@ -48,10 +48,8 @@ def open_model(request: Request, cuda_graph: bool = False) -> Runner:
 
 
 def time_session(request: Request) -> Reply:
-    """Times whole runs of a model for one label, and measures the memory that its session holds.
-
-    The label is `latency`, `host_io` (numpy arrays in and out) or `cuda_graph`.
-    """
+    """Times whole runs of a model for one label, and measures the memory that its session holds. The label is `latency`,
+    `host_io` (numpy arrays in and out) or `cuda_graph`."""
     (label,) = request.labels or ("latency",)
     path, device, effort = Path(request.paths[0]), request.device, request.effort
     # opened first, so that its session does not count as the model's memory

@@ -103,11 +103,8 @@ def _tensor(ty: Any, where: str) -> Tensor:
 
 def _describe(operators: Sequence[RelaxOperator], function: str, inputs: Sequence[KernelInput],
               outputs: Sequence[Tensor]) -> Kernel:
-    """The kernel of some operators that run as one function; `function` is the function's hash, or "".
-
-    Its operator is the one that decides its time (`deciding_operator`). Its type does not name operators that only rename a
-    tensor.
-    """
+    """The kernel of some operators that run as one function; `function` is the function's hash, or "". Its operator is the one
+    that decides its time (`deciding_operator`). Its type does not name operators that only rename a tensor."""
     first = deciding_operator(operators)
     main = operators[first]
     others = [operator.name for index, operator in enumerate(operators) if index != first and operator.name not in VIEWS]
