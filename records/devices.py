@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -126,11 +125,11 @@ def catalogue() -> tuple[GpuDataSheet, ...]:
     return read_gpus(CATALOGUE)
 
 
-def gpu_named(name: str, further: Sequence[GpuDataSheet] = ()) -> GpuDataSheet | None:
+def gpu_named(name: str) -> GpuDataSheet | None:
     """The card with a name as in a driver, a target or common use (`RTX 4090`, `rtx4090`, `4090`, `A100-80GB`); None if
-    unknown. `further` cards are searched first."""
+    unknown."""
     wanted = slug(name)
-    for gpu in (*further, *catalogue()):
+    for gpu in catalogue():
         if wanted in (slug(gpu.name), *map(slug, gpu.aka)):
             return gpu
     return _gpus_by_loose_name().get(_loose_name(name))

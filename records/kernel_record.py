@@ -246,6 +246,10 @@ class ModelRecord(Frozen):
     def kernel_of(self, node: Node) -> Kernel:
         return self.kernels[node.kernel_id]
 
+    def same_kernels(self, other: ModelRecord) -> bool:
+        """Whether another record has the same kernels in the same order."""
+        return [node.kernel_id for node in self.nodes] == [node.kernel_id for node in other.nodes]
+
     @property
     def dims_run(self) -> dict[str, int]:
         """The sizes for a run as in the record: `dims` and the assumed branches."""

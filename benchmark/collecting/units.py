@@ -29,17 +29,7 @@ from hase.benchmark.load.mps import gpu_shared
 from hase.benchmark.measuring.blocks import Bench, Measurer, Steadiness, busy_share, started
 from hase.benchmark.measuring.driver import chunks
 from hase.benchmark.metrics.source import MetricSource
-from hase.records.measurement import (
-    ENERGY,
-    GPU_LABEL,
-    IN_MODEL_LABELS,
-    KERNELS,
-    Effort,
-    Measurement,
-    Placement,
-    Status,
-    now,
-)
+from hase.records.measurement import ENERGY, GPU_LABEL, IN_MODEL_LABELS, KERNELS, Effort, Measurement, Placement, Status, now
 from hase.runtimes import runtime_named
 from hase.runtimes.protocol import Reply, Request, RuntimeSetting, Worker
 from hase.utils.files import temporary_folder

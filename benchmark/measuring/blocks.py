@@ -168,11 +168,6 @@ def read_window(source: MetricSource | None, seconds: float) -> MetricsWindow:
     return close_window(source, opened)
 
 
-def open_window(source: MetricSource | None) -> OpenWindow | None:
-    """Opens a window, for `close_window`."""
-    return None if source is None else source.start()
-
-
 def close_window(source: MetricSource | None, opened: OpenWindow | None) -> MetricsWindow:
     """Means since the window was opened; NO_WINDOW without a source, or if the window is too short."""
     if source is None or opened is None:
@@ -208,7 +203,7 @@ def measure_block(bench: Bench, key: str, time_units: Callable[[], Iterable[Meas
         before_ms = under.canary.steady_ms(bench.steadiness.drift + BELOW_BEST, bench.steadiness.patience_s)
     background = read_window(bench.source, bench.window_s)
     probe = bench.probe()
-    opened = open_window(bench.source)
+    opened = bench.source.start() if bench.source else None
     measurements = tuple(time_units())
     during = close_window(bench.source, opened)
     with _canary_needed():

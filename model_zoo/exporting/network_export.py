@@ -291,13 +291,8 @@ def _crashed(folder: Path, export: NetworkExport) -> list[dict[str, Any]]:
 def export_networks(workspace: Workspace, collection: Collection, families: Mapping[str, str], dtypes: Sequence[str],
                     device: str, jobs: int, force: bool = False) -> list[dict[str, Any]]:
     """Writes `<name>.onnx` and `<name>_fp16.onnx` of each network; returns a row per file. A failure affects only its network.
-
-    Args:
-        families: the family of each network by its name.
-        device: `auto`, `cpu` or `cuda`: where the files are checked.
-        jobs: number of processes, each for one network at a time.
-        force: also export files that exist.
-    """
+    `families` are by network; the files are checked on `device` (`auto`, `cpu` or `cuda`), in `jobs` processes, each for one
+    network at a time. With `force` it also exports files that exist."""
     checked_on = resolve_device(device)
     network_source(collection).check_names(families)
     workspace.models.mkdir(parents=True, exist_ok=True)
