@@ -190,16 +190,13 @@ def plan(work: CollectionWork, blocks: Iterable[Block], block_kernels: int, firs
     return planned
 
 
-def may_share_host(config: CollectorConfig, device: str, items: Sequence[Item]) -> bool:
-    """Whether another GPU of the host may measure at the same time: if all times are the GPU's own (docs/cluster.md)."""
-    return (device == "cuda" and config.labels_on(device) == (GPU_LABEL,) and not config.energy_of_kernels
-            and all(isinstance(item, KernelItem) for item in items))
-
-
 def with_shared_hosts(load_plan: BlockPlan[Item], config: CollectorConfig, device: str) -> BlockPlan[Item]:
-    """The same plan, with `shares_host` set for each block."""
+    """The same plan; another GPU of the host may measure beside a block whose times are all the GPU's own (docs/cluster.md)."""
+    may_share = device == "cuda" and config.labels_on(device) == (GPU_LABEL,) and not config.energy_of_kernels
+
     def marked(blocks: Sequence[PlannedBlock[Item]]) -> list[PlannedBlock[Item]]:
-        return [block._replace(shares_host=may_share_host(config, device, block.units)) for block in blocks]
+        return [block._replace(shares_host=may_share and all(isinstance(item, KernelItem) for item in block.units))
+                for block in blocks]
 
     return BlockPlan({machine: marked(blocks) for machine, blocks in load_plan.own.items()}, marked(load_plan.shared))
 

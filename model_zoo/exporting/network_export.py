@@ -21,6 +21,7 @@ import numpy as np
 from hase.model_zoo.exporting.onnx_export import (
     LARGEST_FILE,
     add_metadata,
+    exported,
     has_metadata,
     relative_difference,
     remove_paths,
@@ -171,12 +172,7 @@ def _by_exporter(network: Network, examples: tuple[torch.Tensor, ...]) -> onnx.M
     kinds = [parameter.kind for parameter in inspect.signature(network.module.forward).parameters.values()]
     singles = len(kinds) - (inspect.Parameter.VAR_POSITIONAL in kinds)  # inputs for `*inputs` are adjacent
     shapes: tuple[Any, ...] = (*axes[:singles], *([tuple(axes[singles:])] if singles < len(axes) else []))
-    program = torch.onnx.export(
-        network.module, examples, dynamo=True, external_data=False, verbose=False,
-        input_names=[spec.name for spec in network.inputs], dynamic_shapes=shapes if dims else None)
-    if program is None:
-        raise RuntimeError("torch.onnx.export returned nothing")
-    proto: onnx.ModelProto = program.model_proto
+    proto = exported(network.module, examples, [spec.name for spec in network.inputs], shapes if dims else None)
     for spec, graph_input in zip(network.inputs, proto.graph.input, strict=True):
         for size, dim in zip(spec.shape, graph_input.type.tensor_type.shape.dim, strict=True):
             if isinstance(size, str) and dim.dim_param != size:
