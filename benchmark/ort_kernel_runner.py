@@ -29,7 +29,6 @@ from hase.utils.fingerprint import DEFAULT_RUNTIME, resolve_device
 from hase.utils.locks import measuring
 from hase.utils.logger import get_logger
 from hase.utils.paths import Workspace
-from hase.utils.processes import WorkerFailed
 
 log = get_logger("runner")
 TIMEOUT_S = 600.0  # for another runtime, which may have to compile the file
@@ -69,13 +68,8 @@ def measure_by(runtime: str, model: Path, device: str, workspace: Workspace, dim
     setting = RuntimeSetting.of(local_target(device, runtime), workspace.kernel_onnx)
     request = Request(do="alone" if is_kernel else "session", device=device, paths=(str(model),), dims=dict(dims),
                       effort=effort)
-    try:
-        with Worker(TIMEOUT_S, runtime, setting) as worker:
-            reply = worker.ask(request)
-    except WorkerFailed as error:
-        raise UserError(f"{model}: {error}") from None
-    if reply.error:
-        raise UserError(reply.error if str(model) in reply.error else f"{model}: {reply.error}")
+    with Worker(TIMEOUT_S, runtime, setting) as worker:
+        reply = worker.answered(request, str(model))
     (measured,) = reply.measurements
     return Timing(model=model.stem, device=device, runtime=runtime, io="device", warmup=effort.warmup,
                   samples_ms=measured.samples_ms, started=reply.started, ended=reply.ended)

@@ -25,14 +25,13 @@ from hase.records.kernel_record import record_name
 from hase.records.measurement import Effort
 from hase.records.traces import PARTS, Anatomy, GpuRun, anatomy_of, measured_trace, typical_run
 from hase.runtimes import local_flavour
-from hase.runtimes.protocol import Reply, Request, Worker
+from hase.runtimes.protocol import Request, Worker
 from hase.utils import cli, files
 from hase.utils.config import Frozen
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import has_cuda
 from hase.utils.locks import measuring
 from hase.utils.logger import get_logger, progress
-from hase.utils.processes import WorkerFailed
 from hase.utils.timing import summarize
 
 log = get_logger("anatomy")
@@ -88,23 +87,12 @@ def runs_of(paths: Sequence[Path], dims: Mapping[str, Sequence[int]], static: bo
     return models
 
 
-def ask(worker: Worker, request: Request) -> Reply:
-    """A worker's reply. Raises UserError, with the model's name, if it is an error or the worker failed."""
-    try:
-        reply = worker.ask(request)
-    except WorkerFailed as error:
-        raise UserError(f"{request.paths[0]}: {error}") from None
-    if reply.error:
-        raise UserError(reply.error)
-    return reply
-
-
 def measure(model: TracedModel, timer: Worker, tracer: Worker, effort: Effort) -> tuple[ModelAnatomy, GpuRun]:
     """Times a model in one process and traces it in another; also returns the traced run of median length."""
     request = Request(do="model", device="cuda", paths=(str(model.path),), dims=model.dims,
                       static=model.static, host=True, watch_host="quiet", effort=effort)
-    timed = {m.label: m for m in ask(timer, request).measurements}
-    run = typical_run(ask(tracer, request.model_copy(update={"do": "model_trace"})).runs)
+    timed = {m.label: m for m in timer.answered(request, str(model.path)).measurements}
+    run = typical_run(tracer.answered(request.model_copy(update={"do": "model_trace"}), str(model.path)).runs)
     latency, host = timed["latency"], timed["host"]
     return ModelAnatomy(model=model.name, batch=model.batch, latency_ms=summarize(latency.samples_ms).median_ms,
                     host_ms=summarize(host.samples_ms).median_ms,

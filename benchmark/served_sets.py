@@ -62,10 +62,6 @@ python benchmark/served_sets.py --config recipes/h200/served_sets.yaml --set 'wa
 log = get_logger("served_sets")
 
 
-class SetFailed(UserError):
-    """A model of a set could not be served."""
-
-
 class SetToMeasure(NamedTuple):
     """A set to measure under one way of sharing."""
 
@@ -143,15 +139,15 @@ def served(models: Sequence[ServedModel], workspace: Workspace, config: ServedSe
 
 
 def _replies(servers: Sequence[ModelServer], pending: Sequence[Future[ServedRuns]]) -> list[ServedRuns]:
-    """Replies of all servers. Raises SetFailed with the first one that failed, and why."""
+    """Replies of all servers. Raises UserError with the first one that failed, and why."""
     replies = []
     for server, future in zip(servers, pending, strict=True):
         try:
             replies.append(future.result())
         except WorkerFailed as error:
-            raise SetFailed(f"{server.model.name}: {error}") from None
+            raise UserError(f"{server.model.name}: {error}") from None
         if replies[-1].error:
-            raise SetFailed(replies[-1].error)
+            raise UserError(replies[-1].error)
     return replies
 
 

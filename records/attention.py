@@ -35,35 +35,24 @@ ONNX_MASK = 3  # input of ONNX's own Attention: numbers that are added to the pr
 
 
 class AttentionSizes(NamedTuple):
-    """The sizes of one attention.
+    """The sizes of one attention."""
 
-    Attributes:
-        batch, queries: rows, and new tokens in each row.
-        heads, kv_heads, head_size: heads of queries, heads of keys and values, and numbers per head.
-        total: tokens in a row, old and new.
-        cache: capacity of the past in tokens; 0 without a past.
-        window: the most tokens that a query attends to; 0 for no limit.
-        rotary: rotated numbers of a head; 0 for none.
-        packed: queries, keys and values are in one tensor.
-        normed: the heads of queries and keys are normalised first.
-        causal: a token attends only to itself and earlier ones.
-        unpadded: tokens of all rows if these are stored without padding; 0 for `batch` × `queries`.
-    """
-
+    # batch, queries: rows, and new tokens in each row
     batch: int
     queries: int
+    # heads, kv_heads, head_size: heads of queries, heads of keys and values, and numbers per head
     heads: int
     kv_heads: int
     head_size: int
-    total: int
-    cache: int
-    window: int
-    rotary: int
-    packed: bool
-    normed: bool = False
-    causal: bool = True
+    total: int  # tokens in a row, old and new
+    cache: int  # capacity of the past in tokens; 0 without a past
+    window: int  # the most tokens that a query attends to; 0 for no limit
+    rotary: int  # rotated numbers of a head; 0 for none
+    packed: bool  # queries, keys and values are in one tensor
+    normed: bool = False  # the heads of queries and keys are normalised first
+    causal: bool = True  # a token attends only to itself and earlier ones
     mask: Mask = ""
-    unpadded: int = 0
+    unpadded: int = 0  # tokens of all rows if these are stored without padding; 0 for `batch` × `queries`
 
     @property
     def tokens(self) -> int:

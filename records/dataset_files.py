@@ -41,15 +41,11 @@ MEASURE_COPIES = "python recipes/cuda_kernels/measure_copies.py"
 
 
 class DatasetKernel(Frozen):
-    """A kernel of the dataset and its origin.
-
-    Attributes:
-        models: record names of models that contain it.
-        groups: sorted; of these models, and of models near whose kernels it was sampled. Empty if it was drawn freely.
-    """
+    """A kernel of the dataset and its origin."""
 
     kernel: Kernel
-    models: tuple[str, ...]
+    models: tuple[str, ...]  # record names of models that contain it
+    # sorted; of these models, and of models near whose kernels it was sampled. Empty if it was drawn freely
     groups: tuple[FileName, ...]
     sampled: bool = False
 
@@ -294,29 +290,21 @@ def idle_rows(table: pd.DataFrame) -> pd.DataFrame:
 
 
 class CopyTimes(Frozen):
-    """Latencies (ms) of small graphs with copies; all their tensors have the same size, `bytes`.
-
-    Attributes:
-        samples_ms: by the name of the graph. `one`, `gpu`: one and two nodes on the GPU; `cpu`: one node on the CPU; `to_host`:
-            GPU, then CPU; `to_gpu`: CPU, then GPU; `through_one`, `through_four`: a node on the GPU, then one or four times a
-            node on the CPU and one on the GPU.
-    """
+    """Latencies (ms) of small graphs with copies; all their tensors have the same size, `bytes`."""
 
     bytes: int
+    # by the name of the graph. `one`, `gpu`: one and two nodes on the GPU; `cpu`: one node on the CPU; `to_host`: GPU, then
+    # CPU; `to_gpu`: CPU, then GPU; `through_one`, `through_four`: a node on the GPU, then one or four times a node on the CPU
+    # and one on the GPU
     samples_ms: dict[str, tuple[float, ...]]
 
 
 class WaitTimes(Frozen):
-    """Latencies (ms) of graphs of nodes with a data-dependent output size, at each of which the host waits for the GPU.
-
-    Attributes:
-        elements: of the nodes' first input (sixteen per box of NonMaxSuppression).
-        samples_ms: by the number of nodes.
-    """
+    """Latencies (ms) of graphs of nodes with a data-dependent output size, at each of which the host waits for the GPU."""
 
     operator: str
-    elements: int
-    samples_ms: dict[str, tuple[float, ...]]
+    elements: int  # of the nodes' first input (sixteen per box of NonMaxSuppression)
+    samples_ms: dict[str, tuple[float, ...]]  # by the number of nodes
 
 
 class MeasuredCopies(Frozen):

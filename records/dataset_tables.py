@@ -200,10 +200,8 @@ class ModelSession(NamedTuple):
 
 
 def model_sessions(blocks: Iterable[Block]) -> list[ModelSession]:
-    """All sessions in which blocks measured a whole model, in order.
-
-    If a model's time depends on values, sessions with worse inputs than a successful one under the same load are omitted.
-    """
+    """All sessions in which blocks measured a whole model, in order. If a model's time depends on values, sessions with worse
+    inputs than a successful one under the same load are omitted."""
     sessions = []
     for block in blocks:
         labels: dict[str, dict[str, Measurement]] = defaultdict(dict)
@@ -273,10 +271,8 @@ def measured_kernel_ids(blocks: Iterable[Block]) -> set[str]:
 
 
 def write_dataset_tables(folder: Path, header: DatasetHeader, blocks: Sequence[Block], add: bool = False) -> None:
-    """Writes both CSV tables from all blocks of the journal, and the digests of their sources.
-
-    With `add`, rows of new blocks are added to tables that already hold all others.
-    """
+    """Writes both CSV tables from all blocks of the journal, and the digests of their sources. With `add`, rows of new blocks
+    are added to tables that already hold all others."""
     described = {entry.kernel.id: entry for entry in read_kernels(folder, measured_kernel_ids(blocks))}
     for path, columns, rows in (
             (kernel_table_path(folder), kernel_columns(header.metrics, header.labels),

@@ -44,12 +44,9 @@ class DatasetWriter(Journal):
     """A dataset that grows block by block, with tables that are updated now and then."""
 
     def __init__(self, folder: Path, header: DatasetHeader, described: Sequence[DatasetKernel]) -> None:
-        """Writes the header and the kernels, merged with the existing ones; `described` replaces existing descriptions.
-
-        Raises:
-            UserError: the existing dataset is damaged, for another target, or collected with other labels, held-out groups or
-                metrics, or with another background of the same name.
-        """
+        """Writes the header and the kernels, merged with the existing ones; `described` replaces existing descriptions. Raises
+        UserError if the existing dataset is damaged, for another target, or collected with other labels, held-out groups or
+        metrics, or with another background of the same name."""
         self.folder, self.header = folder, joined_header(folder, header)
         super().__init__(read_journal(folder))
         tables_are_current = _tables_are_current(folder, self.header)
@@ -162,12 +159,8 @@ class MergeCounts(NamedTuple):
 
 def with_origins(header: DatasetHeader, described: Iterable[DatasetKernel], origins: Mapping[str, ModelOrigin],
                  collection: str) -> tuple[DatasetHeader, list[DatasetKernel]]:
-    """A dataset's header and kernels with corrected groups and collections.
-
-    Args:
-        origins: by record name; they win over the header.
-        collection: for models and kernels without one.
-    """
+    """A dataset's header and kernels with corrected groups and collections. `origins` are by record name and win over the
+    header; `collection` is for models and kernels without one."""
     described = list(described)
     names = {model for entry in described for model in entry.models} | header.groups.keys()
     groups = header.groups | {model: origin.group for model, origin in origins.items()}
@@ -193,15 +186,9 @@ def check_agreement(old: DatasetHeader, new: DatasetHeader) -> None:
 
 def merge_dataset(source: Workspace, into: Workspace, target: str, origins: Mapping[str, ModelOrigin],
                   collection: str) -> MergeCounts:
-    """Adds a target's dataset and its flavour's kernel records to another workspace.
-
-    Existing blocks are not added again. The journal is replaced last and atomically, so that an interrupted merge can be
-    repeated.
-
-    Args:
-        origins: the right group and collection of models of `source`, by file stem.
-        collection: for models of `source` that have none.
-    """
+    """Adds a target's dataset and its flavour's kernel records to another workspace; `origins` and `collection` as for
+    `merge_records`. Existing blocks are not added again. The journal is replaced last and atomically, so that an interrupted
+    merge can be repeated."""
     source_folder, folder = source.dataset(target), into.dataset(target)
     header = read_header(source_folder)
     if source_folder.resolve() == folder.resolve():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -36,27 +35,21 @@ UNITS_KIB = {"K": 1, "M": 1024, "G": 1024**2}
 
 
 class GpuDataSheet(Frozen):
-    """The data sheet of a graphics card.
+    """The data sheet of a graphics card."""
 
-    Attributes:
-        name: as the driver shows it.
-        aka: its short and other names, in lower case; the first is used as its `slug`.
-        l2_mb, power_w: L2 cache and power limit.
-        fp32_tflop_s: peak of the CUDA cores, 10^12 operations a second.
-        fp16_tflop_s, bf16_tflop_s, tf32_tflop_s: dense peaks of the tensor cores with sums in fp32; None without such cores.
-    """
-
-    name: str
-    aka: tuple[str, ...] = ()
+    name: str  # as the driver shows it
+    aka: tuple[str, ...] = ()  # its short and other names, in lower case; the first is used as its `slug`
     generation: GpuGeneration
     compute_capability: Positive
     sms: Annotated[int, Field(gt=0)]
     boost_mhz: Positive
     memory_gib: Positive
     bandwidth_gb_s: Positive
+    # l2_mb, power_w: L2 cache and power limit
     l2_mb: Positive
     power_w: Positive
-    fp32_tflop_s: Positive
+    fp32_tflop_s: Positive  # peak of the CUDA cores, 10^12 operations a second
+    # fp16_tflop_s, bf16_tflop_s, tf32_tflop_s: dense peaks of the tensor cores with sums in fp32; None without such cores
     fp16_tflop_s: Positive | None = None
     bf16_tflop_s: Positive | None = None
     tf32_tflop_s: Positive | None = None
@@ -132,11 +125,11 @@ def catalogue() -> tuple[GpuDataSheet, ...]:
     return read_gpus(CATALOGUE)
 
 
-def gpu_named(name: str, further: Sequence[GpuDataSheet] = ()) -> GpuDataSheet | None:
+def gpu_named(name: str) -> GpuDataSheet | None:
     """The card with a name as in a driver, a target or common use (`RTX 4090`, `rtx4090`, `4090`, `A100-80GB`); None if
-    unknown. `further` cards are searched first."""
+    unknown."""
     wanted = slug(name)
-    for gpu in (*further, *catalogue()):
+    for gpu in catalogue():
         if wanted in (slug(gpu.name), *map(slug, gpu.aka)):
             return gpu
     return _gpus_by_loose_name().get(_loose_name(name))
@@ -167,20 +160,14 @@ def gpu_memory_mib(name: str) -> float | None:
 
 
 class Environment(Frozen):
-    """The processor and its limits, as features for estimators of several environments.
-
-    Attributes:
-        cores: available to the runtime's threads.
-        mhz: the highest frequency, or the current one if that is unknown, or 0.
-        memory_limit_mib: the smallest of the config's limit, the container's and the machine's memory.
-        l1_kib, l2_kib, l3_kib: data caches of a core; 0 if unknown.
-    """
+    """The processor and its limits, as features for estimators of several environments."""
 
     cpu: str
     threads: int
-    cores: int
-    mhz: float
-    memory_limit_mib: float
+    cores: int  # available to the runtime's threads
+    mhz: float  # the highest frequency, or the current one if that is unknown, or 0
+    memory_limit_mib: float  # the smallest of the config's limit, the container's and the machine's memory
+    # l1_kib, l2_kib, l3_kib: data caches of a core; 0 if unknown
     l1_kib: int = 0
     l2_kib: int = 0
     l3_kib: int = 0

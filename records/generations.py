@@ -29,90 +29,62 @@ class StepEnergy(Frozen):
 
 
 class Generation(Frozen):
-    """Requests of one size with one model.
-
-    Attributes:
-        batch: number of sequences.
-        prompt, generated: tokens of each sequence that are given, and that are generated after the first one.
-        cache: length of genai's cache of keys and values, its `max_length`.
-        create_ms: time to create a generator with its cache.
-        first_ms: of each request, from the prompt to the first token.
-        token_ms: of each request, or only of the last one, the time of each further token.
-        first_probe_us, token_probe_us: the slower of the host probe's readings before and after a slot of runs; empty if not
-            read.
-        weights_mib: device memory of the loaded model before any request.
-        peak_mib: largest device memory, minus that before the model was loaded.
-        first_energy, token_energy: for requests that end with the first token, and for the further tokens of one longer
-            request; None if not measured.
-        captured: tokens ran as a CUDA graph.
-        failed: why it could not be measured; "" if it could.
-        probe_us: the host probe's readings before and after.
-    """
+    """Requests of one size with one model."""
 
     model: str
     family: str
     precision: str
-    batch: int
+    batch: int  # number of sequences
+    # prompt, generated: tokens of each sequence that are given, and that are generated after the first one
     prompt: int
     generated: int
-    cache: int
-    create_ms: tuple[float, ...] = ()
-    first_ms: tuple[float, ...] = ()
-    token_ms: tuple[tuple[float, ...], ...] = ()
+    cache: int  # length of genai's cache of keys and values, its `max_length`
+    create_ms: tuple[float, ...] = ()  # time to create a generator with its cache
+    first_ms: tuple[float, ...] = ()  # of each request, from the prompt to the first token
+    token_ms: tuple[tuple[float, ...], ...] = ()  # of each request, or only of the last one, the time of each further token
+    # first_probe_us, token_probe_us: the slower of the host probe's readings before and after a slot of runs; empty if not read
     first_probe_us: tuple[float, ...] = ()
     token_probe_us: tuple[tuple[float, ...], ...] = ()
-    weights_mib: float = 0.0
-    peak_mib: float = 0.0
+    weights_mib: float = 0.0  # device memory of the loaded model before any request
+    peak_mib: float = 0.0  # largest device memory, minus that before the model was loaded
+    # first_energy, token_energy: for requests that end with the first token, and for the further tokens of one longer request;
+    # None if not measured
     first_energy: StepEnergy | None = None
     token_energy: StepEnergy | None = None
-    captured: bool = False
-    failed: str = ""
-    probe_us: tuple[float, ...] = ()
+    captured: bool = False  # tokens ran as a CUDA graph
+    failed: str = ""  # why it could not be measured; "" if it could
+    probe_us: tuple[float, ...] = ()  # the host probe's readings before and after
     machine: Machine
     taken: datetime
 
 
 class GenerationMemory(Frozen):
-    """Device memory of one request in a new process. Sizes as in `Generation`.
-
-    Attributes:
-        context_mib: ONNX Runtime's CUDA context, with a session of one small node.
-        weights_mib: added by the loaded model.
-        peak_mib: the most while the request ran, without the context.
-        failed: why it could not be measured; "" if it could.
-    """
+    """Device memory of one request in a new process. Sizes as in `Generation`."""
 
     model: str
     batch: int
     prompt: int
     generated: int
     cache: int
-    context_mib: float = 0.0
-    weights_mib: float = 0.0
-    peak_mib: float = 0.0
-    failed: str = ""
+    context_mib: float = 0.0  # ONNX Runtime's CUDA context, with a session of one small node
+    weights_mib: float = 0.0  # added by the loaded model
+    peak_mib: float = 0.0  # the most while the request ran, without the context
+    failed: str = ""  # why it could not be measured; "" if it could
     machine: Machine
     taken: datetime
 
 
 class TracedStep(Frozen):
-    """The GPU's kernels, copies and fills in one step, in launch order.
-
-    Attributes:
-        step: 0 is the prompt with the first token, n the n-th token after it.
-        host_us: duration on the host, while traced.
-        names: distinct names of the work.
-        work: each piece of work, as an index into `names`.
-        start_us, duration_us, launched_us: of each piece: start, duration, and start of its launch, from the start of the step.
-    """
+    """The GPU's kernels, copies and fills in one step, in launch order."""
 
     model: str
     batch: int
     prompt: int
-    step: int
-    host_us: float
-    names: tuple[str, ...]
-    work: tuple[int, ...]
+    step: int  # 0 is the prompt with the first token, n the n-th token after it
+    host_us: float  # duration on the host, while traced
+    names: tuple[str, ...]  # distinct names of the work
+    work: tuple[int, ...]  # each piece of work, as an index into `names`
+    # start_us, duration_us, launched_us: of each piece: start, duration, and start of its launch, from the start of the step
     start_us: tuple[float, ...]
     duration_us: tuple[float, ...]
     launched_us: tuple[float, ...]

@@ -47,25 +47,18 @@ class Stalls(NamedTuple):
 
 
 class MachinePace(Frozen):
-    """How fast a machine's host dispatched when it was measured.
-
-    Attributes:
-        probe_us: median time of the host probe (quiet_host).
-        spread: interquartile range of its times over their median, a ratio.
-        stalls_per_s: stalls of at least STALL_S while dispatching, as on virtual machines that wait for cores; None if not
-            watched.
-        device: of the probe: `cuda`, or `cpu` in tests.
-    """
+    """How fast a machine's host dispatched when it was measured."""
 
     version: int = PACE_VERSION
-    probe_us: FiniteFloat = Field(gt=0)
-    spread: FiniteFloat = Field(ge=0)
+    probe_us: FiniteFloat = Field(gt=0)  # median time of the host probe (quiet_host)
+    spread: FiniteFloat = Field(ge=0)  # interquartile range of its times over their median, a ratio
     readings: int = Field(gt=0)
+    # stalls of at least STALL_S while dispatching, as on virtual machines that wait for cores; None if not watched
     stalls_per_s: FiniteFloat | None = Field(None, ge=0)
     stalls_ms: tuple[FiniteFloat, ...] = ()
     taken: AwareDatetime
     boot_id: str
-    device: str
+    device: str  # of the probe: `cuda`, or `cpu` in tests
     machine: Machine
 
     @property

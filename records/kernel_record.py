@@ -92,16 +92,11 @@ class Tensor(Frozen):
 
 
 class KernelInput(Tensor, allow_inf_nan=True):  # a Pad may pad with -Infinity
-    """An input of a kernel.
+    """An input of a kernel."""
 
-    Attributes:
-        constant: the graph holds its value (a weight, a shape, an axis, a scale, …).
-        values: the flat value of a small constant that affects what the kernel does.
-        value_range: the smallest and largest value of a large integer constant, such as an index table.
-    """
-
-    constant: bool = False
-    values: tuple[int | float | bool, ...] | None = None
+    constant: bool = False  # the graph holds its value (a weight, a shape, an axis, a scale, …)
+    values: tuple[int | float | bool, ...] | None = None  # the flat value of a small constant that affects what the kernel does
+    # the smallest and largest value of a large integer constant, such as an index table
     value_range: tuple[int, int] | None = None
 
 
@@ -111,25 +106,18 @@ def input_at(inputs: Sequence[KernelInput], index: int | None) -> KernelInput:
 
 
 class Kernel(Frozen):
-    """One fused operation with attributes, types and shapes: everything needed to build a model of this kernel alone.
+    """One fused operation with attributes, types and shapes: everything needed to build a model of this kernel alone."""
 
-    Attributes:
-        id: readable and unique, `<type>_<H>x<W>_<rest>`, the same in all models.
-        type: the canonical name of the operation without shapes, e.g. `Conv_Add_Relu`.
-        attributes: by name; a tensor is `{"dtype", "shape", "values"}`.
-        flops: floating-point operations; a multiply-add counts as two.
-        bytes_read, bytes_written: all inputs and outputs, each counted once; 0 for operations that only rename a tensor.
-    """
-
-    id: FileName
-    type: str
+    id: FileName  # readable and unique, `<type>_<H>x<W>_<rest>`, the same in all models
+    type: str  # the canonical name of the operation without shapes, e.g. `Conv_Add_Relu`
     op_type: str
     domain: str
     opset: int
-    attributes: dict[str, Any]
+    attributes: dict[str, Any]  # by name; a tensor is `{"dtype", "shape", "values"}`
     inputs: tuple[KernelInput, ...]
     outputs: tuple[Tensor, ...]
-    flops: Count
+    flops: Count  # floating-point operations; a multiply-add counts as two
+    # bytes_read, bytes_written: all inputs and outputs, each counted once; 0 for operations that only rename a tensor
     bytes_read: Count
     bytes_written: Count
     weight_bytes: Count
@@ -188,24 +176,18 @@ class Origin(Frozen):
 
 
 class Node(Frozen):
-    """One node of the optimised graph.
+    """One node of the optimised graph."""
 
-    Attributes:
-        name: unique in the graph, also in ORT's profile.
-        provider: ORT's execution provider, `cpu` or `cuda`.
-        inputs, outputs: tensor names; "" for an omitted optional one.
-        origins: nodes of the exported model that were fused into this one; shared if ORT split a fusion.
-        runs: runs per run of the model; may exceed one in the body of a Loop or Scan, and then also for the node of the body.
-        inside: the node whose body contains this one; "" in the main graph. Tensors of a body are named `<node>/<tensor>`.
-    """
-
-    name: str
+    name: str  # unique in the graph, also in ORT's profile
     kernel_id: str
-    provider: str
+    provider: str  # ORT's execution provider, `cpu` or `cuda`
+    # inputs, outputs: tensor names; "" for an omitted optional one
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    origins: tuple[Origin, ...] = ()
+    origins: tuple[Origin, ...] = ()  # nodes of the exported model that were fused into this one; shared if ORT split a fusion
+    # runs per run of the model; may exceed one in the body of a Loop or Scan, and then also for the node of the body
     runs: RunCount = Field(1.0, exclude_if=lambda runs: runs == 1.0)  # omitted if 1, as in most cases, so that files stay small
+    # the node whose body contains this one; "" in the main graph. Tensors of a body are named `<node>/<tensor>`
     inside: str = Field("", exclude_if=lambda inside: not inside)
 
 
@@ -217,54 +199,41 @@ class ModelOrigin(NamedTuple):
 
 
 class GuessedRuns(Frozen):
-    """The assumed number of runs of a body, if it is uncertain.
+    """The assumed number of runs of a body, if it is uncertain."""
 
-    Attributes:
-        taken: the assumed number of trips, or the assumed branch, `then` or `else`.
-        low, high: bounds, as multiples of the assumed number of runs.
-    """
-
-    taken: str
+    taken: str  # the assumed number of trips, or the assumed branch, `then` or `else`
+    # low, high: bounds, as multiples of the assumed number of runs
     low: RunCount
     high: RunCount
 
 
 class ModelRecord(Frozen):
-    """A model's optimised graph in one flavour, split into kernels.
-
-    Attributes:
-        model: the file's stem with sizes of dynamic dimensions: `resnet18@batch=16,height=224,width=224`.
-        group: shared by variants of one model, which are held out together, e.g. `resnet`; by default the file's name. Without
-            "|", which separates groups in tables.
-        collection: source of the architecture, e.g. `timm`; "" if unknown. Collections may share names of groups.
-        sha256: hash of the model file, or of the serialised model.
-        derived: this machine lacks the flavour's device; the graph comes from ORT's CPU provider with the same optimisers.
-        static: sizes were fixed before ONNX Runtime optimised the model. Otherwise the graph takes any sizes and contains the
-            computation of shapes.
-        assumed: tensor shapes, by name, that depend on data; the largest that ONNX allows.
-        guessed: by name, the nodes whose body runs an uncertain number of times.
-        weight_bytes: bytes of constants of the optimised graph.
-        nodes: in execution order; the nodes of a body follow its node.
-    """
+    """A model's optimised graph in one flavour, split into kernels."""
 
     version: int = RECORD_VERSION
-    model: FileName
+    model: FileName  # the file's stem with sizes of dynamic dimensions: `resnet18@batch=16,height=224,width=224`
     file_stem: FileName
+    # shared by variants of one model, which are held out together, e.g. `resnet`; by default the file's name. Without "|",
+    # which separates groups in tables
     group: FileName
+    # source of the architecture, e.g. `timm`; "" if unknown. Collections may share names of groups
     collection: FileNamePart = Field("", exclude_if=lambda collection: not collection)
-    sha256: str
+    sha256: str  # hash of the model file, or of the serialised model
     dims: dict[str, int]
     flavour: Flavour
-    derived: bool
+    derived: bool  # this machine lacks the flavour's device; the graph comes from ORT's CPU provider with the same optimisers
+    # sizes were fixed before ONNX Runtime optimised the model. Otherwise the graph takes any sizes and contains the computation
+    # of shapes
     static: bool = True
-    assumed: dict[str, tuple[int, ...]] = {}
+    assumed: dict[str, tuple[int, ...]] = {}  # tensor shapes, by name, that depend on data; the largest that ONNX allows
+    # by name, the nodes whose body runs an uncertain number of times
     guessed: dict[str, GuessedRuns] = Field({}, exclude_if=lambda guessed: not guessed)
     inputs: dict[str, Tensor]
     outputs: dict[str, Tensor]
-    weight_bytes: int
+    weight_bytes: int  # bytes of constants of the optimised graph
     opsets: dict[str, int]
     kernels: dict[str, Kernel]
-    nodes: tuple[Node, ...]
+    nodes: tuple[Node, ...]  # in execution order; the nodes of a body follow its node
 
     @model_validator(mode="after")
     def _names_agree(self) -> ModelRecord:
@@ -276,6 +245,10 @@ class ModelRecord(Frozen):
 
     def kernel_of(self, node: Node) -> Kernel:
         return self.kernels[node.kernel_id]
+
+    def same_kernels(self, other: ModelRecord) -> bool:
+        """Whether another record has the same kernels in the same order."""
+        return [node.kernel_id for node in self.nodes] == [node.kernel_id for node in other.nodes]
 
     @property
     def dims_run(self) -> dict[str, int]:

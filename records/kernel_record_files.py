@@ -44,6 +44,13 @@ def read_model_record(path: Path) -> ModelRecord:
     return record.model_copy(update={"kernels": {name: with_current_costs(kernel) for name, kernel in record.kernels.items()}})
 
 
+def write_record(workspace: Workspace, record: ModelRecord, origin: ModelOrigin) -> ModelRecord:
+    """Writes a model's record, with a group and collection of `origin` in place of its own where given; returns it."""
+    record = record.model_copy(update={name: text for name, text in origin._asdict().items() if text})
+    files.write_json(record_path(workspace, record.flavour, record.model), record)
+    return record
+
+
 def read_index(path: Path) -> KernelIndex:
     """Reads a flavour's index."""
     return files.read_record(path, KernelIndex, INDEX_VERSION, REMAKE)
@@ -128,12 +135,6 @@ def join_by_name(old: Mapping[str, V], new: Mapping[str, V], what: str) -> dict[
     return {**old, **new}
 
 
-def find_index(workspace: Workspace, flavour: Flavour) -> KernelIndex | None:
-    """The index of a flavour, or None."""
-    path = index_path(workspace, flavour)
-    return read_index(path) if path.is_file() else None
-
-
 def with_origin(record: ModelRecord, origins: Mapping[str, ModelOrigin], collection: str) -> ModelRecord:
     """The record with its group and collection from `origins` (by file stem); `collection` is for a record without one."""
     origin = origins.get(record.file_stem, ModelOrigin())
@@ -141,24 +142,11 @@ def with_origin(record: ModelRecord, origins: Mapping[str, ModelOrigin], collect
                                      "collection": origin.collection or record.collection or collection})
 
 
-def same_kernels(first: ModelRecord, second: ModelRecord) -> bool:
-    """Whether two records have the same kernels in the same order."""
-    return [node.kernel_id for node in first.nodes] == [node.kernel_id for node in second.nodes]
-
-
 def merge_records(source: Workspace, into: Workspace, flavour: Flavour, origins: Mapping[str, ModelOrigin],
                   collection: str) -> tuple[dict[str, ModelOrigin], int]:
-    """Adds the records of `source` to those of `into`, and writes their index.
-
-    Records of one name must agree in graph, group and collection.
-
-    Args:
-        origins: the right group and collection of models of `source`, by file stem.
-        collection: for models of `source` that have none.
-
-    Returns:
-        The origin of each model of `source`, by record name, and the number of new records.
-    """
+    """Adds the records of `source` to those of `into`, and writes their index; records of one name must agree in graph, group
+    and collection. `origins` are the right group and collection of models of `source`, by file stem; `collection` is for those
+    that have none. Returns the origin of each model of `source`, by record name, and the number of new records."""
     existing = {record.model: record for record in records_in(into, flavour)}
     source_records = [with_origin(record, origins, collection) for record in records_in(source, flavour)]
     new = []
@@ -168,13 +156,13 @@ def merge_records(source: Workspace, into: Workspace, flavour: Flavour, origins:
             new.append(record)
         if old is None:
             continue
-        if not same_kernels(record, old):
+        if not record.same_kernels(old):
             raise UserError(f"{record_path(source, flavour, record.model)}: its graph differs from that of the same name "
                             f"in {into.root}; rename one of the two models")
         join_by_name({record.model: old.group}, {record.model: record.group}, "group")
         if old.collection and record.collection:
             join_by_name({record.model: old.collection}, {record.model: record.collection}, "collection")
-    indexes = [index for workspace in (source, into) if (index := find_index(workspace, flavour)) is not None]
+    indexes = [read_index(path) for workspace in (source, into) if (path := index_path(workspace, flavour)).is_file()]
     if source_records or indexes:
         merged = build_index(flavour, [*existing.values(), *source_records], indexes)
         for record in new:

@@ -116,13 +116,9 @@ def _accepts(schema: OpSchema, inputs: Sequence[KernelInput]) -> bool:
     if len(inputs) > schema.max_input:
         return False
     indices = [min(index, len(schema.inputs) - 1) for index in range(len(inputs))]  # the last one may be variadic
-    return all(not tensor.is_tensor or f"tensor({_onnx_name(tensor.dtype)})" in schema.inputs[index].types
+    names = {"float32": "float", "float64": "double"}  # in ONNX's schemas
+    return all(not tensor.is_tensor or f"tensor({names.get(tensor.dtype, tensor.dtype)})" in schema.inputs[index].types
                for index, tensor in zip(indices, inputs, strict=True))
-
-
-def _onnx_name(dtype: str) -> str:
-    """The name of an element type in ONNX's schemas."""
-    return {"float32": "float", "float64": "double"}.get(dtype, dtype)
 
 
 def kernel_type(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelInput]) -> str:

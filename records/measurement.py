@@ -61,49 +61,37 @@ def now() -> str:
 
 
 class Measurement(Frozen):
-    """Raw samples of one unit under one label.
+    """Raw samples of one unit under one label."""
 
-    Attributes:
-        subject: the kind of unit, e.g. `kernel` or `model`.
-        id: the unit's name within its kind: a kernel's id, a model record's name.
-        label: what was timed. For a kernel one of LABELS; for a whole model `latency`, `host` (dispatch alone, without waiting
-            for the GPU), `gpu`, `energy`, or one of VARIANTS.
-        context: `alone`, `carrier`, or the name of the model in which the unit ran.
-        place: `alone` (its own session), `carrier` (a graph of many kernels, with caches as in a model) or `in_model`.
-        samples_ms: one per run.
-        quantities: further samples by name and unit, e.g. `energy_j` or `power_w`; not necessarily one per run.
-        facts: what the unit is and how it ran, if no description elsewhere has its id.
-        launches: label `gpu`: kernels, copies and fills on the GPU per run.
-        cuda_kernels: label `gpu` of a kernel: their names in order (see `kernel_names`).
-        queued: label `gpu` of a kernel on several streams: all launches waited for the GPU, as in a model whose host is ahead.
-            Otherwise the overlap depends on the host.
-        disturbance: for a model on an idle GPU, how much other work slowed the host down, a ratio (quiet_host).
-        probe_us: for a model on a GPU, the time of the host probe meanwhile.
-        inputs: for units whose time depends on values (`time_by_values`): `standardised` random numbers, or `given` by the
-            user; "" for other units, and before this was recorded.
-        status: `error` explains any but `ok`, and for label `energy` what is wrong with the reading. `interrupted`: the machine
-            lacked something (disk space, memory, open files), or the process lost its device or was ended. It says nothing
-            about the unit, which is measured again; no journal keeps it.
-        started, ended: UTC, ISO 8601.
-    """
-
-    subject: str
-    id: FileName
+    subject: str  # the kind of unit, e.g. `kernel` or `model`
+    id: FileName  # the unit's name within its kind: a kernel's id, a model record's name
+    # what was timed. For a kernel one of LABELS; for a whole model `latency`, `host` (dispatch alone, without waiting for the
+    # GPU), `gpu`, `energy`, or one of VARIANTS
     label: str
-    context: str
-    place: Placement
-    samples_ms: tuple[Milliseconds, ...] = ()
+    context: str  # `alone`, `carrier`, or the name of the model in which the unit ran
+    place: Placement  # `alone` (its own session), `carrier` (a graph of many kernels, with caches as in a model) or `in_model`
+    samples_ms: tuple[Milliseconds, ...] = ()  # one per run
+    # further samples by name and unit, e.g. `energy_j` or `power_w`; not necessarily one per run
     quantities: dict[str, tuple[float, ...]] = {}
-    facts: dict[str, str | int | float] = {}
+    facts: dict[str, str | int | float] = {}  # what the unit is and how it ran, if no description elsewhere has its id
     members: tuple[str, ...] = Field((), exclude_if=lambda members: not members)
-    launches: int | None = None
-    cuda_kernels: tuple[str, ...] = ()
+    launches: int | None = None  # label `gpu`: kernels, copies and fills on the GPU per run
+    cuda_kernels: tuple[str, ...] = ()  # label `gpu` of a kernel: their names in order (see `kernel_names`)
+    # label `gpu` of a kernel on several streams: all launches waited for the GPU, as in a model whose host is ahead. Otherwise
+    # the overlap depends on the host
     queued: bool = Field(False, exclude_if=lambda queued: not queued)
+    # for a model on an idle GPU, how much other work slowed the host down, a ratio (quiet_host)
     disturbance: float | None = None
-    probe_us: float | None = None
+    probe_us: float | None = None  # for a model on a GPU, the time of the host probe meanwhile
+    # for units whose time depends on values (`time_by_values`): `standardised` random numbers, or `given` by the user; "" for
+    # other units, and before this was recorded
     inputs: InputValues = Field("", exclude_if=lambda inputs: not inputs)
+    # `error` explains any but `ok`, and for label `energy` what is wrong with the reading. `interrupted`: the machine lacked
+    # something (disk space, memory, open files), or the process lost its device or was ended. It says nothing about the unit,
+    # which is measured again; no journal keeps it
     status: Status = "ok"
     error: str = ""
+    # started, ended: UTC, ISO 8601
     started: str = ""
     ended: str = ""
 
@@ -131,18 +119,12 @@ def inputs_key(label: str) -> str:
 
 
 class Effort(Frozen):
-    """How long to measure one unit.
+    """How long to measure one unit."""
 
-    Attributes:
-        warmup: untimed runs at first.
-        warmup_s: their minimum duration in seconds: threads that slept need time to spread over the cores.
-        budget_s: seconds of timed runs.
-        least_runs, most_runs: limits of the number of timed runs.
-    """
-
-    warmup: int = 2
-    warmup_s: float = 0.0
-    budget_s: float = 0.05
+    warmup: int = 2  # untimed runs at first
+    warmup_s: float = 0.0  # their minimum duration in seconds: threads that slept need time to spread over the cores
+    budget_s: float = 0.05  # seconds of timed runs
+    # least_runs, most_runs: limits of the number of timed runs
     least_runs: int = 5
     most_runs: int = 50
 
@@ -157,28 +139,25 @@ class Effort(Frozen):
 
 
 class Background(Config):
-    """A kind of background load. Its level is the share of time in which it keeps the device busy, up to 1.
-
-    Attributes:
-        kind: `compute` multiplies matrices, `memory` copies within the device's memory, `mixed` alternates both, `model` runs
-            an ONNX model in a loop with its tensors on the device.
-        queue: `synchronised` waits for each burst before the next; `deep` queues bursts up to 8 ms ahead of the GPU. Below
-            level 1 the queue is empty at the end of each share. On a CPU, which has no such queue, `deep` is an error.
-        burst_ms: approximate length of a burst on a GPU, at least one whole product or copy. A model's burst is one run; on a
-            CPU a step takes tens of microseconds.
-        period_ms: below level 1, the time from the start of one share to the next. A share should hold several runs of a model;
-            on a CPU ONNX Runtime's threads also spin after a run, so a model takes more than its share.
-        model: for kind `model`, the ONNX file; a name without a folder is also looked for among the exported models.
-        dims: sizes of its dynamic dimensions; by default the size that the file suggests, else 1.
-    """
+    """A kind of background load. Its level is the share of time in which it keeps the device busy, up to 1."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+    # `compute` multiplies matrices, `memory` copies within the device's memory, `mixed` alternates both, `model` runs an ONNX
+    # model in a loop with its tensors on the device
     kind: BackgroundKind = "compute"
+    # `synchronised` waits for each burst before the next; `deep` queues bursts up to 8 ms ahead of the GPU. Below level 1 the
+    # queue is empty at the end of each share. On a CPU, which has no such queue, `deep` is an error
     queue: BackgroundQueue = "synchronised"
+    # approximate length of a burst on a GPU, at least one whole product or copy. A model's burst is one run; on a CPU a step
+    # takes tens of microseconds
     burst_ms: float = Field(0.5, gt=0, le=100)
+    # below level 1, the time from the start of one share to the next. A share should hold several runs of a model; on a CPU
+    # ONNX Runtime's threads also spin after a run, so a model takes more than its share
     period_ms: float = Field(20.0, gt=0, le=LONGEST_PERIOD_MS)
     processes: int = Field(1, ge=1, le=8, exclude_if=lambda processes: processes == 1)
+    # for kind `model`, the ONNX file; a name without a folder is also looked for among the exported models
     model: Path | None = Field(None, validate_default=True)
+    # sizes of its dynamic dimensions; by default the size that the file suggests, else 1
     dims: dict[str, Annotated[int, Field(ge=1)]] = {}
 
     @field_validator("name")
@@ -216,37 +195,25 @@ COMPUTE = Background(name="compute")
 
 
 class Block(Frozen):
-    """Measurements between two runs of the canary: one line of the journal, kept or lost as a whole.
-
-    Attributes:
-        level: requested busy share of the stressor, 0–1.
-        background_name: the stressor's work, by its name in the dataset's header; "" on an idle device.
-        background: mean of each metric over a window with the stressor alone, by DCGM field name.
-        during: mean of each metric around the block's own runs; empty if they were too short for a valid window.
-        background_s, during_s: length of the two windows in seconds; 0 if absent or unknown.
-        canary_before_ms, canary_after_ms: the canary's times around the block.
-        canary_best_ms: its shortest time so far on this idle machine; 0 under load, where it varies.
-        drift_admitted: the largest drift of a steady block at that time.
-        attempts: how often the block has been measured, including this time. All attempts are kept; the `steadiest` counts.
-        stress: what the stressor reports as reached.
-        probe: how long tiny work waited for other work just before the block's runs; None if not read.
-    """
+    """Measurements between two runs of the canary: one line of the journal, kept or lost as a whole."""
 
     version: int = DATASET_VERSION
-    level: float
-    background_name: str = ""
+    level: float  # requested busy share of the stressor, 0–1
+    background_name: str = ""  # the stressor's work, by its name in the dataset's header; "" on an idle device
     key: str
-    background: dict[str, float]
-    during: dict[str, float]
+    background: dict[str, float]  # mean of each metric over a window with the stressor alone, by DCGM field name
+    during: dict[str, float]  # mean of each metric around the block's own runs; empty if they were too short for a valid window
+    # background_s, during_s: length of the two windows in seconds; 0 if absent or unknown
     background_s: float = 0.0
     during_s: float = 0.0
+    # canary_before_ms, canary_after_ms: the canary's times around the block
     canary_before_ms: Milliseconds
     canary_after_ms: Milliseconds
-    canary_best_ms: Milliseconds = 0.0
-    drift_admitted: float = DRIFT_ADMITTED
-    attempts: int
-    stress: dict[str, float] = {}
-    probe: ProbeReading | None = None
+    canary_best_ms: Milliseconds = 0.0  # its shortest time so far on this idle machine; 0 under load, where it varies
+    drift_admitted: float = DRIFT_ADMITTED  # the largest drift of a steady block at that time
+    attempts: int  # how often the block has been measured, including this time. All attempts are kept; the `steadiest` counts
+    stress: dict[str, float] = {}  # what the stressor reports as reached
+    probe: ProbeReading | None = None  # how long tiny work waited for other work just before the block's runs; None if not read
     machine: str
     measurements: tuple[Measurement, ...]
 
@@ -357,11 +324,8 @@ def journal_line(block: Block) -> str:
 
 
 def read_blocks(path: Path) -> list[Block]:
-    """The blocks of a journal file, in the order in which they were measured; none without a file.
-
-    An unfinished last line is omitted. A repeated line counts once, with a warning: a file may have been restored by appending
-    to it.
-    """
+    """The blocks of a journal file, in the order in which they were measured; none without a file. An unfinished last line is
+    omitted. A repeated line counts once, with a warning: a file may have been restored by appending to it."""
     blocks: dict[str, Block] = {}  # by their lines without digests
     lines = files.read_lines(path)
     for number, line in enumerate(lines, 1):

@@ -34,93 +34,60 @@ IN_PLACE_ON_CUDA = frozenset({"Elu", "Gelu", "HardSigmoid", "HardSwish", "LeakyR
 
 @dataclass(frozen=True)
 class Operator:
-    """A row of the table. Inputs are given by index, versions by the number of ONNX's operator set.
+    """A row of the table. Inputs are given by index, versions by the number of ONNX's operator set."""
 
-    Attributes:
-        name: ONNX's or ONNX Runtime's.
-        operator_class: operators of one class use memory alike, so the time of one tells that of another.
-        kind: finer than the class: operators whose CUDA kernels work alike; "" if none fits.
-        base: the operator without fused parts; "" if there are none.
-
-        cost: the rule for operations and bytes (`kernel_costs`). A "view" costs nothing: its output shares its input's memory.
-            A "move" has no operations.
-        element_flops: operations per element under the rule "elements". A transcendental function counts as about ten, as its
-            polynomial approximation takes. Only the order of magnitude matters, because memory limits these kernels.
-        table_inputs: inputs from which a kernel reads at most as many elements as it writes.
-        launches: how often it launches work on a GPU. "learned": from measurements, at least once. "none": never, since it only
-            reads a tensor's shape, which the host knows. The others are learned, too, and add
-            `kernel_costs.waits_between_launches`.
-        dispatch: what the host calls on CUDA: ONNX Runtime's "own" kernels; cuDNN for a "convolution" or "recurrent" layer;
-            cuBLAS for a "product", or for an "einsum", which it first plans; "reducing" operators use cuDNN (pools, most
-            reductions, normalisation of channels) or ONNX Runtime's kernels (softmaxes, layer normalisation).
-        time_by_values: its CPU time depends on input values: branches, sorting or searching, functions with several algorithms
-            (ONNX Runtime 1.31: from 1.5 to 500 times as long).
-        slow_on_cpu: whether ONNX Runtime's CPU provider computes it number by number, in many steps; None: if its class is
-            "other".
-        waits_for_size: its CUDA kernel copies the output's size to the host, which waits for it (ONNX Runtime 1.31).
-        copies: it copies between host and GPU; ONNX Runtime adds it to a graph.
-
-        bodies: attributes with a graph, whose nodes do the computation.
-        size_inputs: inputs whose values decide the output's shape.
-        shape_input: the input that is the output's shape.
-        sized_by_values: values decide the output's shape in another way (see `shape_needs_values`).
-        float_sizes: small floating-point constants among its inputs decide the output's shape.
-        index_input: the input with indices into `table_inputs`, or into the first input if there are no tables.
-        index_per_axis: the last axis of the indices has one for each of the first axes of the data.
-        weights_input: the input with the weights of a convolution.
-        sum_input: what a fused convolution adds to its result: Z of FusedConv, Sum of a Conv in blocked layout (NCHWc).
-        single_inputs: inputs that are always float32.
-        packed_inputs: integer inputs that contain quantised numbers; any value is valid.
-        in_whole_numbers: it computes in its first input's type, although its scales are floating-point numbers.
-        positive_inputs: dummy inputs must be positive, for divisions, roots or logarithms.
-        keeps_shape: its only output has the first input's shape; no session is needed to know it.
-        in_place: inputs whose buffer the output may reuse (`MayInplace` of ONNX Runtime's CPU kernels).
-        typed_by_attribute: an attribute, not an input, gives the type of its floating-point output.
-        random: its output differs from run to run (for Dropout only in training).
-
-        linearity: "linear" (additions, comparisons, data movement), "multiplicative" (products, activations of single
-            elements), "nonlinear" (all others), or "convolutional": nonlinear, but usual in convolutional networks.
-        changed_in: versions that changed the meaning but not the attributes and inputs (from ONNX's changelog): scale and bias
-            per channel, not per group; a shift by half a pixel; one axis, not all from `axis` on; other names of modes; another
-            way to count an axis; sizes rounded up.
-        ceiling_changed_in: the same, only for sizes that are rounded up (`ceil_mode`).
-        input_since: the version since which an attribute is the second input, and the attribute.
-    """
-
-    name: str
-    operator_class: OperatorClass
-    kind: OperatorKind | Literal[""] = ""
-    base: str = ""
+    name: str  # ONNX's or ONNX Runtime's
+    operator_class: OperatorClass  # operators of one class use memory alike, so the time of one tells that of another
+    kind: OperatorKind | Literal[""] = ""  # finer than the class: operators whose CUDA kernels work alike; "" if none fits
+    base: str = ""  # the operator without fused parts; "" if there are none
+    # the rule for operations and bytes (`kernel_costs`). A "view" costs nothing: its output shares its input's memory. A "move"
+    # has no operations
     cost: CostRule = "elements"
+    # operations per element under the rule "elements". A transcendental function counts as about ten, as its polynomial
+    # approximation takes. Only the order of magnitude matters, because memory limits these kernels
     element_flops: int = 1
-    table_inputs: tuple[int, ...] = ()
+    table_inputs: tuple[int, ...] = ()  # inputs from which a kernel reads at most as many elements as it writes
+    # how often it launches work on a GPU. "learned": from measurements, at least once. "none": never, since it only reads a
+    # tensor's shape, which the host knows. The others are learned, too, and add `kernel_costs.waits_between_launches`
     launches: LaunchRule = "learned"
+    # what the host calls on CUDA: ONNX Runtime's "own" kernels; cuDNN for a "convolution" or "recurrent" layer; cuBLAS for a
+    # "product", or for an "einsum", which it first plans; "reducing" operators use cuDNN (pools, most reductions, normalisation
+    # of channels) or ONNX Runtime's kernels (softmaxes, layer normalisation)
     dispatch: Dispatch = "own"
+    # its CPU time depends on input values: branches, sorting or searching, functions with several algorithms (ONNX Runtime
+    # 1.31: from 1.5 to 500 times as long)
     time_by_values: bool = False
+    # whether ONNX Runtime's CPU provider computes it number by number, in many steps; None: if its class is "other"
     slow_on_cpu: bool | None = None
-    waits_for_size: bool = False
-    copies: bool = False
-    bodies: tuple[str, ...] = ()
-    size_inputs: tuple[int, ...] = ()
-    shape_input: int | None = None
-    sized_by_values: bool = False
-    float_sizes: bool = False
-    index_input: int | None = None
-    index_per_axis: bool = False
-    weights_input: int | None = None
+    waits_for_size: bool = False  # its CUDA kernel copies the output's size to the host, which waits for it (ONNX Runtime 1.31)
+    copies: bool = False  # it copies between host and GPU; ONNX Runtime adds it to a graph
+    bodies: tuple[str, ...] = ()  # attributes with a graph, whose nodes do the computation
+    size_inputs: tuple[int, ...] = ()  # inputs whose values decide the output's shape
+    shape_input: int | None = None  # the input that is the output's shape
+    sized_by_values: bool = False  # values decide the output's shape in another way (see `shape_needs_values`)
+    float_sizes: bool = False  # small floating-point constants among its inputs decide the output's shape
+    index_input: int | None = None  # the input with indices into `table_inputs`, or into the first input if there are no tables
+    index_per_axis: bool = False  # the last axis of the indices has one for each of the first axes of the data
+    weights_input: int | None = None  # the input with the weights of a convolution
+    # what a fused convolution adds to its result: Z of FusedConv, Sum of a Conv in blocked layout (NCHWc)
     sum_input: int | None = None
-    single_inputs: tuple[int, ...] = ()
-    packed_inputs: tuple[int, ...] = ()
-    in_whole_numbers: bool = False
-    positive_inputs: bool = False
-    keeps_shape: bool = False
-    in_place: tuple[int, ...] = ()
-    typed_by_attribute: bool = False
-    random: bool = False
+    single_inputs: tuple[int, ...] = ()  # inputs that are always float32
+    packed_inputs: tuple[int, ...] = ()  # integer inputs that contain quantised numbers; any value is valid
+    in_whole_numbers: bool = False  # it computes in its first input's type, although its scales are floating-point numbers
+    positive_inputs: bool = False  # dummy inputs must be positive, for divisions, roots or logarithms
+    keeps_shape: bool = False  # its only output has the first input's shape; no session is needed to know it
+    in_place: tuple[int, ...] = ()  # inputs whose buffer the output may reuse (`MayInplace` of ONNX Runtime's CPU kernels)
+    typed_by_attribute: bool = False  # an attribute, not an input, gives the type of its floating-point output
+    random: bool = False  # its output differs from run to run (for Dropout only in training)
+    # "linear" (additions, comparisons, data movement), "multiplicative" (products, activations of single elements), "nonlinear"
+    # (all others), or "convolutional": nonlinear, but usual in convolutional networks
     linearity: Linearity = "nonlinear"
+    # versions that changed the meaning but not the attributes and inputs (from ONNX's changelog): scale and bias per channel,
+    # not per group; a shift by half a pixel; one axis, not all from `axis` on; other names of modes; another way to count an
+    # axis; sizes rounded up
     changed_in: tuple[int, ...] = ()
-    ceiling_changed_in: tuple[int, ...] = ()
-    input_since: tuple[int, str] | None = None
+    ceiling_changed_in: tuple[int, ...] = ()  # the same, only for sizes that are rounded up (`ceil_mode`)
+    input_since: tuple[int, str] | None = None  # the version since which an attribute is the second input, and the attribute
 
     @property
     def base_name(self) -> str:

@@ -39,24 +39,16 @@ class ProbedRuns(Frozen):
 
 
 class ProbeReading(Frozen):
-    """The raw times of one measurement with the probe.
-
-    Attributes:
-        sharing: how processes share the GPU; None on a CPU.
-        started: UTC, ISO 8601.
-        seconds: requested length; LEAST_RUNS may take longer.
-        tiny: runs of one elementwise node.
-        long: runs of a chain of matrix products.
-    """
+    """The raw times of one measurement with the probe."""
 
     version: int = READING_VERSION
     machine_uuid: str
     device: str
-    sharing: SharingMode | None
-    started: str
-    seconds: float
-    tiny: ProbedRuns
-    long: ProbedRuns
+    sharing: SharingMode | None  # how processes share the GPU; None on a CPU
+    started: str  # UTC, ISO 8601
+    seconds: float  # requested length; LEAST_RUNS may take longer
+    tiny: ProbedRuns  # runs of one elementwise node
+    long: ProbedRuns  # runs of a chain of matrix products
 
     @property
     def waited(self) -> dict[str, float]:
@@ -72,18 +64,12 @@ class ProbeReading(Frozen):
 
 
 class ProbeSummary(Frozen):
-    """The summary of a measurement's long piece of work.
+    """The summary of a measurement's long piece of work."""
 
-    Attributes:
-        sharing: how processes share the GPU; None on a CPU.
-        latencies_ms: QUANTILES of all runs, evenly spaced from the shortest to the longest.
-        waited_ms: QUANTILES of the runs that are known to have waited; empty if none did.
-        busy_ms, quiet_ms: mean lengths of `phases_ms`.
-    """
-
-    sharing: SharingMode | None
-    latencies_ms: tuple[FiniteFloat, ...]
-    waited_ms: tuple[FiniteFloat, ...]
+    sharing: SharingMode | None  # how processes share the GPU; None on a CPU
+    latencies_ms: tuple[FiniteFloat, ...]  # QUANTILES of all runs, evenly spaced from the shortest to the longest
+    waited_ms: tuple[FiniteFloat, ...]  # QUANTILES of the runs that are known to have waited; empty if none did
+    # busy_ms, quiet_ms: mean lengths of `phases_ms`
     busy_ms: FiniteFloat
     quiet_ms: FiniteFloat
 

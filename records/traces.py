@@ -45,18 +45,12 @@ class Launch(TimeSpan):
 
 @dataclass(frozen=True)
 class GpuRun:
-    """The GPU's work in one run, in launch order.
+    """The GPU's work in one run, in launch order."""
 
-    Attributes:
-        host_us: length of the run's range on the host.
-        start_us: start of that range, on the trace's clock.
-        launches: the launching call of each piece of `work`; a CUDA graph has one call for all its work.
-    """
-
-    host_us: float
+    host_us: float  # length of the run's range on the host
     work: tuple[GpuWork, ...]
-    start_us: float = 0.0
-    launches: tuple[Launch, ...] = ()
+    start_us: float = 0.0  # start of that range, on the trace's clock
+    launches: tuple[Launch, ...] = ()  # the launching call of each piece of `work`; a CUDA graph has one call for all its work
 
     @property
     def end_us(self) -> float:
@@ -75,23 +69,17 @@ class GpuRun:
 
 
 class Anatomy(Frozen):
-    """The breakdown of a run's time (us) on the host; the parts named in PARTS add up to `run_us`.
-
-    Attributes:
-        launching_us: time of the host in launching calls; parallel to the GPU's work, so not a part.
-        kernels_us, copies_us: GPU time in kernels, and in copies and fills.
-        waiting_us: the GPU was idle because the call that launched its next work had not ended yet.
-        gaps_us: the GPU was idle although the next work was already launched.
-        before_us, after_us: before the first work, and after the last. A run without GPU work is all `after_us`.
-    """
+    """The breakdown of a run's time (us) on the host; the parts named in PARTS add up to `run_us`."""
 
     run_us: float
     launches: int
-    launching_us: float
+    launching_us: float  # time of the host in launching calls; parallel to the GPU's work, so not a part
+    # kernels_us, copies_us: GPU time in kernels, and in copies and fills
     kernels_us: float
     copies_us: float
-    waiting_us: float
-    gaps_us: float
+    waiting_us: float  # the GPU was idle because the call that launched its next work had not ended yet
+    gaps_us: float  # the GPU was idle although the next work was already launched
+    # before_us, after_us: before the first work, and after the last. A run without GPU work is all `after_us`
     before_us: float
     after_us: float
 

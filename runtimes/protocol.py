@@ -163,6 +163,16 @@ class Worker(WorkerProcess[Request, Reply]):
             self.stop()
         return reply
 
+    def answered(self, request: Request, what: str) -> Reply:
+        """Like `ask`, but raises UserError, which names `what`, if the worker failed or its reply is an error."""
+        try:
+            reply = self.ask(request)
+        except WorkerFailed as error:
+            raise UserError(f"{what}: {error}") from None
+        if reply.error:
+            raise UserError(reply.error if what in reply.error else f"{what}: {reply.error}")
+        return reply
+
     def canary_ms(self, device: str, loaded: bool = False) -> tuple[float, ...]:
         """Times (ms) of the canary on `cpu` or `cuda`; see `hase.benchmark.measuring.blocks.Canary.run_ms`."""
         reply = self.ask(Request(do="canary", device=device, effort=LOADED_CANARY if loaded else IDLE_CANARY))
@@ -172,10 +182,5 @@ class Worker(WorkerProcess[Request, Reply]):
 
     def read_sharing_probe(self, device: str, seconds: float) -> ProbeReading | None:
         """How long tiny work on `cpu` or `cuda` now waits for other processes."""
-        try:
-            reply = self.ask(Request(do="sharing_probe", device=device, effort=Effort(budget_s=seconds)))
-        except WorkerFailed as error:
-            raise UserError(f"the sharing probe does not run: {error}") from None
-        if reply.error:
-            raise UserError(f"the sharing probe does not run: {reply.error}")
-        return reply.probe
+        request = Request(do="sharing_probe", device=device, effort=Effort(budget_s=seconds))
+        return self.answered(request, "the sharing probe does not run").probe

@@ -139,11 +139,8 @@ def line_with_digest(line: str) -> str:
 
 
 def line_without_digest(line: str) -> str:
-    """Checks and removes the digest of a line; a line without one (from an older Hase) is unchanged.
-
-    Raises:
-        ValueError: the digest does not match.
-    """
+    """Checks and removes the digest of a line; a line without one (from an older Hase) is unchanged. Raises ValueError if the
+    digest does not match."""
     begins, ends = f',"{DIGEST}":"', '"}'
     tail = line[-len(begins) - LINE_DIGITS - len(ends):]
     if not (tail.startswith(begins) and tail.endswith(ends)):

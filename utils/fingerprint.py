@@ -32,20 +32,13 @@ FROM_SHEET = "-from-data-sheet"  # suffix of the device name of a card known onl
 
 
 class Flavour(Frozen):
-    """What determines an optimised graph: two machines with one flavour get the same graph of a model.
-
-    Attributes:
-        runtime: a name in the table of runtimes/__init__.py.
-        runtime_version: major and minor, e.g. `1.31`.
-        optimization: the runtime's graph optimisation level.
-        instruction_set: the CPU's vector width class, which sets the block size of NCHWc layouts; "" on CUDA.
-    """
+    """What determines an optimised graph: two machines with one flavour get the same graph of a model."""
 
     device: FileNamePart
-    runtime: FileNamePart = DEFAULT_RUNTIME
-    runtime_version: FileNamePart
-    optimization: FileNamePart = "all"
-    instruction_set: FileNamePart = ""
+    runtime: FileNamePart = DEFAULT_RUNTIME  # a name in the table of runtimes/__init__.py
+    runtime_version: FileNamePart  # major and minor, e.g. `1.31`
+    optimization: FileNamePart = "all"  # the runtime's graph optimisation level
+    instruction_set: FileNamePart = ""  # the CPU's vector width class, which sets the block size of NCHWc layouts; "" on CUDA
 
     @property
     def name(self) -> str:

@@ -89,10 +89,7 @@ def is_held(path: Path) -> bool:
 @contextmanager
 def locked(path: Path, what: str) -> Iterator[None]:
     """Holds the lock of the file `path`, creating it if needed, while the block runs. A process may take a lock several times.
-
-    Raises:
-        InUse: another process holds it, and `wait_for_locks` was not called.
-    """
+    Raises InUse if another process holds it and `wait_for_locks` was not called."""
     path = path.absolute()
     reported = ""
     while True:

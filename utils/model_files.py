@@ -217,11 +217,7 @@ class WireField(NamedTuple):
 
 
 def fields(content: memoryview, begin: int, end: int) -> Iterator[WireField]:
-    """The fields of the message between two offsets.
-
-    Raises:
-        ValueError: there is no message.
-    """
+    """The fields of the message between two offsets. Raises ValueError if there is none."""
     index = begin
     while index < end:
         tag, contents = _varint(content, index, end)

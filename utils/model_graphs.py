@@ -193,11 +193,8 @@ def _without_large_tensors(model: Path) -> bytes:
 
 
 def _shortened(content: memoryview, begin: int, end: int, kind: str, location: str, depth: int) -> Iterator[bytes]:
-    """The parts of a message without the values of its large tensors; `depth` is its nesting level.
-
-    Raises:
-        ValueError: there is no message.
-    """
+    """The parts of a message without the values of its large tensors; `depth` is its nesting level. Raises ValueError if there
+    is no message."""
     copied = begin
     if kind == "node" and any(part.number == OP_TYPE and content[part.contents:part.end] == b"Constant"
                               for part in fields(content, begin, end)):
@@ -219,10 +216,7 @@ def _shortened(content: memoryview, begin: int, end: int, kind: str, location: s
 
 def _reference(content: memoryview, begin: int, end: int, location: str) -> bytes:
     """A tensor in a file as a reference to its values there; unchanged if it has few values, or fewer than its shape needs.
-
-    Raises:
-        ValueError: there is no message.
-    """
+    Raises ValueError if there is no message."""
     description: list[WireField] = []
     data: list[WireField] = []
     for part in fields(content, begin, end):

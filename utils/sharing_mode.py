@@ -117,10 +117,8 @@ def _mps_percents(text: str) -> tuple[int, ...]:
 
 
 class GpuSharing(NamedTuple):
-    """How a measured process and its co-runners share a GPU: in time slices, or through MPS.
-
-    `percent` is the share of the GPU's threads (1–100) for the measured process, `co_runner_percent` that of each co-runner.
-    """
+    """How a measured process and its co-runners share a GPU: in time slices, or through MPS. `percent` is the share of the
+    GPU's threads (1–100) for the measured process, `co_runner_percent` that of each co-runner."""
 
     mps: bool = False
     percent: int = ALL_THREADS
@@ -188,10 +186,8 @@ class SetSharing(NamedTuple):
 
 
 def share_of_this_process() -> SetSharing:
-    """Sharing through MPS where each process may use the same share of the GPU's threads as this one.
-
-    Source: NVIDIA's guide to MPS, `CUDA_MPS_ACTIVE_THREAD_PERCENTAGE`: if unset, a client may use all threads.
-    """
+    """Sharing through MPS where each process may use the same share of the GPU's threads as this one. Source: NVIDIA's guide to
+    MPS, `CUDA_MPS_ACTIVE_THREAD_PERCENTAGE`: if unset, a client may use all threads."""
     text = os.environ.get(THREADS, str(ALL_THREADS))
     try:
         percent = float(text)  # MPS takes fractions, too

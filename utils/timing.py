@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from hase.utils.lazy import torch
 
@@ -52,10 +52,8 @@ def covered_us(spans: Iterable[TimeSpan]) -> float:
     return covered
 
 
-class LatencyStatistics(BaseModel):
+class LatencyStatistics(BaseModel, frozen=True):
     """Statistics of one timing's samples, all in milliseconds."""
-
-    model_config = ConfigDict(frozen=True)
 
     runs: int
     mean_ms: float
@@ -83,10 +81,8 @@ def summarize(samples_ms: Sequence[float]) -> LatencyStatistics:
     )
 
 
-class ErrorStatistics(BaseModel):
+class ErrorStatistics(BaseModel, frozen=True):
     """Errors of predictions against measurements; ratios, not per cent."""
-
-    model_config = ConfigDict(frozen=True)
 
     count: int
     mape: float

@@ -110,10 +110,8 @@ class WebConfig(Config):
 
 
 class WebAccess:
-    """Who may scrape a server, from a config file that is read again for each client.
-
-    TLS (`has_tls`) and users that the file had at the start can't be removed later.
-    """
+    """Who may scrape a server, from a config file that is read again for each client. TLS (`has_tls`) and users that the file
+    had at the start can't be removed later."""
 
     def __init__(self, path: Path) -> None:
         """Checks the file, its certificates and keys, and the hashes of passwords."""

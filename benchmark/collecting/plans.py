@@ -117,10 +117,8 @@ def find_work(workspace: Workspace, target: Target, held_out: Sequence[str], *, 
 
 
 def energy_batches(items: Sequence[KernelItem], device: str) -> list[list[KernelItem]]:
-    """The largest kernels per operator and type, as many as fit into memory.
-
-    Batches of few kernels are left out, since their energy is too small to measure.
-    """
+    """The largest kernels per operator and type, as many as fit into memory. Batches of few kernels are left out, since their
+    energy is too small to measure."""
     by_class: dict[tuple[str, str], list[KernelItem]] = {}
     for item in sorted(items, key=lambda item: -item.work):
         if item.kernel.moves_data:
@@ -156,10 +154,8 @@ def carriers(items: Sequence[KernelItem], most_bytes: float) -> Iterator[list[Ke
 
 
 def sessions_missing(models: Sequence[ModelItem], blocks: Iterable[Block], wanted: int, variants: Sequence[str]) -> list[int]:
-    """How many of the `wanted` sessions each model still needs; none if it failed.
-
-    Only undisturbed sessions with all variants count.
-    """
+    """How many of the `wanted` sessions each model still needs; none if it failed. Only undisturbed sessions with all variants
+    count."""
     failed, counted = set[str](), Counter[str]()
     for session in model_sessions(blocks):
         if "latency" in session.labels and session.labels["latency"].status != "ok":
@@ -179,11 +175,8 @@ def _kernel_blocks(kernels: Sequence[KernelItem], size: int) -> list[PlannedBloc
 
 def plan(work: CollectionWork, blocks: Iterable[Block], block_kernels: int, first_label: str = "run", block_models: int = 1,
          variants: Sequence[str] = (), sessions: int = 1) -> list[PlannedBlock[Item]]:
-    """The blocks still to be measured.
-
-    A kernel is done once a block of kernels has measured `first_label`, or failed to. `sessions_missing` decides for models;
-    all first sessions come before second ones.
-    """
+    """The blocks still to be measured. A kernel is done once a block of kernels has measured `first_label`, or failed to.
+    `sessions_missing` decides for models; all first sessions come before second ones."""
     blocks = list(blocks)
     kernels = pending(work.kernels, blocks, lambda m: takes_label(m, first_label))
     kernel_blocks = _kernel_blocks(shuffled(kernels), block_kernels)
@@ -197,16 +190,13 @@ def plan(work: CollectionWork, blocks: Iterable[Block], block_kernels: int, firs
     return planned
 
 
-def may_share_host(config: CollectorConfig, device: str, items: Sequence[Item]) -> bool:
-    """Whether another GPU of the host may measure at the same time: if all times are the GPU's own (docs/cluster.md)."""
-    return (device == "cuda" and config.labels_on(device) == (GPU_LABEL,) and not config.energy_of_kernels
-            and all(isinstance(item, KernelItem) for item in items))
-
-
 def with_shared_hosts(load_plan: BlockPlan[Item], config: CollectorConfig, device: str) -> BlockPlan[Item]:
-    """The same plan, with `shares_host` set for each block."""
+    """The same plan; another GPU of the host may measure beside a block whose times are all the GPU's own (docs/cluster.md)."""
+    may_share = device == "cuda" and config.labels_on(device) == (GPU_LABEL,) and not config.energy_of_kernels
+
     def marked(blocks: Sequence[PlannedBlock[Item]]) -> list[PlannedBlock[Item]]:
-        return [block._replace(shares_host=may_share_host(config, device, block.units)) for block in blocks]
+        return [block._replace(shares_host=may_share and all(isinstance(item, KernelItem) for item in block.units))
+                for block in blocks]
 
     return BlockPlan({machine: marked(blocks) for machine, blocks in load_plan.own.items()}, marked(load_plan.shared))
 

@@ -246,10 +246,8 @@ class RayDevices:
 
 
 def _resources(node: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """The share of a node that an actor claims; empty for a node without CPUs.
-
-    All actors of a node together claim all of it, so that Ray runs nothing else there.
-    """
+    """The share of a node that an actor claims; empty for a node without CPUs. All actors of a node together claim all of it,
+    so that Ray runs nothing else there."""
     cpus, gpus = node["Resources"].get("CPU", 0.0), node["Resources"].get("GPU", 0.0)
     if device == "cpu" and not cpus:
         return {}

@@ -29,17 +29,7 @@ from hase.benchmark.load.mps import gpu_shared
 from hase.benchmark.measuring.blocks import Bench, Measurer, Steadiness, busy_share, started
 from hase.benchmark.measuring.driver import chunks
 from hase.benchmark.metrics.source import MetricSource
-from hase.records.measurement import (
-    ENERGY,
-    GPU_LABEL,
-    IN_MODEL_LABELS,
-    KERNELS,
-    Effort,
-    Measurement,
-    Placement,
-    Status,
-    now,
-)
+from hase.records.measurement import ENERGY, GPU_LABEL, IN_MODEL_LABELS, KERNELS, Effort, Measurement, Placement, Status, now
 from hase.runtimes import runtime_named
 from hase.runtimes.protocol import Reply, Request, RuntimeSetting, Worker
 from hase.utils.files import temporary_folder
@@ -206,10 +196,8 @@ def measurements_in(reply: Reply, status: Status, subject: str, name: str, label
 
 
 def open_bench(config: CollectorConfig, device: str, machine_uuid: str, source: MetricSource, worker: Worker) -> Bench:
-    """Opens what the collector measures with on `cpu` or `cuda`. Raises UserError if windows are too short for the source.
-
-    A sharing probe needs a GPU, the runtime's support, the config's consent and a level that is not idle.
-    """
+    """Opens what the collector measures with on `cpu` or `cuda`. Raises UserError if windows are too short for the source. A
+    sharing probe needs a GPU, the runtime's support, the config's consent and a level that is not idle."""
     probes = device == "cuda" and runtime_named(config.runtime).probes_sharing and config.probe_s and any(config.levels)
     probe = {"probe": partial(worker.read_sharing_probe, device, config.probe_s)} if probes else {}
     return Bench(device, machine_uuid, partial(worker.canary_ms, device), source, config.window_s,

@@ -47,10 +47,8 @@ def gpu_shared(sharing: GpuSharing) -> Iterator[None]:
 
 
 def _chosen_gpu() -> dict[str, str]:
-    """VISIBLE_GPUS with the GPU's UUID, if the environment chooses the GPU by its index; else nothing.
-
-    An MPS daemon counts only its own GPUs, so for its clients an index could mean another GPU or none.
-    """
+    """VISIBLE_GPUS with the GPU's UUID, if the environment chooses the GPU by its index; else nothing. An MPS daemon counts
+    only its own GPUs, so for its clients an index could mean another GPU or none."""
     chosen = os.environ.get(VISIBLE_GPUS, "")
     return {VISIBLE_GPUS: gpu_facts()["uuid"]} if chosen.split(",")[0].strip().isdecimal() and gpu_facts() else {}
 

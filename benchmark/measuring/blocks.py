@@ -139,9 +139,7 @@ def busy_share() -> float:
 def wait_until_steady(time_ms: Callable[[], float], reference_ms: float, tolerance: float, patience_s: float,
                       busy: Callable[[], float] | None = None) -> float:
     """Times the canary until the machine is idle and as fast as at its best, or patience ends; returns the last time in ms.
-
-    `reference_ms` is the canary's best time (0: unknown, no waiting), `tolerance` the accepted ratio above it.
-    """
+    `reference_ms` is the canary's best time (0: unknown, no waiting), `tolerance` the accepted ratio above it."""
     until = time.monotonic() + patience_s
     found_ms = time_ms()
     while time.monotonic() < until and ((reference_ms and found_ms > reference_ms * (1 + tolerance))
@@ -168,11 +166,6 @@ def read_window(source: MetricSource | None, seconds: float) -> MetricsWindow:
     opened = source.start()
     pause(seconds)
     return close_window(source, opened)
-
-
-def open_window(source: MetricSource | None) -> OpenWindow | None:
-    """Opens a window, for `close_window`."""
-    return None if source is None else source.start()
 
 
 def close_window(source: MetricSource | None, opened: OpenWindow | None) -> MetricsWindow:
@@ -210,7 +203,7 @@ def measure_block(bench: Bench, key: str, time_units: Callable[[], Iterable[Meas
         before_ms = under.canary.steady_ms(bench.steadiness.drift + BELOW_BEST, bench.steadiness.patience_s)
     background = read_window(bench.source, bench.window_s)
     probe = bench.probe()
-    opened = open_window(bench.source)
+    opened = bench.source.start() if bench.source else None
     measurements = tuple(time_units())
     during = close_window(bench.source, opened)
     with _canary_needed():

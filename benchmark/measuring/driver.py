@@ -126,10 +126,8 @@ def in_blocks(units: Sequence[U], size: int) -> list[PlannedBlock[U]]:
 
 def plan_blocks(units: Sequence[U], blocks: Sequence[Block], machine_uuid: str, *, size: int = 32, each_machine: bool = True,
                 ties: int = 0, counts: Counts = _any_measurement) -> list[PlannedBlock[U]]:
-    """The blocks that a machine still has to measure under one load; `blocks` are those of this load from all machines.
-
-    Without `each_machine`, it skips units that another machine measured, except for `ties` units.
-    """
+    """The blocks that a machine still has to measure under one load; `blocks` are those of this load from all machines. Without
+    `each_machine`, it skips units that another machine measured, except for `ties` units."""
     measured_here = [block for block in blocks if block.machine == machine_uuid]
     again = [] if each_machine else choose_ties(units, blocks, [machine_uuid], ties, counts)[machine_uuid]
     return in_blocks(again, size) + in_blocks(pending(units, measured_here if each_machine else blocks, counts), size)
@@ -221,10 +219,8 @@ class Totals(Generic[U]):
 
 
 class Driver(Generic[U]):
-    """Measures blocks under one load after another, and appends every block to the journal.
-
-    Blocks of a lost actor are measured later. To resume after a kill, plan what the journal lacks.
-    """
+    """Measures blocks under one load after another, and appends every block to the journal. Blocks of a lost actor are measured
+    later. To resume after a kill, plan what the journal lacks."""
 
     def __init__(self, actors: Actors[U], journal: Journal, steadiness: Steadiness, stop_at_s: float = math.inf) -> None:
         self._actors, self._journal, self._steadiness, self._stop_at_s = actors, journal, steadiness, stop_at_s

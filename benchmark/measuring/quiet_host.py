@@ -139,10 +139,8 @@ class HostSamples(NamedTuple):
 
 
 def quiet_samples_ms(probe: HostProbe, clocks: Mapping[str, Callable[[], float]], effort: Effort) -> dict[str, HostSamples]:
-    """Samples of several functions (each returns its seconds), in alternating slots, from the least disturbed moments.
-
-    `effort` is the undisturbed time and number of runs for each; after PATIENCE the least disturbed slots fill the gap.
-    """
+    """Samples of several functions (each returns its seconds), in alternating slots, from the least disturbed moments. `effort`
+    is the undisturbed time and number of runs for each; after PATIENCE the least disturbed slots fill the gap."""
     slots: dict[str, list[TimeSlot]] = {label: [] for label in clocks}
     until = time.monotonic() + PATIENCE * effort.budget_s * len(clocks)
     missing = list(clocks)

@@ -107,8 +107,7 @@ class NvmlSource(MetricSource):
         """Reads `fields`, or all useful ones, with GPM's `counters` or without (CountersMissing if this GPU has no GPM)."""
         self.name = "NVML with GPM" if counters else "NVML"
         self._nvml = pynvml
-        pynvml.nvmlInit()
-        self._device = pynvml.nvmlDeviceGetHandleByUUID(gpu_facts()["uuid"])
+        self._device = first_gpu()
         self._has_energy = self._works(lambda: energy_counter_j(self._device))
         polled = [field for field in (*POLLED, POWER) if self._works(lambda field=field: self._poll_one(field))]
         profiled = self._gpm_fields() if counters else []

@@ -29,10 +29,8 @@ from hase.utils.errors import UserError
 
 @dataclass(frozen=True)
 class MetricField:
-    """A metric's unit and largest possible value (the smallest is 0); for DCGM also its identifier and new name.
-
-    The new names are since DCGM 4.7 and dcgm-exporter 4.9. Values by identifier keep the old unit.
-    """
+    """A metric's unit and largest possible value (the smallest is 0); for DCGM also its identifier and new name. The new names
+    are since DCGM 4.7 and dcgm-exporter 4.9. Values by identifier keep the old unit."""
 
     unit: str
     maximum: float
@@ -173,9 +171,7 @@ def probe_to_samples(probed: TimedProbeSummary) -> Iterator[ProbeSample]:
 
 def probe_from_samples(samples: Iterable[ProbeSample]) -> TimedProbeSummary:
     """The probe's summary from its samples. Raises InvalidProbeSamples if one is missing, is no number, or contradicts others.
-
-    A server may keep old series (for instance with federation), so samples that the summary does not need are ignored.
-    """
+    A server may keep old series (for instance with federation), so samples that the summary does not need are ignored."""
     samples_by_key = {(sample.name, *(sample.labels.get(label, "") for label in OWN_LABELS[sample.name])): sample.value
                       for sample in samples}
 

@@ -73,10 +73,8 @@ def _would_move(field: str, value: float) -> bool:
 
 
 def _witness(readings: Mapping[str, Sequence[float]], lasted_s: float) -> str:
-    """A field that shows the GPU busy for the whole period; "" if none does.
-
-    Utilisation may include earlier work, so it counts only for longer periods.
-    """
+    """A field that shows the GPU busy for the whole period; "" if none does. Utilisation may include earlier work, so it counts
+    only for longer periods."""
     for field in AT_WORK:
         values = readings.get(field, ())
         if values and sum(values) / len(values) >= BUSY:

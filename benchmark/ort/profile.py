@@ -153,10 +153,8 @@ def steering_of(graph: ParsedGraph) -> dict[str, int | bool]:
 def profile_model(model: Path, device: str, dims: Mapping[str, int], effort: Effort,
                   provider_options: Mapping[str, str] | None = None, static: bool = False,
                   plain: bool = False, inputs: Path | None = None) -> ModelProfile:
-    """Runs a model under the profiler, and with `plain` also without it.
-
-    `static`: `dims` are fixed before ONNX Runtime optimises the model.
-    """
+    """Runs a model under the profiler, and with `plain` also without it. `static`: `dims` are fixed before ONNX Runtime
+    optimises the model."""
     with temporary_folder() as folder:
         optimized = folder / "optimized.onnx"
         graph = parse_to_run(optimized, model, device, dims, static)
@@ -198,10 +196,8 @@ def labels_of(runs: list[ProfiledRun], ids: Mapping[str, str], context: str, pla
 
 
 def profiler_ms(times_ms: Mapping[str, float], executed: Mapping[str, float], nodes_ms: float) -> float:
-    """What the profiler adds to each execution of a node (ms), so that the nodes without it add up to `nodes_ms`.
-
-    It is 0 to MOST_ADDED_MS. `times_ms` are profiled, per execution; `executed` counts each node's executions per run.
-    """
+    """What the profiler adds to each execution of a node (ms), so that the nodes without it add up to `nodes_ms`. It is 0 to
+    MOST_ADDED_MS. `times_ms` are profiled, per execution; `executed` counts each node's executions per run."""
     low, high = 0.0, min(MOST_ADDED_MS, max(times_ms.values(), default=0.0))
     for _ in range(HALVINGS):
         middle = (low + high) / 2

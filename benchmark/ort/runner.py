@@ -146,10 +146,8 @@ def random_feed(session: onnxruntime.InferenceSession, dims: Mapping[str, int] |
 
 def bind(session: onnxruntime.InferenceSession, feed: Mapping[str, np.ndarray], device: str,
          io: str, shared: Mapping[str, str] | None = None) -> Callable[[], Any]:
-    """A function that runs the session once, with tensors on the device (`io` is `device`) or as numpy arrays (`host`).
-
-    Text inputs are always arrays, because ORT cannot bind them.
-    """
+    """A function that runs the session once, with tensors on the device (`io` is `device`) or as numpy arrays (`host`). Text
+    inputs are always arrays, because ORT cannot bind them."""
     if io == "host" or any(array.dtype == object for array in feed.values()):
         return partial(session.run, None, dict(feed))
     binding = device_binding(session, feed, "cuda" if device == "cuda" else "cpu", shared=shared)

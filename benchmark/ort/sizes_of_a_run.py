@@ -64,10 +64,8 @@ def see_a_run(model: Path, dims: Mapping[str, int], inputs: Mapping[str, np.ndar
 
 
 def _branches(graph: onnx.GraphProto, run_counts: Mapping[str, int]) -> Iterator[str]:
-    """The branch that each If took most often, including nested Ifs; nothing for an If that never ran.
-
-    `run_counts` are by node name. A branch without nodes ran whenever its If did not take the other.
-    """
+    """The branch that each If took most often, including nested Ifs; nothing for an If that never ran. `run_counts` are by node
+    name. A branch without nodes ran whenever its If did not take the other."""
     for node in graph.node:
         bodies = bodies_of(node)
         if node.op_type == "If" and run_counts.get(node.name, 0):
@@ -92,10 +90,8 @@ def _tensors_by_node(graph: onnx.GraphProto, prefix: str = "") -> dict[str, list
 
 def sizes_of_a_run(model: Path, dims: Mapping[str, int], inputs: Mapping[str, np.ndarray] | None = None,
                    static: bool = False) -> dict[str, int]:
-    """Sizes that depend on data, from one run on this CPU, by their names `<tensor>.<axis>`.
-
-    If data decides an If, the branch that ran is included: `<node>.then` or `<node>.else`, with value 1.
-    """
+    """Sizes that depend on data, from one run on this CPU, by their names `<tensor>.<axis>`. If data decides an If, the branch
+    that ran is included: `<node>.then` or `<node>.else`, with value 1."""
     seen = see_a_run(model, dims, inputs, static)
     branches = [name for name in seen.branches if not given_branch(name.rpartition(".")[0], dims)]
     sizes: dict[str, int] = {}

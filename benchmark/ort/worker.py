@@ -1,9 +1,6 @@
-"""The process that runs kernels and models under ONNX Runtime for the collector and the evaluator.
+"""The process that runs kernels and models under ONNX Runtime for the collector and the evaluator, by runtimes/protocol.py.
 
-It reads one Request per line on standard input, writes one Reply per line on standard output, and ends at end of input. The
-collector starts it. To start it manually:
-
-    echo '{"do": "canary", "device": "cpu", "effort": {}}' | python -m hase.benchmark.ort.worker
+By hand: echo '{"do": "canary", "device": "cpu", "effort": {}}' | python -m hase.benchmark.ort.worker
 """
 
 from __future__ import annotations
@@ -48,10 +45,8 @@ def open_model(request: Request, cuda_graph: bool = False) -> Runner:
 
 
 def time_session(request: Request) -> Reply:
-    """Times whole runs of a model for one label, and measures the memory that its session holds.
-
-    The label is `latency`, `host_io` (numpy arrays in and out) or `cuda_graph`.
-    """
+    """Times whole runs of a model for one label, and measures the memory that its session holds. The label is `latency`,
+    `host_io` (numpy arrays in and out) or `cuda_graph`."""
     (label,) = request.labels or ("latency",)
     path, device, effort = Path(request.paths[0]), request.device, request.effort
     # opened first, so that its session does not count as the model's memory
@@ -65,9 +60,7 @@ def time_session(request: Request) -> Reply:
         measured = quiet_samples_ms(probe, {label: runner.run_s}, effort)[label]._asdict()
     else:
         measured = {"samples_ms": runner.time(warmup=effort.warmup, budget_s=effort.budget_s).samples_ms}
-    name = request.model_name
-    return Reply(measurements=(Measurement(subject="model", id=name, label=label, context=name, place="alone", **measured),),
-                 memory_mib=memory.peak_mib)
+    return Reply(measurements=(model_measurement(request.model_name, label, **measured),), memory_mib=memory.peak_mib)
 
 
 def time_canary(request: Request) -> Reply:
@@ -75,11 +68,6 @@ def time_canary(request: Request) -> Reply:
     timing = canary(request.device).time_as(request.effort)
     return Reply(measurements=(Measurement(subject=CANARY, id=CANARY, label="run", context="alone", place="alone",
                                            samples_ms=timing.samples_ms),))
-
-
-def probe_sharing(request: Request) -> Reply:
-    """Reads the sharing probe: how long small work waits for other processes."""
-    return Reply(probe=probe(request.device, request.effort.budget_s))
 
 
 def time_alone(request: Request) -> Reply:
@@ -108,8 +96,10 @@ def time_model(request: Request) -> Reply:
 
     measurements = ([*beside_the_probe(name, clocks, request), *in_model()] if request.watch_host else
                     in_halves(name, runner, clocks, effort.runs(one_run_s), effort, in_model))
-    energy = [energy_of_model(runner, name, request.energy_s)] if request.energy_s else []
-    return Reply(measurements=(*measurements, *energy))
+    if request.energy_s:
+        facts = {"subject": "model", "id": name, "label": ENERGY, "context": name, "place": "alone"}
+        measurements.append(_energy(facts, device, runner.run_once, request.energy_s))
+    return Reply(measurements=tuple(measurements))
 
 
 def model_measurement(model: str, label: str, **fields: Any) -> Measurement:
@@ -161,11 +151,6 @@ def traced_runs(request: Request) -> list[GpuRun]:
     return trace([runner.run_once] * (TRACED_RUNS + 1))[1:]
 
 
-def trace_model(request: Request) -> Reply:
-    """Returns the traced runs of a model."""
-    return Reply(runs=tuple(traced_runs(request)))
-
-
 def time_model_on_gpu(request: Request) -> Reply:
     """Measures the GPU's time per run of a whole model, and counts the launches (label `gpu`)."""
     traced = traced_runs(request)
@@ -215,12 +200,6 @@ def prepare(request: Request) -> Reply:
     return Reply()
 
 
-def energy_of_model(runner: Runner, model: str, seconds: float) -> Measurement:
-    """Measures the device's energy per run of a warm model (label `energy`), with runs in direct sequence."""
-    facts = {"subject": "model", "id": model, "label": ENERGY, "context": model, "place": "alone"}
-    return _energy(facts, runner.device, runner.run_once, seconds)
-
-
 def energy_of_kernels(request: Request) -> Reply:
     """Measures the energy of a batch of kernels in sequence (label `energy`); one alone is too short for a power sensor."""
     runners = [open_runner(Path(path), request.device, provider_options=request.provider_options) for path in request.paths]
@@ -263,17 +242,12 @@ def _energy(facts: dict[str, Any], device: str, run: Callable[[], Any], seconds:
 
 WORK: dict[str, Callable[[Request], Reply]] = {  # each returns the reply, without its times
     "alone": time_alone, "carrier": time_carrier, "model": time_model, "model_labels": time_kernels_in_model,
-    "model_gpu": time_model_on_gpu, "session": time_session,
-    "model_trace": trace_model, "model_graph": time_model_as_graph, "canary": time_canary, "sharing_probe": probe_sharing,
-    "prepare": prepare, "kernels_energy": energy_of_kernels}
-
-
+    "model_gpu": time_model_on_gpu, "model_graph": time_model_as_graph, "session": time_session, "canary": time_canary,
+    "model_trace": lambda request: Reply(runs=tuple(traced_runs(request))), "prepare": prepare,
+    "sharing_probe": lambda request: Reply(probe=probe(request.device, request.effort.budget_s)),
+    "kernels_energy": energy_of_kernels}
 answer = functools.partial(protocol.answer, WORK)
 
 
-def main() -> None:
-    protocol.serve(WORK)
-
-
 if __name__ == "__main__":
-    main()
+    protocol.serve(WORK)

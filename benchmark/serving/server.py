@@ -162,9 +162,5 @@ class _Server:
         return reply.model_copy(update={"pace": pace_now(self._runner.device)})
 
 
-def main() -> None:
-    serve_lines(_Server().answer)
-
-
 if __name__ == "__main__":
-    main()
+    serve_lines(_Server().answer)

@@ -64,10 +64,8 @@ class ServedSetsConfig(Config):
 
 
 def arrivals_s(models: Sequence[ServedModel], index: int, config: ServedSetsConfig) -> Floats:
-    """When the requests to a model of a set arrive: ascending seconds from the start of counting (negative: warm-up).
-
-    A Poisson process seeded by the config, the set and the model's index, so that each way of sharing gets the same requests.
-    """
+    """When the requests to a model of a set arrive: ascending seconds from the start of counting (negative: warm-up). A Poisson
+    process seeded by the config, the set and the model's index, so that each way of sharing gets the same requests."""
     set_seed = int(files.content_digest([model.model_dump(mode="json") for model in models])[:16], 16)
     generator = np.random.default_rng([config.seed, set_seed, index])
     count = generator.poisson(models[index].rate_per_s * (config.warmup_s + config.seconds))

@@ -21,6 +21,7 @@ import numpy as np
 from hase.model_zoo.exporting.onnx_export import (
     LARGEST_FILE,
     add_metadata,
+    exported,
     has_metadata,
     relative_difference,
     remove_paths,
@@ -62,16 +63,11 @@ PACKAGES = {"timm": ("timm",), "transformers": ("transformers",), "torchvision":
 
 @dataclass(frozen=True)
 class NetworkInput:
-    """One input of a network.
-
-    Attributes:
-        shape: a size, or the name of a dynamic dimension, per axis; equal names mean equal sizes.
-        values: `normal` floats, ones (a mask), or integers from 0 to `below` (such as word ids).
-    """
+    """One input of a network."""
 
     name: str
-    shape: tuple[int | str, ...]
-    values: InputDistribution = "normal"
+    shape: tuple[int | str, ...]  # a size, or the name of a dynamic dimension, per axis; equal names mean equal sizes
+    values: InputDistribution = "normal"  # `normal` floats, ones (a mask), or integers from 0 to `below` (such as word ids)
     below: int = 0
 
     def draw(self, sizes: Mapping[str, int], generator: np.random.Generator) -> np.ndarray:
@@ -86,24 +82,16 @@ class NetworkInput:
 
 @dataclass(frozen=True)
 class Network:
-    """A torch network and what is needed to export it.
-
-    Attributes:
-        module: in evaluation mode, with positional inputs; returns a tensor or a tuple of tensors.
-        family: models of one family are held out of training together.
-        sizes: by dynamic dimension, the sizes to measure; the first is the default.
-        data_sized: output sizes depend on data, as a detector's do; outputs are not compared with torch's.
-        traced: whether torch's older exporter, which traces a run, exports it; needed for recurrent layers of any length,
-            and detectors.
-    """
+    """A torch network and what is needed to export it."""
 
     name: str
     collection: str
-    family: str
-    module: torch.nn.Module
+    family: str  # models of one family are held out of training together
+    module: torch.nn.Module  # in evaluation mode, with positional inputs; returns a tensor or a tuple of tensors
     inputs: tuple[NetworkInput, ...]
-    sizes: Mapping[str, tuple[int, ...]]
-    data_sized: bool = False
+    sizes: Mapping[str, tuple[int, ...]]  # by dynamic dimension, the sizes to measure; the first is the default
+    data_sized: bool = False  # output sizes depend on data, as a detector's do; outputs are not compared with torch's
+    # whether torch's older exporter, which traces a run, exports it; needed for recurrent layers of any length, and detectors
     traced: bool = False
 
     @property
@@ -184,12 +172,7 @@ def _by_exporter(network: Network, examples: tuple[torch.Tensor, ...]) -> onnx.M
     kinds = [parameter.kind for parameter in inspect.signature(network.module.forward).parameters.values()]
     singles = len(kinds) - (inspect.Parameter.VAR_POSITIONAL in kinds)  # inputs for `*inputs` are adjacent
     shapes: tuple[Any, ...] = (*axes[:singles], *([tuple(axes[singles:])] if singles < len(axes) else []))
-    program = torch.onnx.export(
-        network.module, examples, dynamo=True, external_data=False, verbose=False,
-        input_names=[spec.name for spec in network.inputs], dynamic_shapes=shapes if dims else None)
-    if program is None:
-        raise RuntimeError("torch.onnx.export returned nothing")
-    proto: onnx.ModelProto = program.model_proto
+    proto = exported(network.module, examples, [spec.name for spec in network.inputs], shapes if dims else None)
     for spec, graph_input in zip(network.inputs, proto.graph.input, strict=True):
         for size, dim in zip(spec.shape, graph_input.type.tensor_type.shape.dim, strict=True):
             if isinstance(size, str) and dim.dim_param != size:
@@ -304,13 +287,8 @@ def _crashed(folder: Path, export: NetworkExport) -> list[dict[str, Any]]:
 def export_networks(workspace: Workspace, collection: Collection, families: Mapping[str, str], dtypes: Sequence[str],
                     device: str, jobs: int, force: bool = False) -> list[dict[str, Any]]:
     """Writes `<name>.onnx` and `<name>_fp16.onnx` of each network; returns a row per file. A failure affects only its network.
-
-    Args:
-        families: the family of each network by its name.
-        device: `auto`, `cpu` or `cuda`: where the files are checked.
-        jobs: number of processes, each for one network at a time.
-        force: also export files that exist.
-    """
+    `families` are by network; the files are checked on `device` (`auto`, `cpu` or `cuda`), in `jobs` processes, each for one
+    network at a time. With `force` it also exports files that exist."""
     checked_on = resolve_device(device)
     network_source(collection).check_names(families)
     workspace.models.mkdir(parents=True, exist_ok=True)

@@ -120,14 +120,20 @@ def trace(model: torch.nn.Module, export: Export, open_dims: Mapping[int, str]) 
     dims = {axis: torch.export.Dim(name, min=LIMITS[name][0], max=LIMITS[name][1]) for axis, name in open_dims.items()}
     try:
         with silent_exporter():
-            program = torch.onnx.export(
-                model, (images,), dynamo=True, external_data=False, input_names=["input"], output_names=["output"],
-                dynamic_shapes=(dims,) if dims else None, verbose=False)
+            proto = exported(model, (images,), ["input"], (dims,) if dims else None, ["output"])
     finally:
         torch._dynamo.reset()  # its caches keep every traced model
+    return remove_paths(proto)
+
+
+def exported(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], input_names: list[str], shapes: tuple[Any, ...] | None,
+             output_names: list[str] | None = None) -> onnx.ModelProto:
+    """A module as torch's exporter writes it; `shapes` has torch's dynamic dimensions of each input."""
+    program = torch.onnx.export(module, inputs, dynamo=True, external_data=False, verbose=False, input_names=input_names,
+                                output_names=output_names, dynamic_shapes=shapes)
     if program is None:
         raise RuntimeError("torch.onnx.export returned nothing")
-    return remove_paths(program.model_proto)
+    return program.model_proto
 
 
 def remove_paths(proto: onnx.ModelProto) -> onnx.ModelProto:

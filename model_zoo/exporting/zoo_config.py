@@ -118,6 +118,6 @@ class PoolConfig(Config):
         return {name: listed.get(name, name) for name in names or listed}
 
 
-def read_pool(path: Path | None = None) -> PoolConfig:
-    """Reads and validates the pool in `path` (default: model_zoo/pool.yaml)."""
-    return read_config(path or POOL_FILE, PoolConfig)
+def read_pool(path: Path = POOL_FILE) -> PoolConfig:
+    """Reads and validates the pool in `path`."""
+    return read_config(path, PoolConfig)

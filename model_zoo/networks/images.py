@@ -42,10 +42,8 @@ class UNet(nn.Module):
 
 
 class SuperResolution(nn.Module):
-    """Super-resolution: residual convolutions at the small size, then channels become pixels.
-
-    With `leaky`, LeakyReLU in place of PReLU; with `plain`, one convolution per block and bicubic enlargement.
-    """
+    """Super-resolution: residual convolutions at the small size, then channels become pixels. With `leaky`, LeakyReLU in place
+    of PReLU; with `plain`, one convolution per block and bicubic enlargement."""
 
     def __init__(self, width: int, blocks: int, factor: int, leaky: bool = False, plain: bool = False) -> None:
         super().__init__()

@@ -143,10 +143,8 @@ class ByPosition(nn.Module):
 
 
 class WithCache(nn.Module):
-    """A decoder that returns the last token's logits, and keys and values of all tokens.
-
-    With `cached` it also takes the keys and values of earlier tokens.
-    """
+    """A decoder that returns the last token's logits, and keys and values of all tokens. With `cached` it also takes the keys
+    and values of earlier tokens."""
 
     def __init__(self, inner: nn.Module, cached: bool) -> None:
         super().__init__()

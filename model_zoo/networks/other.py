@@ -32,18 +32,13 @@ from hase.utils.errors import UserError
 
 @dataclass(frozen=True)
 class OtherNetwork:
-    """How to build one network: its builder, inputs and sizes (see `Network`).
-
-    Attributes:
-        chooses: it chooses tokens, boxes or ids, so its outputs can't be compared with torch's.
-        traced: whether torch's older exporter, which traces a run, exports it.
-    """
+    """How to build one network: its builder, inputs and sizes (see `Network`)."""
 
     build: Callable[[], nn.Module]
     inputs: tuple[NetworkInput, ...]
     sizes: Mapping[str, tuple[int, ...]]
-    chooses: bool = False
-    traced: bool = False
+    chooses: bool = False  # it chooses tokens, boxes or ids, so its outputs can't be compared with torch's
+    traced: bool = False  # whether torch's older exporter, which traces a run, exports it
 
 
 def _image(size: int, batch: int | str = "batch") -> tuple[NetworkInput, ...]:

@@ -41,7 +41,6 @@ def floating_type(element: int) -> str:
     return name if name in ALPHAS else ""
 
 
-
 def element_types(graph: onnx.GraphProto) -> Iterator[int]:
     """ONNX's type numbers of inputs, outputs, weights, constants and casts, including those in bodies."""
     for value in (*graph.input, *graph.output):

@@ -10,14 +10,7 @@ from hase.ort_analysis.graph.fusion import origins_by_node
 from hase.ort_analysis.graph.nodes import ParsedNode, length_source
 from hase.ort_analysis.graph.parsing import ParsedGraph, parse_graph
 from hase.records import attention
-from hase.records.kernel_record import (
-    Kernel,
-    KernelInput,
-    ModelRecord,
-    Node,
-    Tensor,
-    record_name,
-)
+from hase.records.kernel_record import Kernel, KernelInput, ModelRecord, Node, Tensor, record_name
 from hase.records.kernel_types import describe_kernel
 from hase.records.operators import operator_row
 

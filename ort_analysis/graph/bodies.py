@@ -187,14 +187,9 @@ def _value_info(name: str, tensor: KernelInput) -> onnx.ValueInfoProto:
 def analyse_bodies(node: onnx.NodeProto, outer: onnx.ModelProto, tensors: Mapping[str, KernelInput],
                    values: Mapping[str, Sequence[int | float | bool]], dims: Mapping[str, int],
                    infer: Callable[[onnx.ModelProto, str], InferredTensors]) -> AnalysedBodies | None:
-    """The analysed bodies of a node; None for a node without bodies, and for a Scan older than FIRST_SCAN_OPSET.
-
-    Args:
-        tensors: those that the node reads or captures.
-        values: of small integer tensors that the graph computes.
-        dims: given dynamic dimensions, trips, and branches.
-        infer: finds the tensors of a body (as a model) in a node.
-    """
+    """The analysed bodies of a node; None for a node without bodies, and for a Scan older than FIRST_SCAN_OPSET. `tensors` are
+    those that the node reads or captures, `values` those of small integer tensors that the graph computes, `dims` given dynamic
+    dimensions, trips and branches; `infer` finds the tensors of a body (as a model) in a node."""
     bodies = bodies_of(node)
     opset = next((entry.version for entry in outer.opset_import if entry.domain in ("", "ai.onnx")), 1)
     if not bodies or (node.op_type == "Scan" and opset < FIRST_SCAN_OPSET):

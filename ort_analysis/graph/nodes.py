@@ -110,10 +110,8 @@ def first_known_word(attributes: Mapping[str, Any]) -> str:
 
 
 def known_words(graph: onnx.GraphProto) -> dict[str, list[str]]:
-    """Words that a model knows, by text input that its encoders read: one per column, or one for all columns.
-
-    Assumes that the encoders are in the order of the columns, as converters of pipelines write them.
-    """
+    """Words that a model knows, by text input that its encoders read: one per column, or one for all columns. Assumes that the
+    encoders are in the order of the columns, as converters of pipelines write them."""
     words_of = {}
     for value in graph.input:
         kind = value.type.tensor_type
@@ -135,10 +133,8 @@ def known_words(graph: onnx.GraphProto) -> dict[str, list[str]]:
 
 
 def attention_lengths(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[str, int]:
-    """Values for inputs that give GroupQueryAttention its lengths: the tokens in the cache, and one more.
-
-    A mask whose sum is the length gets 1: a mask of zeros would give length 0, which the operator refuses.
-    """
+    """Values for inputs that give GroupQueryAttention its lengths: the tokens in the cache, and one more. A mask whose sum is
+    the length gets 1: a mask of zeros would give length 0, which the operator refuses."""
     inputs = {value.name: value.type.tensor_type.shape.dim for value in graph.input}
     maker = {out: node for node in graph.node for out in node.output if out}
     lengths = {}
@@ -163,10 +159,8 @@ def length_source(tensor: str, maker: Mapping[str, onnx.NodeProto] | Mapping[str
 
 
 def shared_caches(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[str, str]:
-    """The outputs of a graph that share the buffer of an input, with that input.
-
-    These are attention caches with room for all tokens, as text generators bind them.
-    """
+    """The outputs of a graph that share the buffer of an input, with that input. These are attention caches with room for all
+    tokens, as text generators bind them."""
     def room(values: Sequence[onnx.ValueInfoProto]) -> dict[str, int]:
         axes = {value.name: value.type.tensor_type.shape.dim for value in values}
         return {name: sizes[2].dim_value or dims.get(sizes[2].dim_param, 0) for name, sizes in axes.items() if len(sizes) == 4}

@@ -185,7 +185,8 @@ def _options(tensor: str, axes: Iterable[int]) -> str:
 
 def constant_inputs(graph: onnx.GraphProto) -> dict[str, KernelInput]:
     """The constants of a graph by name, with values of small ones and ranges of index tables."""
-    keep_floats, ranges = small_values_by_use(graph), index_ranges(graph)
+    ranges = index_ranges(graph)
+    keep_floats = {name for node in graph.node if operator_row(node.op_type).float_sizes for name in node.input[1:] if name}
     return {tensor.name: constant_input(tensor, tensor.name in keep_floats).model_copy(
         update={"value_range": ranges.get(tensor.name)}) for tensor in graph.initializer}
 
@@ -200,11 +201,6 @@ def constant_input(tensor: onnx.TensorProto, keep_floats: bool) -> KernelInput:
     if not (plain.elements <= SMALL_INTS if whole or keep_floats else plain.elements == 1):
         return plain
     return plain.model_copy(update={"values": tuple(tensor_array(tensor).ravel().tolist())})
-
-
-def small_values_by_use(graph: onnx.GraphProto) -> set[str]:
-    """The tensors whose floating-point values determine an output's shape."""
-    return {name for node in graph.node if operator_row(node.op_type).float_sizes for name in node.input[1:] if name}
 
 
 def index_ranges(graph: onnx.GraphProto) -> dict[str, tuple[int, int]]:

@@ -214,12 +214,6 @@ def default_dims(proto: onnx.ModelProto, shown: str) -> dict[str, int]:
     return {}
 
 
-def origin_in(proto: onnx.ModelProto) -> tuple[str, str]:
-    """The group and collection that an exporter wrote into a model; "" if missing."""
-    metadata = {prop.key: prop.value for prop in proto.metadata_props}
-    return metadata.get(GROUP_KEY, ""), metadata.get(COLLECTION_KEY, "")
-
-
 def damage_in(message: Any) -> str:
     """What is wrong with names (not text) or element types (unknown) in a part of a model; "" if nothing."""
     if isinstance(message, onnx.TensorProto):  # without its values, which would be copied
@@ -311,9 +305,9 @@ def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = 
         single = f"dimension {missing[0]} ({'; '.join(dynamic[missing[0]][:SHOWN_SIZES])}) is open; give its size"
         plural = f"{len(missing)} dimensions are open ({first_and_count(missing)}); give their sizes"
         raise OpenSizes(f"{shown}: {single if len(missing) == 1 else plural}", options)
-    group, collection = origin_in(proto)
-    return Source(name=name or stem, group=group, collection=collection, graph_only=proto, given=model, sha256=digest,
-                  dims=given)
+    metadata = {prop.key: prop.value for prop in proto.metadata_props}
+    return Source(name=name or stem, group=metadata.get(GROUP_KEY, ""), collection=metadata.get(COLLECTION_KEY, ""),
+                  graph_only=proto, given=model, sha256=digest, dims=given)
 
 
 def in_half_precision(proto: onnx.ModelProto, shown: str) -> onnx.ModelProto:

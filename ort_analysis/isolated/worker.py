@@ -48,22 +48,6 @@ def write(task: AnalysisTask) -> AnalysisReply:
         Workspace(task.workspace), task.model, task.device, task.dims, task.static, task.origin)))
 
 
-def sizes(task: AnalysisTask) -> AnalysisReply:
-    return AnalysisReply(names=tuple(sorted(dynamic_names(task.model, task.names))))
-
-
-def weights(task: AnalysisTask) -> AnalysisReply:
-    return AnalysisReply(files=tuple(weight_files(task.model, task.no_weights)))
-
-
-def interface(task: AnalysisTask) -> AnalysisReply:
-    return AnalysisReply(interface=interface_of(task.model))
-
-
-def graph(task: AnalysisTask) -> AnalysisReply:
-    return AnalysisReply(graph=graph_document(parse_graph(task.model, task.device, task.dims, static=task.static)))
-
-
 def opens(task: AnalysisTask) -> AnalysisReply:
     source = read_source(task.model, task.dims)
     kernel = kernel_in(source.graph_only, str(task.model))
@@ -78,8 +62,12 @@ def prepare(task: AnalysisTask) -> AnalysisReply:
 
 
 WORK: dict[str, Callable[[AnalysisTask], AnalysisReply]] = {
-    "record": record, "write": write, "sizes": sizes, "weights": weights, "interface": interface, "graph": graph,
-    "opens": opens, "prepare": prepare}
+    "record": record, "write": write, "opens": opens, "prepare": prepare,
+    "sizes": lambda task: AnalysisReply(names=tuple(sorted(dynamic_names(task.model, task.names)))),
+    "weights": lambda task: AnalysisReply(files=tuple(weight_files(task.model, task.no_weights))),
+    "interface": lambda task: AnalysisReply(interface=interface_of(task.model)),
+    "graph": lambda task: AnalysisReply(graph=graph_document(parse_graph(task.model, task.device, task.dims,
+                                                                         static=task.static)))}
 
 
 @contextmanager
@@ -138,11 +126,7 @@ def answer(line: bytes) -> str:
     return AnalysisReply(failure=AnalysisFailure(kind="user", text=f"{task.model}: too many nodes")).model_dump_json()
 
 
-def main() -> None:
+if __name__ == "__main__":
     gc.freeze()
     gc.enable()
     serve_lines(answer)
-
-
-if __name__ == "__main__":
-    main()

@@ -11,18 +11,7 @@ from hase.kernel_model.building.kernel_models import IR_VERSION, add_weights, me
 from hase.ort_analysis.graph.nodes import attribute_value
 from hase.ort_analysis.graph.source import KERNEL_KEY, read_source
 from hase.records.kernel_costs import flops
-from hase.records.kernel_record import (
-    Kernel,
-    KernelInput,
-    ModelOrigin,
-    ModelRecord,
-    Node,
-    Origin,
-    Tensor,
-    record_name,
-    type_code,
-)
-from hase.records.kernel_record_files import record_path
+from hase.records.kernel_record import Kernel, KernelInput, ModelRecord, Node, Origin, Tensor, record_name, type_code
 from hase.records.kernel_types import describe_kernel, fused_type, kernel_of_type, without_defaults
 from hase.records.operators import VIEWS, operator_row
 from hase.runtimes import local_flavour
@@ -40,7 +29,6 @@ from hase.utils import files
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import Flavour
 from hase.utils.lazy import networkx, onnx
-from hase.utils.paths import Workspace
 
 if TYPE_CHECKING:
     import onnx
@@ -325,13 +313,6 @@ def record_of(prepared: PreparedModel, steps: Sequence[ModelKernel], flavour: Fl
         kernels={step.kernel.id: step.kernel for step in steps},
         nodes=tuple(Node(name=f"{number:04d}_{step.kernel.type}", kernel_id=step.kernel.id, provider=flavour.device,
                          inputs=step.inputs, outputs=step.outputs, origins=step.origins) for number, step in enumerate(steps)))
-
-
-def write_parsed(workspace: Workspace, parsed: OpenvinoModel, origin: ModelOrigin) -> list[ModelRecord]:
-    """Writes a model's record; `origin` takes precedence over the model's file."""
-    record = parsed.record.model_copy(update={name: text for name, text in origin._asdict().items() if text})
-    files.write_json(record_path(workspace, record.flavour, record.model), record)
-    return [record]
 
 
 # groups of layers and nodes ----------------------------------------------------------------------------------------------

@@ -100,8 +100,7 @@ def check_kernel(path: Path, kernel: Kernel, device: str) -> None:
     TimedSession(compile_model(read_model(read_built(path)[0], path.stem), path.stem), dummy_inputs(kernel), path.stem).run_ms()
 
 
-def time_sessions(model: Any, inputs: Mapping[str, np.ndarray], name: str, effort: Effort, threads: int,
-                  layers: bool = True) -> list[SessionTimes]:
+def time_sessions(model: Any, inputs: Mapping[str, np.ndarray], name: str, effort: Effort, threads: int) -> list[SessionTimes]:
     """The times of an OpenVINO model in SESSIONS sessions, which together take about as long as `effort`."""
     part = effort.part(SESSIONS)
-    return [TimedSession(compile_model(model, name, threads), inputs, name).time(part, layers) for _ in range(SESSIONS)]
+    return [TimedSession(compile_model(model, name, threads), inputs, name).time(part) for _ in range(SESSIONS)]

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from hase.ort_analysis.graph.source import built_kernel
 from hase.records.kernel_record import ModelOrigin, ModelRecord
+from hase.records.kernel_record_files import write_record
 from hase.runtimes.openvino.compiling import FUSED, NAME, REMAKE, check_openvino
-from hase.runtimes.openvino.recording import build_kernel, parse, write_parsed
+from hase.runtimes.openvino.recording import build_kernel, parse
 from hase.runtimes.openvino.runs import check_kernel
 from hase.runtimes.runtime import DeviceLabels, Runtime
 from hase.utils.fingerprint import Flavour, package_version
@@ -31,7 +32,7 @@ def write_records(workspace: Workspace, model: Path, device: str, dims: Mapping[
                   origin: ModelOrigin) -> list[ModelRecord]:
     """Analyses a model and writes its record. `static` has no effect. Raises UserError for a device other than a CPU."""
     RUNTIME.on(device)
-    return write_parsed(workspace, parse(model, dims), origin)
+    return [write_record(workspace, parse(model, dims).record, origin)]
 
 
 RUNTIME = Runtime(

@@ -142,11 +142,8 @@ def sum_ms(timed: SessionTimes, layers: Sequence[str]) -> float:
 def parsed_model(request: Request, threads: int) -> OpenvinoModel:
     """The analysed model of a request."""
     parsed = parse(Path(request.paths[0]), request.dims, threads)
-    if request.record:
-        record = read_model_record(Path(request.record))
-        if [node.kernel_id for node in parsed.record.nodes] != [node.kernel_id for node in record.nodes]:
-            raise UserError(f"{request.paths[0]}: OpenVINO's graph is not the one in its record; make the record anew: "
-                            f"{REMAKE}")
+    if request.record and not parsed.record.same_kernels(read_model_record(Path(request.record))):
+        raise UserError(f"{request.paths[0]}: OpenVINO's graph is not the one in its record; make the record anew: {REMAKE}")
     return parsed
 
 
@@ -167,13 +164,17 @@ def kernels_in_model(parsed: OpenvinoModel, sessions: Sequence[SessionTimes]) ->
         yield kernel_times(name, IN_MODEL, "in_model", np.mean(node_times_ms, axis=0).tolist(), record.model)
 
 
+def latency_of(request: Request, sessions: Sequence[SessionTimes]) -> Measurement:
+    return Measurement(subject="model", id=request.model_name, label="latency", context=request.model_name, place="alone",
+                       samples_ms=tuple(round(sample, 6) for timed in sessions for sample in timed.runs_ms))
+
+
 def time_model(request: Request) -> Reply:
     """Times a whole model and, if requested, its kernels in it."""
     threads = threads_of(request)
     parsed = parsed_model(request, threads)
     sessions = model_sessions(parsed, request.effort, threads)
-    latency = Measurement(subject="model", id=request.model_name, label="latency", context=request.model_name, place="alone",
-                          samples_ms=tuple(round(sample, 6) for timed in sessions for sample in timed.runs_ms))
+    latency = latency_of(request, sessions)
     return Reply(measurements=(latency, *(kernels_in_model(parsed, sessions) if IN_MODEL in request.labels else ())))
 
 
@@ -191,10 +192,7 @@ def time_session(request: Request) -> Reply:
     memory = HeldMemory("cpu")
     memory.opened()
     sessions = model_sessions(parsed, request.effort, threads)
-    return Reply(measurements=(Measurement(
-        subject="model", id=request.model_name, label="latency", context=request.model_name, place="alone",
-        samples_ms=tuple(sample for timed in sessions for sample in timed.runs_ms)),),
-        memory_mib=memory.peak_mib)
+    return Reply(measurements=(latency_of(request, sessions),), memory_mib=memory.peak_mib)
 
 
 def prepare(request: Request) -> Reply:
@@ -208,9 +206,5 @@ WORK: dict[str, Callable[[Request], Reply]] = {
     "session": time_session, "canary": time_canary, "prepare": prepare}
 
 
-def main() -> None:
-    serve(WORK)
-
-
 if __name__ == "__main__":
-    main()
+    serve(WORK)

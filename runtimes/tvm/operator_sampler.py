@@ -75,10 +75,8 @@ def _draw_size(bounds: Bounds, rng: np.random.Generator) -> int:
 
 
 def _draw_width(bounds: Bounds, rng: np.random.Generator) -> int:
-    """Draws a size; half of them are 2ⁿ or 3·2ⁿ, as in real layers.
-
-    Such widths are slow: the values of a column fall into few sets of a cache, and evict each other.
-    """
+    """Draws a size; half of them are 2ⁿ or 3·2ⁿ, as in real layers. Such widths are slow: the values of a column fall into few
+    sets of a cache, and evict each other."""
     size = _draw_size(bounds, rng)
     if rng.random() < 0.5:
         return size

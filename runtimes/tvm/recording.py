@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hase.ort_analysis.graph.source import Source
 from hase.ort_analysis.isolated.messages import AS_THE_FILE_SAYS
 from hase.records.kernel_record import Kernel, KernelInput, ModelOrigin, ModelRecord, Node, Origin, Tensor, record_name
-from hase.records.kernel_record_files import record_path
+from hase.records.kernel_record_files import write_record
 from hase.records.kernel_types import fused_type, kernel_of_type, without_defaults
 from hase.records.operators import VIEWS
 from hase.runtimes.tvm.compiling import FUSED, TUNED, UNFUSED, function_hash, tvm_flavour, write_functions
@@ -26,7 +26,6 @@ from hase.runtimes.tvm.lowering import (
     relax_name,
     tvm_source,
 )
-from hase.utils import files
 from hase.utils.errors import UserError
 from hase.utils.fingerprint import Flavour
 from hase.utils.lazy import tvm
@@ -66,14 +65,10 @@ def write_parsed(workspace: Workspace, parsed: Mapping[str, TvmModel],
                  origin: ModelOrigin = AS_THE_FILE_SAYS) -> list[ModelRecord]:
     """Writes a model's records, UNFUSED and FUSED, and missing functions of its kernels; returns the records. `origin` takes
     precedence over the model's file."""
-    records = []
     for level in (UNFUSED, FUSED):
         _, graph, record = parsed[level]
-        record = record.model_copy(update={name: text for name, text in origin._asdict().items() if text})
-        files.write_json(record_path(workspace, record.flavour, record.model), record)
         write_functions(workspace, record.flavour, graph.kernels, graph.functions)
-        records.append(record)
-    return records
+    return [write_record(workspace, parsed[level].record, origin) for level in (UNFUSED, FUSED)]
 
 
 @dataclass
@@ -103,11 +98,8 @@ def _tensor(ty: Any, where: str) -> Tensor:
 
 def _describe(operators: Sequence[RelaxOperator], function: str, inputs: Sequence[KernelInput],
               outputs: Sequence[Tensor]) -> Kernel:
-    """The kernel of some operators that run as one function; `function` is the function's hash, or "".
-
-    Its operator is the one that decides its time (`deciding_operator`). Its type does not name operators that only rename a
-    tensor.
-    """
+    """The kernel of some operators that run as one function; `function` is the function's hash, or "". Its operator is the one
+    that decides its time (`deciding_operator`). Its type does not name operators that only rename a tensor."""
     first = deciding_operator(operators)
     main = operators[first]
     others = [operator.name for index, operator in enumerate(operators) if index != first and operator.name not in VIEWS]

@@ -181,7 +181,7 @@ def time_model(request: Request) -> Reply:
     """A whole model's latency in TVM's virtual machine, and its memory."""
     setting, record = applied_setting(request), read_model_record(Path(request.record))
     parsed = parse_at(setting.level, Path(request.paths[0]), request.dims, request.device)
-    if [node.kernel_id for node in parsed.graph.nodes] != [node.kernel_id for node in record.nodes]:
+    if not parsed.record.same_kernels(record):
         raise UserError(f"{request.paths[0]}: TVM's graph is not the one in its record; make the record anew: "
                         "python runtimes/tvm/relax_parser.py")
     return time_parsed(parsed._replace(record=record), setting, request.effort)
@@ -230,9 +230,5 @@ WORK: dict[str, Callable[[Request], Reply]] = {"alone": time_alone, "model": tim
                                                "canary": time_canary, "prepare": prepare}
 
 
-def main() -> None:
-    serve(WORK)
-
-
 if __name__ == "__main__":
-    main()
+    serve(WORK)
