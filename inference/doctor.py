@@ -14,9 +14,10 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 import os
 import platform
+import re
+from collections import defaultdict
 from collections.abc import Iterator
 from importlib import metadata
-from importlib.util import find_spec
 from typing import Literal, NamedTuple
 
 from hase.inference.prediction.targets import local_targets, predictor_folders
@@ -24,7 +25,7 @@ from hase.records.devices import catalogue
 from hase.utils import cli
 from hase.utils.cache_folder import cache_folder
 from hase.utils.commands import as_typed
-from hase.utils.fingerprint import allowed_cores, cpu_name, gpu_facts, ort_version
+from hase.utils.fingerprint import allowed_cores, cpu_name, gpu_facts, ort_version, package_version
 from hase.utils.lazy import onnxruntime
 from hase.utils.paths import IN_CLONE, SHIPPED, Workspace
 
@@ -33,8 +34,7 @@ python inference/doctor.py
 python inference/doctor.py --json
 """
 ORT_PACKAGES = ("onnxruntime", "onnxruntime-gpu")  # both install into the folder onnxruntime
-EXTRAS = {"export": "torch", "plot": "matplotlib", "llm": "onnxruntime_genai", "search": "pyarrow", "ray": "ray",
-          "openvino": "openvino", "tvm": "tvm", "stages": "torch_geometric"}  # an extra, and a package that it brings
+FOR_EXTRA = re.compile(r"([\w.-]+).*; extra == ['\"](\w+)['\"]")  # a package's requirement of an extra
 
 
 class Check(NamedTuple):
@@ -111,15 +111,20 @@ def folder_checks(workspace: Workspace) -> Iterator[Check]:
 
 def package_checks() -> Iterator[Check]:
     """Hase itself, Python, and the extras."""
+    place = "a clone" if IN_CLONE else "a package"
     try:
-        version = metadata.version("hase")
+        version, requirements = metadata.version("hase"), metadata.requires("hase") or []
     except metadata.PackageNotFoundError:
-        version = "not installed"
-    yield Check("Hase", "ok", f"{version}, {'a clone' if IN_CLONE else 'a package'}; Python {platform.python_version()}")
-    for extra, package in EXTRAS.items():
-        there = find_spec(package) is not None
-        yield Check(f"extra {extra}", "ok" if there else "missing", package if there else f"{package} is not installed",
-                    "" if there else f"pip install '.[{extra}]'")
+        version, requirements = "not installed", []
+    yield Check("Hase", "ok", f"{version}, {place}; Python {platform.python_version()}")
+    needed: dict[str, list[str]] = defaultdict(list)
+    for requirement in filter(None, map(FOR_EXTRA.match, requirements)):
+        needed[requirement[2]] += [requirement[1]] if requirement[1] != "hase" else []
+    for extra, packages in needed.items():
+        if missing := [package for package in packages if not package_version(package)]:
+            yield Check(f"extra {extra}", "missing", f"{', '.join(missing)} not installed", f"pip install '.[{extra}]'")
+        else:
+            yield Check(f"extra {extra}", "ok", ", ".join(packages))
 
 
 def main() -> int:
