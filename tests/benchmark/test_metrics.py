@@ -138,6 +138,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Fak
     return made
 
 
+@pytest.mark.slow
 def test_gpm_gives_ratios_and_bytes(fake: FakeNvml) -> None:
     preferred = gpu_sources.NvmlSource().fields
     assert {ENGINE, SM, POWER, CLOCK} < set(preferred)
@@ -350,6 +351,7 @@ def dcgm(monkeypatch: pytest.MonkeyPatch) -> FakeDcgm:
     return made
 
 
+@pytest.mark.slow
 def test_dcgm_gives_the_mean_of_a_windows_readings(dcgm: FakeDcgm) -> None:
     source = gpu_sources.DcgmSource([SM, UTIL])
     dcgm.handle.assert_called_with(ipAddress=None)  # within this process

@@ -80,6 +80,7 @@ def block_of(key: str, uuid: str, *measurements: Measurement) -> Block:
                  machine=uuid, measurements=measurements)
 
 
+@pytest.mark.slow
 def test_the_energy_of_a_run_is_a_part_of_its_window(model: Path, sensor: None) -> None:
     by_label = measured(model, 0.4)
     assert set(by_label) == {"latency", ENERGY}
@@ -105,6 +106,7 @@ def test_without_a_sensor_the_latency_is_still_measured(model: Path, monkeypatch
     assert "no energy is measured: power: this CPU's energy can't be read" in caplog.text
 
 
+@pytest.mark.slow
 def test_the_table_has_the_energy_only_where_it_was_measured(model: Path, sensor: None, tmp_path: Path) -> None:
     this_machine = machine("cpu")
     plain = DatasetHeader(target=local_target("cpu"), metrics=(), machines={this_machine.uuid: this_machine},

@@ -58,6 +58,7 @@ def readings() -> dict[float, ProbeReading]:
     return found
 
 
+@pytest.mark.slow
 def test_a_summary_is_what_its_samples_say(readings: dict[float, ProbeReading]) -> None:
     for level, reading in readings.items():
         written = TimedProbeSummary(summarise_probe(reading), 1.75e9)

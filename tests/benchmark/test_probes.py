@@ -76,6 +76,7 @@ def quiet_samples(host: Host) -> HostSamples:
     return quiet_samples_ms(HostProbe(host.dispatch_s, [FAST_S] * 100), {"latency": host.run_s}, EFFORT)["latency"]
 
 
+@pytest.mark.slow
 def test_only_undisturbed_windows_count(start_host: StartHost) -> None:
     samples, disturbance, _ = quiet_samples(start_host(period_s=0.2, disturbed_share=0.5))
     assert len(samples) >= 40
@@ -110,6 +111,7 @@ def test_what_a_good_reading_is(first_s: list[float], then_s: list[float], good_
     assert (probe.good_s, probe.sorted_s[0]) == (good_s, min(first_s + then_s))
 
 
+@pytest.mark.slow
 def test_stalls_are_noted() -> None:
     """Made-up dispatches: two of them stall, by 4 and by 9 ms; one that takes 2 ms longer is only slow."""
     times = iter([0.3e-3, 4.3e-3, 2.3e-3, 0.3e-3, 9.3e-3])

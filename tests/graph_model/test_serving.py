@@ -44,6 +44,7 @@ def of_host(host: Host, rate_per_s: float) -> Served:
     return served([case], np.random.default_rng(1), 60_000, host=host)[0][0]
 
 
+@pytest.mark.slow
 def test_runs_that_differ() -> None:
     """M/G/1 where the host's pace is another one for each run: the mean wait is λ E[S²]/(2(1 − ρ)). Where a pace lasts, runs
     queue up meanwhile."""
@@ -86,6 +87,7 @@ def test_more_requests_than_can_be_served() -> None:
     assert [result.percentile_ms(95) < np.inf for result in results] == [False, False, True]
 
 
+@pytest.mark.slow
 def test_models_that_do_not_slow_each_other() -> None:
     alone = one(300.0, 2.0, requests=60_000)
     assert list(alone.percentiles_ms) == sorted(alone.percentiles_ms)

@@ -75,6 +75,7 @@ def test_what_can_not_be_converted_is_refused(single: Path, tmp_path: Path) -> N
             source_record(source, local_flavour("cuda"), dtype=dtype)
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_row_beside_the_other(single: Path) -> None:
     command = ("inference/predict_model_latency.py", "--model", single, "--target", TARGET, "--dtype", "fp32,fp16")
     usual, half = json.loads(printed(*command, "--json"))

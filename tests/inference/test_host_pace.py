@@ -120,6 +120,7 @@ def test_the_hosts_costs_are_taken_at_the_pace() -> None:
     assert graph.host_pace is None
 
 
+@pytest.mark.slow
 def test_an_unknown_pace_widens_the_interval_where_it_matters() -> None:
     for model, matters in ((SHORT, True), (LONG, False)):
         unknown, usual = predicted(model), predicted(model, 1.0)

@@ -187,6 +187,7 @@ def test_an_interrupted_search_goes_on(tmp_path: Path) -> None:
     assert not part.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_batches")
 def test_what_was_found_is_not_trusted_blindly(tmp_path: Path) -> None:
     asked, out = question(), tmp_path / "found.csv"

@@ -70,6 +70,7 @@ def test_a_record_from_the_child_is_the_one_made_here(tmp_path: Path) -> None:
     assert [node["op_type"] for node in analysis.graph_of(path, "cpu", {}, True)["nodes"]][-1] == "Softmax"
 
 
+@pytest.mark.slow
 def test_weights_beside_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of a model in memory: they lie in the current folder."""
     onnx.save(network(), tmp_path / "n.onnx", save_as_external_data=True, location="n.weights", size_threshold=64)
