@@ -84,7 +84,6 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("command", "code", "line"), CASES)
 def test_the_error_is_a_single_line(command: str, code: int, line: str, here: Path) -> None:
     done = run_script(*command.format(here=here).split(), "--workspace", here, "--quiet")
