@@ -10,10 +10,9 @@ import runpy
 import sys
 from importlib.metadata import version
 
-import argcomplete
-
 from hase.utils.cli import EXIT_USAGE
 from hase.utils.commands import COMMANDS, run_as
+from hase.utils.lazy import argcomplete
 
 USAGE = "usage: hase COMMAND [options]      hase COMMAND --help      hase --version"
 PURPOSE = "How long ONNX Runtime takes to run a model on a device, without running it there."

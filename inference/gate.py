@@ -26,7 +26,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 import argparse
 from collections.abc import Iterable, Sequence
 
-from hase.inference.compare.regressions import GateResult, gate_rows, gate_sentence, judge
+from hase.inference.compare.regressions import GateResult, gate_rows, gate_sentences, judge
 from hase.inference.compare.snapshots import (
     ModelSnapshot,
     Snapshot,
@@ -120,7 +120,7 @@ def snapshot_of(predictor: Predictor, asked: Iterable[Question], args: argparse.
 
 def report(args: argparse.Namespace, result: GateResult) -> None:
     """Prints what was found, and writes it as Markdown."""
-    sentences, rows = gate_sentence(result), gate_rows(result)
+    sentences, rows = gate_sentences(result), gate_rows(result)
     page = "\n\n".join([f"**{sentences[0]}**", *sentences[1:], markdown_table([
         {name: value if value is None else cell(value) for name, value in row.items()} for row in rows]),
         f"Predicted by Hase for {result.target}; nothing was run."]) + "\n"

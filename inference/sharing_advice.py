@@ -23,13 +23,12 @@ from hase.inference.library.predictor import Predictor
 from hase.inference.prediction.answers import PERCENTILE
 from hase.inference.prediction.conditions import AS_USUAL, PaceAsked
 from hase.inference.prediction.sources import pair_with_sizes
-from hase.inference.sharing.advice import MOST_MODELS, ServedSet, advice_rows, advice_verdict, advise_sharing
+from hase.inference.sharing.advice import BATCHES, MOST_MODELS, ServedSet, advice_rows, advice_verdict, advise_sharing
 from hase.utils import cli
 from hase.utils.config import read_config, validate
 from hase.utils.logger import get_logger
 from hase.utils.paths import Workspace
 
-BATCHES = (1, 2, 4, 8, 16)
 EXAMPLES = """
 python inference/sharing_advice.py --model resnet18.onnx --rate 200 --slo-ms 5 --on h200
 python inference/sharing_advice.py --model a.onnx --rate 200 --slo-ms 5 --model b.onnx --rate 50 --slo-ms 20  # needs models

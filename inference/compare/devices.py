@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
-from hase.inference.prediction.answers import Answer, Prediction, chance_within
+from hase.inference.prediction.answers import Prediction, ReadableResult, chance_within
 from hase.inference.prediction.energy import EnergyPrediction
 from hase.inference.prediction.targets import CardPredictors
 from hase.utils.config import Frozen
@@ -56,7 +56,7 @@ class DeviceAnswer(Frozen):
         return row | {"from": self.basis, "rough estimate": "yes" if prediction.rough_estimate else "no"}
 
 
-class DeviceComparison(Answer):
+class DeviceComparison(ReadableResult):
     """A model on several devices, sorted by cost, or by latency without prices; devices whose memory is too small come last.
     Version 1 is the first.
 

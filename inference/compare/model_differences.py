@@ -6,7 +6,7 @@ import math
 import operator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from hase.inference.prediction.answers import Answer
+from hase.inference.prediction.answers import ReadableResult
 from hase.records.operators import operator_row
 from hase.utils.config import Frozen
 
@@ -94,7 +94,7 @@ class ComparedModel(Frozen):
     rough_estimate: bool
 
 
-class ModelDifference(Answer):
+class ModelDifference(ReadableResult):
     """How two models differ on one target. Version 1 is the first.
 
     Attributes:

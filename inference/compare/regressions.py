@@ -119,7 +119,7 @@ def _main_cause(before: ModelSnapshot, after: ModelSnapshot) -> str:
     return f"{name} {most_ms:+.3g} ms" if abs(most_ms) > NOTED * before.latency_ms else ""
 
 
-def gate_sentence(result: GateResult) -> list[str]:
+def gate_sentences(result: GateResult) -> list[str]:
     """Sentences: what fails, and what may."""
     compared = [change for change in result.changes if change.change is not None]
     lines = []

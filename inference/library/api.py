@@ -21,7 +21,7 @@ from hase.inference.prediction.sources import Precision, Source, checked_count, 
 from hase.inference.search.evaluating import SearchLimits, SearchQuestion
 from hase.inference.search.searching import SearchResult
 from hase.inference.search.searching import search as search_space
-from hase.inference.sharing.advice import SharingAdvice, advise_sharing
+from hase.inference.sharing.advice import BATCHES, SharingAdvice, advise_sharing
 from hase.utils.config import validate
 from hase.utils.errors import UserError
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from hase.utils.paths import Workspace
 
 Folder = Path | str | None
-BATCHES = (1, 2, 4, 8, 16)  # that sharing advice chooses from
 
 
 def sizes_with(batch: int | None, dims: Mapping[str, int] | None) -> dict[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from hase.inference.prediction.answers import Answer, Provenance, chance_within, chance_word
+from hase.inference.prediction.answers import Provenance, ReadableResult, chance_within, chance_word
 from hase.inference.prediction.conditions import PaceSource
 from hase.utils.config import Frozen
 from hase.utils.pages.rendering import CardField, card_html
@@ -106,7 +106,7 @@ class ObjectiveMet(Frozen):
                    headroom_ms=limit_ms - time.ms, chance=chance, chance_in_words=chance_word(chance))
 
 
-class LlmPrediction(Answer):
+class LlmPrediction(ReadableResult):
     """What a request to a language model takes. `--json` prints it as it is. Version 1 is the first.
 
     Attributes:

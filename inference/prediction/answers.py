@@ -4,6 +4,7 @@ latency objectives: whether a prediction keeps to a limit, and how likely that i
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from statistics import NormalDist
@@ -91,16 +92,16 @@ class UsedEstimator(Frozen):
     forced: bool
 
 
-class Answer(Frozen):
+class ReadableResult(Frozen):
     """What a question from Python gives. `to_dict` is what `--json` prints, `to_pandas` a table; a notebook shows it."""
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain types, for JSON."""
         return self.model_dump(mode="json")
 
+    @abstractmethod
     def rows(self) -> list[dict[str, Any]]:
         """The rows of its table; column names hold the units."""
-        raise NotImplementedError
 
     def to_pandas(self) -> pd.DataFrame:
         """Its rows as a table."""
@@ -111,7 +112,7 @@ class Answer(Frozen):
         return table_html(self.rows())
 
 
-class Prediction(Answer):
+class Prediction(ReadableResult):
     """A model's predicted latency and what it rests on. `--json` prints it as it is. Version 1 is the first.
 
     Attributes:

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from hase.benchmark.serving.sets import BATCH, ServedModel
 from hase.graph_model.simulation.serving import PACES, SLOWER, STEADY, Case, Served, served, set_of
-from hase.inference.prediction.answers import PERCENTILE, Answer, chance_within, chance_word
+from hase.inference.prediction.answers import PERCENTILE, ReadableResult, chance_within, chance_word
 from hase.inference.prediction.conditions import HostPace
 from hase.inference.prediction.uncertainty import CERTAIN
 from hase.inference.prediction.under_load import SAMPLES, NotShared
@@ -39,6 +39,7 @@ SEED = 36  # for arrivals, so that the same question has the same answer
 SEARCH_EFFORT = (1000, 40)  # simulated requests and repetitions for each plan of the search,
 FINAL_EFFORT = (20_000, 400)  # and for the final answer
 SEARCH_ROUNDS = 3  # each over all models
+BATCHES = (1, 2, 4, 8, 16)  # to choose from, unless others are given
 MOST_MODELS = 4  # more are refused
 DISTURBED_PER_S = 2.0  # stalls per second of dispatching; the host of the training data had 0.6, two others 5 and 9
 # Factors by which intervals are wider, by `disturbed`. Chosen so that intervals held for 90 % of the percentiles in half of the
@@ -128,7 +129,7 @@ class SharedWay(Frozen):
     chance_in_words: str
 
 
-class SharingAdvice(Answer):
+class SharingAdvice(ReadableResult):
     """Which way of sharing a GPU to choose.
 
     Attributes:

@@ -79,8 +79,8 @@ def sources_of_difference(a: RunCosts, b: RunCosts) -> DifferenceSources:
         shift = shares[1].get(name, 0.0) - shares[0].get(name, 0.0)
         moved += abs(shift) / 2.0
         if kernel.host_ms:
-            place = round(HOST_CLASSES * math.log(kernel.host_ms))
-            host[place] += host_shares[1].get(name, 0.0) - host_shares[0].get(name, 0.0)
+            host_class = round(HOST_CLASSES * math.log(kernel.host_ms))
+            host[host_class] += host_shares[1].get(name, 0.0) - host_shares[0].get(name, 0.0)
         if kernel.doubt:
             predicted += (shift * kernel.doubt) ** 2
             alike[kernel.type] += shift * kernel.doubt

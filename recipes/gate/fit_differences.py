@@ -154,7 +154,7 @@ def main() -> int:
             for collection in {pair.collection for pair in pairs}}
     inside = np.average([one.scaled <= ends[one.pair.collection] for one in judged], weights=weights_of(
         [one.pair for one in judged]))
-    rows = verdict_rows([JudgedChange.of_logarithms(
+    rows = verdict_rows([JudgedChange.from_logarithms(
         sign * (pair.predicted + pair.error), sign * pair.predicted, ends[pair.collection] * scale)
         for pair, scale, _ in judged for sign in (1, -1)])
     fitted = {"pairs": len(pairs), **dict(zip(NAMES, fit(pairs).tolist(), strict=True)), "end": end_of(judged),

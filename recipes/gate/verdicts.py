@@ -20,7 +20,7 @@ class JudgedChange(NamedTuple):
     high: float
 
     @classmethod
-    def of_logarithms(cls, measured: float, predicted: float, reach: float) -> JudgedChange:
+    def from_logarithms(cls, measured: float, predicted: float, reach: float) -> JudgedChange:
         """The change from the logarithms of both ratios, and how far the interval reaches."""
         return cls(*map(math.expm1, (measured, predicted, predicted - reach, predicted + reach)))
 
