@@ -28,6 +28,7 @@ from collections.abc import Iterable, Sequence
 
 from hase.inference.compare.regressions import GateResult, gate_rows, gate_sentences, judge
 from hase.inference.compare.snapshots import (
+    Conditions,
     ModelSnapshot,
     Snapshot,
     check_alike,
@@ -99,23 +100,23 @@ def questions(args: argparse.Namespace, models: Sequence[Path], baseline: Snapsh
     return [Question(Path(file), sizes) for file, sizes in by_file.items() if Path(file).is_file()]
 
 
-def snapshot_of(predictor: Predictor, asked: Iterable[Question], args: argparse.Namespace) -> tuple[Snapshot, set[str]]:
+def snapshot_of(predictor: Predictor, conditions: Conditions, asked: Iterable[Question],
+                args: argparse.Namespace) -> tuple[Snapshot, set[str]]:
     """The snapshot of the predictions, and the names of those that failed, each with an error in the log."""
-    fitted, way = predictor.fitted, RunMode(io=args.io, cuda_graph=args.cuda_graph)
     pace = None
-    if args.host_pace is not None or pace_matters(fitted.composition, way):
+    if args.host_pace is not None or pace_matters(predictor.fitted.composition, conditions.way):
         pace = UNKNOWN if args.host_pace is None else given_pace(args.host_pace)
     models, failed = dict[str, ModelSnapshot](), set[str]()
     for model, sizes in progress(list(asked), "predicting"):
         for size in sizes:
             try:
-                run = predictor.run(model, dims=size, static=args.static, run_mode=way, host_pace=pace)
+                run = predictor.run(model, dims=size, static=args.static, run_mode=conditions.way, host_pace=pace)
             except UserError as error:
                 log.error("%s", error)
                 failed.add(name_in_snapshot(model, size))
                 continue
             models[name_in_snapshot(model, size)] = model_snapshot(run, model, size)
-    return Snapshot(conditions=conditions_of(fitted, way, args.static, args.strict, args.host_pace), models=models), failed
+    return Snapshot(conditions=conditions, models=models), failed
 
 
 def report(args: argparse.Namespace, result: GateResult) -> None:
@@ -152,10 +153,13 @@ def main() -> int:
     predictor = Predictor(workspace, target, strict=args.strict, force=args.force, any_device=True, no_weights=True)
     for notice in predictor.fitted.notices:
         log.warning("%s", notice)
-    now, failed = snapshot_of(predictor, questions(args, models, baseline), args)
+    conditions = conditions_of(predictor.fitted, RunMode(io=args.io, cuda_graph=args.cuda_graph), args.static, args.strict,
+                               args.host_pace)
+    if baseline:
+        check_alike(baseline.conditions, conditions, args.baseline)  # before the predictions, which it would make useless
+    now, failed = snapshot_of(predictor, conditions, questions(args, models, baseline), args)
     result = None
     if baseline:
-        check_alike(baseline.conditions, now.conditions, args.baseline)
         predicted = {name: model for name, model in baseline.models.items() if name not in failed}
         result = judge(predicted, now.models, now.conditions.target, args.max_regression, args.max_memory_growth)
         report(args, result)
